@@ -1,0 +1,49 @@
+// The element types that buckets hold, and their sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bucketwheel {
+
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8 };
+
+constexpr size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+    case DType::kUInt8:
+      return 1;
+  }
+  return 0;
+}
+
+// torch's names, for messages.
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kInt64:
+      return "int64";
+    case DType::kInt32:
+      return "int32";
+    case DType::kUInt8:
+      return "uint8";
+  }
+  return "?";
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,88 @@
+// Communicator: coalesced all-gather and reduce-scatter over a group of ranks, and agreement between their hosts.
+//
+// Every rank calls the same operations in the same order. Validation is complete before anything is enqueued: a throw
+// from all_gather() or reduce_scatter() means nothing was enqueued and the communicator is as before. A failure while
+// running (dead peer, deadline, mismatch) fails the communicator: the handle and every later call throw it.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "comm/handle.h"
+#include "device/stream.h"
+#include "pool/pool.h"
+
+namespace bucketwheel {
+
+// A contiguous range of elements in host memory.
+struct View {
+  void* data = nullptr;
+  int64_t numel = 0;
+  DType dtype = DType::kFloat32;
+  size_t size_bytes() const { return static_cast<size_t>(numel) * size_of(dtype); }
+};
+
+// One item of a coalesced call: `full` holds world x shard elements, rank r's part at r * shard.numel.
+// The shard may be the rank's own part of `full` (in place); any other overlap is an error.
+struct Segment {
+  View full;
+  View shard;
+};
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kMax, kMin };
+
+// Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
+// operation in ascending order, never concurrently. `sum` holds fp32 sums of elements [begin, begin + numel) of the
+// shard of item `segment`.
+// A block is a multiple of kSinkBlockNumel elements, except the last of a shard.
+inline constexpr int64_t kSinkBlockNumel = 4096;
+class ReduceSink {
+ public:
+  virtual ~ReduceSink() = default;
+  virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
+};
+
+struct IssueOptions {
+  Stream* stream = nullptr;           // null: the communicator's own
+  std::vector<EventRef> after;        // the operation starts after these
+  bool timing = false;
+  std::vector<Handle::Keepalive> keepalive;
+};
+
+class Comm {
+ public:
+  virtual ~Comm() = default;
+  virtual int rank() const = 0;
+  virtual int world() const = 0;
+  virtual const std::string& name() const = 0;
+  virtual const char* backend() const = 0;
+  // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
+  virtual const PoolRef& pool() const = 0;
+  virtual const StreamRef& stream() const = 0;
+
+  virtual HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) = 0;
+  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum only).
+  virtual HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
+                                   const IssueOptions& options) = 0;
+
+  // Host-to-host agreement, beside the stream: every rank posts one payload (at most kMaxPayloadBytes; lengths may
+  // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.
+  // Never touches the device. Throws like a collective.
+  static constexpr size_t kMaxPayloadBytes = size_t{1} << 20;
+  virtual void post(std::span<const std::byte> payload) = 0;
+  virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {}) = 0;
+
+  // Fails the communicator on every rank: their next wait throws CommError with `why`.
+  virtual void abort(const std::string& why) noexcept = 0;
+  // Waits for the operations in flight, then says goodbye to the peers; later calls throw ClosedError. Idempotent.
+  virtual void close() = 0;
+};
+using CommRef = std::shared_ptr<Comm>;
+
+}  // namespace bucketwheel

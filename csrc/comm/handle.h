@@ -1,0 +1,45 @@
+// Handle: the completion of one collective, and the owner of everything the collective reads or writes.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/event.h"
+#include "device/stream.h"
+#include "pool/lease.h"
+
+namespace bucketwheel {
+
+class Handle {
+ public:
+  // What the operation keeps alive: tensors (DLPack owners), leases, events. Freed after completion, on any thread,
+  // without the GIL.
+  using Keepalive = std::shared_ptr<void>;
+
+  // Makes `stream` wait for the operation. Null: the calling host thread (CPU): the same as synchronize().
+  void wait(Stream* stream);
+  // Blocks the host. Throws the operation's error (PeerError, CommTimeout, ...) on every call; CommTimeout when
+  // `deadline` passes first, which leaves the operation running.
+  void synchronize(Deadline deadline = {});
+  // True when complete. Never blocks; throws the operation's error.
+  bool query() const;
+  // Seconds between the completion of two handles made with timing = true; negative if `later` came first.
+  double elapsed_s(const Handle& later) const;
+
+  uint64_t seq() const;           // of its communicator, counted from 1
+  size_t size_bytes() const;      // bytes of the full buffers
+  const EventRef& event() const;  // completes when the operation is over, failed or not
+
+  struct State;
+  explicit Handle(std::shared_ptr<State> state);
+
+ private:
+  std::shared_ptr<State> state_;
+};
+using HandleRef = std::shared_ptr<Handle>;
+
+}  // namespace bucketwheel

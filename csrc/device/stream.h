@@ -1,0 +1,27 @@
+// Stream: a queue of work that runs in order.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "device/event.h"
+
+namespace bucketwheel {
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  // Enqueues `task`. Tasks run one at a time, in the order of the calls. A task must not throw.
+  // DeviceError when the stream is closed or belongs to a parent process (fork).
+  virtual void run(std::function<void()> task) = 0;
+  // An event that completes when everything enqueued so far has run.
+  virtual EventRef record(bool timing = false) = 0;
+  // What is enqueued from now on runs after `event`. Never blocks the host.
+  virtual void wait(const EventRef& event) = 0;
+  // Blocks the host until the queue is empty; false on deadline.
+  virtual bool synchronize(Deadline deadline = {}) = 0;
+};
+
+using StreamRef = std::shared_ptr<Stream>;
+
+}  // namespace bucketwheel

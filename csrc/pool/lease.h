@@ -1,0 +1,41 @@
+// Lease: one live period of a range of pool memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "device/stream.h"
+#include "pool/upstream.h"
+
+namespace bucketwheel {
+
+class Pool;
+
+class Lease {
+ public:
+  ~Lease();  // a lease dropped without release() is released now and counted as dropped
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  const std::string& key() const;
+  size_t size_bytes() const;        // what was asked for
+  std::byte* data() const;          // UseAfterRelease once released
+  const SlabRef& slab() const;      // the slab it lies in
+  size_t offset_bytes() const;      // in the slab
+  bool is_live() const;
+
+  // Ends the lease. Its bytes may be given to the next owner at once; the next owner's stream waits for `after` (the
+  // completion of the last use) before touching them. No event: the caller says that all use has ended.
+  // ReleasedTwice when called again.
+  void release(EventRef after = nullptr);
+
+ private:
+  friend class Pool;
+  struct State;
+  explicit Lease(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
+};
+using LeaseRef = std::shared_ptr<Lease>;
+
+}  // namespace bucketwheel

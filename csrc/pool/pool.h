@@ -1,0 +1,70 @@
+// Pool: a caching allocator of communication memory with event-fenced reuse. [Note: reuse under fences] in pool.cpp.
+//
+// Thread-safe. Freed memory stays in the pool (its slabs go back when the pool and every lease of them are gone).
+// Which block an acquire gets depends on sizes and on the order of calls alone, never on which event happened to be done.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "device/device.h"
+#include "pool/lease.h"
+#include "pool/upstream.h"
+
+namespace bucketwheel {
+
+struct PoolStats {
+  uint64_t reserved_bytes = 0;    // in slabs
+  uint64_t live_bytes = 0;        // in leases, rounded to the alignment
+  uint64_t high_water_bytes = 0;  // largest live_bytes seen
+  uint64_t slabs = 0;
+  uint64_t live_leases = 0;
+  uint64_t acquires = 0;
+  uint64_t reuses = 0;          // acquires served from memory used before
+  uint64_t waits = 0;           // fences that an acquire made its stream (or the host) wait for
+  uint64_t dropped_leases = 0;  // destroyed without release()
+};
+
+struct PoolOptions {
+  size_t align_bytes = 512;              // of every lease, a power of two
+  size_t min_slab_bytes = size_t{8} << 20;  // smaller requests share a slab
+  bool poison = false;                   // fill bytes with 0xFF (NaN) when they become free to reuse, and keep red zones
+};
+
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  static std::shared_ptr<Pool> make(Device& device, UpstreamRef upstream, PoolOptions options = {});
+  ~Pool();
+
+  // A range of `size_bytes` (0 is legal), aligned. Fences of the bytes' last users: with a stream, the stream is made to
+  // wait for them; without one, the host waits. `key` names the lease in messages; the same key may be live twice
+  // only if `key` is empty, else KeyBusy.
+  LeaseRef acquire(std::string key, size_t size_bytes, Stream* stream = nullptr);
+
+  // The slab that contains [data, data + size_bytes) and the offset in it; null when it is not pool memory.
+  // Lock-free enough to be called on every collective.
+  struct Location {
+    SlabRef slab;
+    size_t offset_bytes = 0;
+  };
+  Location locate(const void* data, size_t size_bytes) const;
+
+  PoolStats stats() const;
+  // Verifies every invariant (no overlap, sums match, alignment, coalescing, red zones); PoolError names the first broken one.
+  void check() const;
+  // LeaseLeak naming the keys that are live.
+  void expect_no_leases() const;
+  // Returns to the system the slabs that hold no lease (waits for their fences); the number of bytes.
+  size_t trim();
+
+ private:
+  Pool(Device& device, UpstreamRef upstream, PoolOptions options);
+  friend class Lease;
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
+using PoolRef = std::shared_ptr<Pool>;
+
+}  // namespace bucketwheel

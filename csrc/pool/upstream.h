@@ -1,0 +1,42 @@
+// Upstream: where a pool gets its slabs from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace bucketwheel {
+
+// A large piece of memory, mapped until the last reference to it goes.
+struct Slab {
+  std::byte* data = nullptr;
+  size_t size_bytes = 0;
+  uint32_t id = 0;  // unique within its upstream, counted from 0
+  int fd = -1;      // shm: the memfd other processes map; -1 otherwise
+
+  Slab() = default;
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+  virtual ~Slab() = default;
+};
+using SlabRef = std::shared_ptr<Slab>;
+
+class Upstream {
+ public:
+  virtual ~Upstream() = default;
+  // A zero-filled slab of at least `size_bytes`, page aligned. Throws PoolError when the system refuses.
+  virtual SlabRef allocate(size_t size_bytes) = 0;
+  virtual const char* name() const = 0;
+};
+using UpstreamRef = std::shared_ptr<Upstream>;
+
+// Private anonymous memory (mmap; huge pages asked for).
+UpstreamRef make_host_upstream();
+
+// memfd segments, sealed against shrinking, that a ShmComm hands to its peers. `on_slab` is called with every new
+// slab before anyone can use it; a communicator registers itself there so that peers can map the slab.
+UpstreamRef make_shm_upstream(std::function<void(const SlabRef&)> on_slab = {});
+
+}  // namespace bucketwheel
