@@ -27,7 +27,7 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     for info, tensors in zip(engine.infos, engine.states, strict=True):
         entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
         entry.update({name: tensor.clone() for name, tensor in tensors.items()})
-        if engine.world > 1:
+        if any(tensor.shape != info.param.shape for tensor in tensors.values()):
             entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
         state[number[info.param]] = entry
     groups = [
