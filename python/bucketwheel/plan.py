@@ -104,26 +104,30 @@ class Packing:
             at, index = upto, index + 1
         return found
 
-    def segments(self, rank: int) -> list[Segment]:
-        """What ``rank`` owns, in the order of its shard space; ranges without elements are left out."""
+    def owned(self, param: int, rank: int) -> list[Segment]:
+        """The parts of ``param`` that ``rank`` owns, ascending; ranges without elements are left out."""
         found: list[Segment] = []
-        for param in sorted(range(len(self.items)), key=lambda i: self.begins[i]):
-            for part in self.fragments(param):
-                bucket = self.buckets[part.bucket]
-                low = max(part.bucket_begin, rank * bucket.shard_numel)
-                high = min(part.bucket_begin + part.numel, (rank + 1) * bucket.shard_numel)
-                if low < high:
-                    found.append(
-                        Segment(
-                            param,
-                            bucket.index,
-                            part.param_begin + low - part.bucket_begin,
-                            bucket.begin + low,
-                            bucket.shard_begin + low - rank * bucket.shard_numel,
-                            high - low,
-                        )
+        for part in self.fragments(param):
+            bucket = self.buckets[part.bucket]
+            low = max(part.bucket_begin, rank * bucket.shard_numel)
+            high = min(part.bucket_begin + part.numel, (rank + 1) * bucket.shard_numel)
+            if low < high:
+                found.append(
+                    Segment(
+                        param,
+                        bucket.index,
+                        part.param_begin + low - part.bucket_begin,
+                        bucket.begin + low,
+                        bucket.shard_begin + low - rank * bucket.shard_numel,
+                        high - low,
                     )
+                )
         return found
+
+    def segments(self, rank: int) -> list[Segment]:
+        """What ``rank`` owns, in the order of its shard space."""
+        order = sorted(range(len(self.items)), key=lambda param: self.begins[param])
+        return [segment for param in order for segment in self.owned(param, rank)]
 
     def digest(self) -> str:
         """A hash of every number here; ranks compare it before they use the packing."""
