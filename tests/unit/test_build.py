@@ -228,11 +228,11 @@ def test_an_unwritable_home_falls_back_to_a_folder_of_our_own(tree: TinyTree) ->
 def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPatch) -> None:
     from bucketwheel import _build
 
-    mounts = "/dev/sda / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nx /home/me/local\\040disk xfs rw 0 0\n"
+    mounts = "/dev/sda / ext4 rw 0 0\nserver:/users /users nfs4 rw 0 0\nx /users/me/local\\040disk xfs rw 0 0\n"
     monkeypatch.setattr(_build.Path, "read_text", lambda *_, **__: mounts)
-    assert _build._is_network(Path("/home/me/.cache"))
-    assert not _build._is_network(Path("/home/me/local disk/cache"))
-    assert not _build._is_network(Path("/homestead"))
+    assert _build._is_network(Path("/users/me/.cache"))
+    assert not _build._is_network(Path("/users/me/local disk/cache"))
+    assert not _build._is_network(Path("/usersgroup"))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
