@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "base/platform.h"
+
 namespace bucketwheel {
 
 struct Env {
@@ -14,6 +16,8 @@ struct Env {
   std::optional<uint64_t> stream_fuzz_seed;
   // BW_POOL_POISON=1: PoolOptions::poison for every pool.
   bool pool_poison = false;
+  // BW_CPU_ISA=plain|avx2|avx512: the CPU kernels to use. Unset: the best that the processor runs.
+  std::optional<Isa> cpu_isa;
 };
 
 // ValueError when a variable holds what it cannot mean.

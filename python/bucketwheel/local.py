@@ -52,7 +52,7 @@ class LocalEngine:
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._follow_edits()
         grads = [self._grad(info) for info in self.infos]
-        factors = [self._take_clip(info, info.param.grad) for info in self.infos]
+        factors = [self._clip_of(info, info.param.grad) for info in self.infos]
         self._rows.table.set_grads(grads)
         self._rows.begin_step(param_groups, [grad is not None for grad in grads], factors)
         self._rows.step()
@@ -74,10 +74,15 @@ class LocalEngine:
         """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
         for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
-            if "master_param" in state and info.param._version != self._versions[i]:
-                state["master_param"].copy_(info.param.detach())
+            if info.param._version != self._versions[i]:
+                _read_master(info, state)
         if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
             self._bind()
+
+    def follow_loaded_state(self) -> None:
+        for info, state in zip(self.infos, self.states, strict=True):
+            _read_master(info, state)
+        self._versions = [info.param._version for info in self.infos]
 
     # --- clipping ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +95,7 @@ class LocalEngine:
             return float(l2_norm([self._grad(self.infos[i]) for i, _ in held]))
         norms = torch.stack(
             [
-                torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._peek_clip(self.infos[i], grad)
+                torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._clip_of(self.infos[i], grad)
                 for i, grad in held
             ]
         )
@@ -100,10 +105,10 @@ class LocalEngine:
         for i in range(len(self.infos)) if indices is None else indices:
             grad = self.infos[i].param.grad
             if grad is not None:
-                before = self._peek_clip(self.infos[i], grad)
+                before = self._clip_of(self.infos[i], grad)
                 self._clips[i] = (grad, grad._version, before * factor)
 
-    def _peek_clip(self, info: ParamInfo, grad: Tensor | None) -> float:
+    def _clip_of(self, info: ParamInfo, grad: Tensor | None) -> float:
         if info.index not in self._clips or grad is None:
             return 1.0
         clipped, version, factor = self._clips[info.index]
@@ -114,9 +119,6 @@ class LocalEngine:
                 f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step"
             )
         return factor
-
-    def _take_clip(self, info: ParamInfo, grad: Tensor | None) -> float:
-        return self._peek_clip(info, grad)
 
     # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class LocalEngine:
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad
-        return None if grad is None else grad.detach() * self._peek_clip(self.infos[index], grad)
+        return None if grad is None else grad.detach() * self._clip_of(self.infos[index], grad)
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]
@@ -165,3 +167,10 @@ def _new_state(param: Tensor) -> dict[str, Tensor]:
     if param.dtype != torch.float32:
         state["master_param"] = param.to(torch.float32)
     return state
+
+
+def _read_master(info: ParamInfo, state: dict[str, Tensor]) -> None:
+    """Takes a parameter into its master; a master that rounds to the parameter as it is stays."""
+    if "master_param" in state:
+        param, master = info.param.detach(), state["master_param"]
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))

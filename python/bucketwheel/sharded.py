@@ -70,7 +70,7 @@ class ShardedEngine:
                 gather.broadcast_flat(comm, space.flat.flat)
         for space in self._spaces:
             if space.master is not None:
-                self._read_master(space)
+                self._read_master(space, space.first_param)
         self._rows = AdamRows(self.steps)
         self.reduced = ReducedGrads(comm, 1.0 / comm.size if options.gradient_average else 1.0)
         self._buckets: list[_StepBucket] = []
@@ -178,13 +178,17 @@ class ShardedEngine:
                 state["master_param"] = space.master.narrow(0, begin, numel)
             self.states.append(state)
 
-    def _read_master(self, space: _Space, indices: frozenset[int] | None = None) -> None:
-        """Copies this rank's part of the parameters (all, or those in ``indices``) into the fp32 master shard."""
+    def _read_master(self, space: _Space, indices: Sequence[int]) -> None:
+        """Takes this rank's part of the parameters ``indices`` into the fp32 master shard.
+
+        A master that rounds to the parameter as it is stays: it knows more digits of the same value.
+        """
         assert space.master is not None
-        for s in space.flat.packing.segments(self.comm.rank):
-            if indices is None or space.first_param[s.param] in indices:
+        for packed, index in enumerate(space.first_param):
+            for s in space.flat.packing.owned(packed, self.comm.rank) if index in indices else ():
                 own = space.flat.flat.narrow(0, s.flat_begin, s.numel)
-                space.master.narrow(0, s.shard_begin, s.numel).copy_(own)
+                master = space.master.narrow(0, s.shard_begin, s.numel)
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -210,8 +214,13 @@ class ShardedEngine:
         for space in self._spaces:
             if space.master is not None:
                 edited = [i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]]
-                if edited:
-                    self._read_master(space, frozenset(edited))
+                self._read_master(space, edited)
+
+    def follow_loaded_state(self) -> None:
+        for space in self._spaces:
+            if space.master is not None:
+                self._read_master(space, space.first_param)
+        self._versions = [info.param._version for info in self.infos]
 
     def param_sync(self) -> None:
         self._gathers.wait_all()
