@@ -1,0 +1,61 @@
+#include "base/env.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+std::string read(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::string() : std::string(value);
+}
+
+ValueError bad_value(const char* name, const std::string& value, const char* allowed) {
+  return ValueError(std::string("environment variable ") + name + "='" + value + "': " + allowed);
+}
+
+bool read_flag(const char* name) {
+  const std::string value = read(name);
+  if (value.empty() || value == "0") {
+    return false;
+  }
+  if (value == "1") {
+    return true;
+  }
+  throw bad_value(name, value, "expected 0 or 1");
+}
+
+std::optional<uint64_t> read_seed(const char* name) {
+  const std::string value = read(name);
+  if (value.empty()) {
+    return std::nullopt;
+  }
+  if (value.size() > 18 || value.find_first_not_of("0123456789") != std::string::npos) {
+    throw bad_value(name, value, "expected a whole number of at most 18 digits");
+  }
+  return std::stoull(value);
+}
+
+Env* read_all() {
+  Env env;
+  const std::string stream = read("BW_HOST_STREAM");
+  if (!stream.empty() && stream != "inline" && stream != "thread") {
+    throw bad_value("BW_HOST_STREAM", stream, "expected 'thread' or 'inline'");
+  }
+  env.stream_inline = stream == "inline";
+  env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
+  env.pool_poison = read_flag("BW_POOL_POISON");
+  return new Env(env);
+}
+
+}  // namespace
+
+const Env& env() {
+  static const Env* const values = read_all();  // never freed: streams may ask at process exit
+  return *values;
+}
+
+}  // namespace bucketwheel

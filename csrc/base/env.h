@@ -1,0 +1,22 @@
+// Every BW_* environment variable of the native core, read once, at first use.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace bucketwheel {
+
+struct Env {
+  // BW_HOST_STREAM=inline: CPU streams run a task when it is enqueued, in the caller. Finds out whether a failure is
+  // about ordering.
+  bool stream_inline = false;
+  // BW_HOST_STREAM_FUZZ=seed: random pauses before the tasks of CPU streams. Finds missing waits.
+  std::optional<uint64_t> stream_fuzz_seed;
+  // BW_POOL_POISON=1: PoolOptions::poison for every pool.
+  bool pool_poison = false;
+};
+
+// ValueError when a variable holds what it cannot mean.
+const Env& env();
+
+}  // namespace bucketwheel

@@ -1,0 +1,15 @@
+// Telling a forked child from its parent.
+//
+// Threads do not survive fork() and a lock that another thread held stays locked in the child. Objects that own a thread
+// or a lock remember the generation they were made in and refuse to work in a later one.
+#pragma once
+
+#include <cstdint>
+
+namespace bucketwheel {
+
+// The number of fork() calls between the process that loaded the library and this one. A single load.
+// The first call installs the handler that counts: objects call it when they are made.
+uint64_t fork_generation();
+
+}  // namespace bucketwheel
