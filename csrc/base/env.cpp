@@ -48,6 +48,7 @@ Env* read_all() {
   env.stream_inline = stream == "inline";
   env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
   env.pool_poison = read_flag("BW_POOL_POISON");
+  env.trace_dir = read("BW_TRACE_DIR");
   return new Env(env);
 }
 

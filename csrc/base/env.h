@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace bucketwheel {
 
@@ -14,6 +15,8 @@ struct Env {
   std::optional<uint64_t> stream_fuzz_seed;
   // BW_POOL_POISON=1: PoolOptions::poison for every pool.
   bool pool_poison = false;
+  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
+  std::string trace_dir;
 };
 
 // ValueError when a variable holds what it cannot mean.

@@ -1,32 +1,92 @@
-// What depends on the operating system, the compiler or the processor: the only file with platform #ifdefs.
+// What differs between compilers and processors. No other file contains a platform #ifdef.
 #pragma once
+
+#include <cstdint>
 
 #if !defined(__linux__)
 #error "bucketwheel's native core needs Linux (futex, memfd, pidfd)"
 #endif
 
 #if defined(__x86_64__)
-#define BW_X86_64 1
 #include <immintrin.h>
-#else
-#define BW_X86_64 0
 #endif
 
-#if defined(__aarch64__)
-#define BW_AARCH64 1
+// In front of a function that the CPU and the CUDA kernels share. It is inlined by force, so that a translation unit
+// compiled for AVX-512 never leaves a copy of it that the linker could pick for everybody (one definition rule).
+#if defined(__CUDACC__)
+#define BW_HD __host__ __device__ __forceinline__
 #else
-#define BW_AARCH64 0
+#define BW_HD inline __attribute__((always_inline))
 #endif
+
+// In front of a loop whose iterations touch only element i of each array: arrays may be disjoint or the same, no other
+// overlap. (__restrict__ would forbid the in-place use.)
+#define BW_ELEMENTWISE _Pragma("GCC ivdep")
 
 namespace bucketwheel {
 
 // For the body of a spin loop.
 inline void cpu_relax() {
-#if BW_X86_64
+#if defined(__x86_64__)
   _mm_pause();
-#elif BW_AARCH64
+#elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// While alive, this thread computes as IEEE 754 says: round to nearest even, denormals kept. Threads inherit their mode
+// from whoever started them and torch.set_flush_denormal() changes one thread only, so without this a result would
+// depend on the thread that happened to compute it.
+class IeeeFloats {
+ public:
+#if defined(__x86_64__)
+  IeeeFloats() : saved_(_mm_getcsr()) {
+    if ((saved_ & kControl) != kDefault) {
+      _mm_setcsr(kDefault);
+    }
+  }
+  ~IeeeFloats() {
+    if ((saved_ & kControl) != kDefault) {
+      _mm_setcsr(saved_);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kControl = 0xffc0;  // without the sticky exception flags
+  static constexpr uint32_t kDefault = 0x1f80;  // every exception masked, nearest even, no flush to zero
+  uint32_t saved_;
+#elif defined(__aarch64__)
+  IeeeFloats() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~IeeeFloats() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+
+ public:
+  IeeeFloats(const IeeeFloats&) = delete;
+  IeeeFloats& operator=(const IeeeFloats&) = delete;
+};
+
+// Instruction sets the kernels are compiled for, worst first.
+enum class Isa : uint8_t { kPlain, kAvx2, kAvx512 };
+
+// The best one that this processor and its operating system run.
+inline Isa processor_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      return Isa::kAvx512;
+    }
+    return Isa::kAvx2;
+  }
+#endif
+  return Isa::kPlain;
 }
 
 }  // namespace bucketwheel

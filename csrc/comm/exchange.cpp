@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "base/platform.h"
-#include "kernels/cpu_kernels.h"
+#include "kernels/reduce.h"
 
 namespace bucketwheel {
 namespace {
@@ -274,14 +274,11 @@ void Exchange::reduce_chunk(uint64_t chunk) {
 void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources) {
   const View& shard = op_.segments[index].shard;
   const size_t element_bytes = size_of(shard.dtype);
-  const bool is_f32 = shard.dtype == DType::kFloat32;
-  const CpuKernels& kernels = cpu_kernels();
   const auto divisor = static_cast<float>(team_.world());
   alignas(kCacheLineBytes) float sum[kSinkBlockNumel];
   for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {
     const int64_t count = std::min(kSinkBlockNumel, numel - done);
-    (is_f32 ? kernels.sum_f32 : kernels.sum_bf16_to_f32)(sum, reinterpret_cast<const void* const*>(sources.data()),
-                                                         team_.world(), count);
+    reduce_sum_fp32(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, count, sum);
     if (op_.reduce == ReduceOp::kAvg) {
       for (int64_t i = 0; i < count; ++i) {
         sum[i] /= divisor;
@@ -289,10 +286,9 @@ void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<co
     }
     if (op_.sink) {
       op_.sink->consume(index, begin + done, sum, count);
-    } else if (is_f32) {
-      std::memcpy(static_cast<float*>(shard.data) + begin + done, sum, static_cast<size_t>(count) * sizeof(float));
     } else {
-      kernels.narrow(static_cast<uint16_t*>(shard.data) + begin + done, sum, count);
+      std::byte* out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin + done) * element_bytes;
+      store_fp32(out, shard.dtype, sum, count);
     }
     for (const std::byte*& source : sources) {
       source += static_cast<size_t>(count) * element_bytes;

@@ -1,0 +1,204 @@
+#include "base/thread_pool.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "base/platform.h"
+
+namespace bucketwheel {
+namespace {
+
+// Long enough to catch the next of a series of loops, short enough to be no load: waking a sleeper costs about as much.
+constexpr int64_t kSpinNs = 30'000;
+
+template <class Condition>
+bool spin_until(Condition&& condition) {
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    for (int i = 0; i < 16; ++i) {
+      if (condition()) {
+        return true;
+      }
+      cpu_relax();
+    }
+    if (std::chrono::steady_clock::now() - start > std::chrono::nanoseconds(kSpinNs)) {
+      return false;
+    }
+  }
+}
+
+std::atomic<int> wanted_threads{1};
+
+// A loop in progress. Lives on its caller's stack; a helper may touch it only while `helpers` counts it.
+struct Loop {
+  RangeFunction function;
+  void* context;
+  int64_t count;
+  int64_t grain;
+  std::atomic<int64_t> next{0};    // first element that nobody has taken
+  std::atomic<int> helpers{0};     // changed under Pool::mutex_
+  Loop* following = nullptr;       // in Pool::loops_, under Pool::mutex_
+
+  bool has_work() const { return next.load(std::memory_order_relaxed) < count; }
+  void work() {
+    IeeeFloats ieee;
+    for (;;) {
+      const int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+      if (begin >= count) {
+        return;
+      }
+      function(context, begin, std::min(begin + grain, count));
+    }
+  }
+};
+
+class Pool {
+ public:
+  // Reads the wanted size under the lock: of several concurrent callers the last one sees the last value.
+  void resize() {
+    std::lock_guard lock(mutex_);
+    wanted_ = wanted_threads.load() - 1;
+    for (; started_ < wanted_; ++started_) {
+      std::thread([this, index = started_] { help(index); }).detach();
+    }
+    wake_.notify_all();  // those beyond `wanted_` leave
+  }
+
+  void run(Loop& loop) {
+    int sleepers;
+    {
+      std::lock_guard lock(mutex_);
+      loop.following = loops_;
+      loops_ = &loop;
+      posted_.fetch_add(1, std::memory_order_release);
+      sleepers = sleeping_;
+    }
+    const int64_t spare = (loop.count - 1) / loop.grain;
+    for (int64_t i = std::min<int64_t>(sleepers, spare); i > 0; --i) {
+      wake_.notify_one();
+    }
+    loop.work();
+    {
+      std::lock_guard lock(mutex_);
+      Loop** link = &loops_;
+      while (*link != &loop) {
+        link = &(*link)->following;
+      }
+      *link = loop.following;  // no helper joins from here on
+    }
+    // A helper's last touch of `loop` is the decrement; afterwards it touches only the pool, which never dies.
+    if (!spin_until([&] { return loop.helpers.load(std::memory_order_acquire) == 0; })) {
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [&] { return loop.helpers.load(std::memory_order_acquire) == 0; });
+    }
+  }
+
+ private:
+  Loop* loop_with_work() const {
+    Loop* loop = loops_;
+    while (loop != nullptr && !loop->has_work()) {
+      loop = loop->following;
+    }
+    return loop;
+  }
+
+  void help(int index) {
+    for (;;) {
+      const uint64_t seen = posted_.load(std::memory_order_acquire);
+      std::unique_lock lock(mutex_);
+      Loop* loop = loop_with_work();
+      if (loop == nullptr && index < wanted_) {
+        lock.unlock();
+        if (spin_until([&] { return posted_.load(std::memory_order_acquire) != seen; })) {
+          continue;
+        }
+        lock.lock();
+        ++sleeping_;
+        wake_.wait(lock, [&] { return index >= wanted_ || (loop = loop_with_work()) != nullptr; });
+        --sleeping_;
+      }
+      if (loop == nullptr) {
+        // Indices leave from the top, so that a later resize() can start them again.
+        if (index == started_ - 1) {
+          --started_;
+          wake_.notify_all();
+          return;
+        }
+        wake_.wait(lock, [&] { return index < wanted_ || index == started_ - 1; });
+        continue;
+      }
+      loop->helpers.fetch_add(1, std::memory_order_relaxed);
+      lock.unlock();
+      loop->work();
+      lock.lock();
+      loop->helpers.fetch_sub(1, std::memory_order_release);
+      done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;  // helpers sleep here
+  std::condition_variable done_;  // callers sleep here
+  Loop* loops_ = nullptr;
+  std::atomic<uint64_t> posted_{0};
+  int wanted_ = 0;
+  int started_ = 0;
+  int sleeping_ = 0;
+};
+
+// The pool is never destroyed: helpers may outlive every static destructor.
+std::atomic<Pool*> current_pool{nullptr};
+// The parent's helpers do not exist in a forked child, and its pool's mutex may be held by one of them for ever.
+void forget_pool_in_child() { current_pool.store(nullptr, std::memory_order_relaxed); }
+
+Pool& pool() {
+  Pool* existing = current_pool.load(std::memory_order_acquire);
+  if (existing == nullptr) {
+    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
+    static_cast<void>(registered);
+    Pool* fresh = new Pool();
+    if (current_pool.compare_exchange_strong(existing, fresh)) {
+      fresh->resize();
+      return *fresh;
+    }
+    delete fresh;  // another thread was faster
+  }
+  return *existing;
+}
+
+}  // namespace
+
+void set_num_threads(int threads) {
+  threads = std::clamp(threads, 1, kMaxThreads);
+  if (wanted_threads.exchange(threads) == threads) {
+    return;
+  }
+  if (Pool* existing = current_pool.load()) {
+    existing->resize();
+  }
+}
+
+int num_threads() { return wanted_threads.load(std::memory_order_relaxed); }
+
+void parallel_for_ranges(int64_t count, int64_t grain, RangeFunction function, void* context) {
+  if (count <= 0) {
+    return;
+  }
+  if (count <= grain || num_threads() == 1) {
+    IeeeFloats ieee;
+    for (int64_t begin = 0; begin < count; begin += grain) {
+      function(context, begin, std::min(begin + grain, count));
+    }
+    return;
+  }
+  Loop loop{function, context, count, grain};
+  pool().run(loop);
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,108 @@
+// Bindings of kernels/norm.h.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bindings/dlpack.h"
+#include "bindings/layout.h"
+#include "kernels/norm.h"
+
+namespace bucketwheel {
+
+namespace py = pybind11;
+
+inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
+  dlpack::Described tensor = dlpack::describe_item(object, name);
+  dlpack::expect_float_or_bfloat16(tensor, name);
+  dlpack::expect_dense(tensor, name);
+  return tensor;
+}
+
+// ([sum of squares of each tensor], [has it a non-finite element], total): the elements of a tensor in memory order,
+// the total in the order of the list.
+inline py::tuple sumsq_of_list(const py::sequence& tensors) {
+  std::vector<NormRow> rows;
+  std::vector<py::object> keep;  // the list may be a generator's, or changed by another thread
+  for (size_t i = 0; i < py::len(tensors); ++i) {
+    keep.push_back(tensors[i]);
+    const dlpack::Described tensor = norm_tensor(keep.back(), {"tensors", static_cast<int64_t>(i)});
+    rows.push_back({tensor.data, tensor.numel, tensor.dtype});
+  }
+  std::vector<SumSquares> results;
+  {
+    py::gil_scoped_release unlocked;
+    results = sumsq(rows);
+  }
+  py::list sums(results.size());
+  py::list bad(results.size());
+  double total = 0.0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    total += results[i].sumsq;
+    sums[i] = results[i].sumsq;
+    bad[i] = results[i].bad;
+  }
+  return py::make_tuple(std::move(sums), std::move(bad), total);
+}
+
+// A block of float32 values, for the accumulators.
+inline std::span<const float> float_block(py::handle object, dlpack::Name name) {
+  const dlpack::Described tensor = dlpack::describe_item(object, name);
+  dlpack::expect_dtype(tensor, DType::kFloat32, name);
+  BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous");
+  return {static_cast<const float*>(tensor.data), static_cast<size_t>(tensor.numel)};
+}
+
+class PyShardAccumulator {
+ public:
+  PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
+    const std::span<const float> values = float_block(shard, {"shard", 0});
+    owner_ = dlpack::hold(shard).owner;
+    std::vector<ShardAccumulator::Segment> pieces;
+    for (const auto& [begin, end] : segments) {
+      pieces.push_back({begin, end});
+    }
+    accumulator_.emplace(const_cast<float*>(values.data()), static_cast<int64_t>(values.size()), std::move(pieces));
+  }
+  void start(bool add) { accumulator_->start(add); }
+  void consume(int64_t begin, py::handle values) {
+    const std::span<const float> block = float_block(values, {"values", 0});
+    accumulator_->consume(begin, block.data(), static_cast<int64_t>(block.size()));
+  }
+  std::vector<std::pair<double, bool>> results() const {
+    std::vector<std::pair<double, bool>> out;
+    for (const SumSquares& result : accumulator_->results()) {
+      out.emplace_back(result.sumsq, result.bad);
+    }
+    return out;
+  }
+
+ private:
+  std::shared_ptr<void> owner_;
+  std::optional<ShardAccumulator> accumulator_;
+};
+
+inline void bind_norm(py::module_& m) {
+  m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
+  py::class_<SumsqAccumulator>(m, "SumsqAccumulator")
+      .def(py::init<>())
+      .def("consume",
+           [](SumsqAccumulator& self, py::handle values) {
+             const std::span<const float> block = float_block(values, {"values", 0});
+             self.consume(block.data(), static_cast<int64_t>(block.size()));
+           },
+           py::arg("values"))
+      .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });
+  py::class_<PyShardAccumulator>(m, "ShardAccumulator")
+      .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
+           py::arg("segments"))
+      .def("start", &PyShardAccumulator::start, py::arg("add"))
+      .def("consume", &PyShardAccumulator::consume, py::arg("begin"), py::arg("values"))
+      .def("results", &PyShardAccumulator::results);
+}
+
+}  // namespace bucketwheel

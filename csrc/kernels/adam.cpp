@@ -1,0 +1,133 @@
+#include "kernels/adam.h"
+
+#include <string>
+
+#include "base/thread_pool.h"
+#include "kernels/cpu_kernels.h"
+
+namespace bucketwheel {
+namespace {
+
+// About 25 us of work: what a thread takes at once. Less is not worth waking a thread for.
+constexpr int64_t kGrainNumel = 16384;
+
+void expect_gradient_dtype(DType dtype, int64_t row) {
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16) {
+    throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) + ": float32 and bfloat16 are supported");
+  }
+}
+
+const std::byte* advance(const void* base, int64_t elements, DType dtype) {
+  return static_cast<const std::byte*>(base) + elements * static_cast<int64_t>(size_of(dtype));
+}
+
+AdamPointers pointers_at(const AdamRow& row, int64_t begin) {
+  return {const_cast<std::byte*>(advance(row.p, begin, row.p_dtype)), advance(row.g, begin, row.g_dtype), row.m + begin,
+          row.v + begin, row.master == nullptr ? nullptr : row.master + begin};
+}
+
+}  // namespace
+
+int64_t AdamTable::add(const AdamRow& row) {
+  const std::string name = "row " + std::to_string(rows());
+  if (row.p_dtype != DType::kFloat32 && row.p_dtype != DType::kBFloat16) {
+    throw TypeError(name + ": parameter is " + name_of(row.p_dtype) + ": float32 and bfloat16 are supported");
+  }
+  if (row.g != nullptr) {
+    expect_gradient_dtype(row.g_dtype, rows());
+  }
+  BW_EXPECTS(row.numel == 0 || (row.p_dtype == DType::kBFloat16) == (row.master != nullptr),
+             name + ": a bfloat16 parameter needs a float32 master, a float32 parameter takes none");
+  segments_.add(row.numel);
+  rows_.push_back(row);
+  return rows() - 1;
+}
+
+void AdamTable::set_grad(int64_t row, const void* g, DType g_dtype) {
+  BW_EXPECTS(row >= 0 && row < rows(), "row " + std::to_string(row) + " of " + std::to_string(rows()));
+  expect_gradient_dtype(g_dtype, row);
+  rows_[static_cast<size_t>(row)].g = g;
+  rows_[static_cast<size_t>(row)].g_dtype = g_dtype;
+}
+
+void AdamTable::validate(const AdamStep& step) const {
+  const auto expect_rows = [this](size_t size, const char* what) {
+    BW_EXPECTS(static_cast<int64_t>(size) == rows(),
+               std::string(what) + " has " + std::to_string(size) + " entries for " + std::to_string(rows()) + " rows");
+  };
+  BW_EXPECTS(0 <= step.first_row && step.first_row <= step.last_row && step.last_row <= rows(),
+             "rows [" + std::to_string(step.first_row) + ", " + std::to_string(step.last_row) + ") of " +
+                 std::to_string(rows()));
+  expect_rows(step.steps.size(), "steps");
+  if (!step.used.empty()) {
+    expect_rows(step.used.size(), "used");
+  }
+  if (step.gscale.size() > 1) {
+    expect_rows(step.gscale.size(), "gscale");
+  }
+  for (int64_t r = step.first_row; r < step.last_row; ++r) {
+    if (!step.used.empty() && step.used[static_cast<size_t>(r)] == 0) {
+      continue;
+    }
+    const AdamRow& row = this->row(r);
+    BW_EXPECTS(row.group >= 0 && row.group < static_cast<int64_t>(step.groups.size()),
+               "row " + std::to_string(r) + " is of group " + std::to_string(row.group) + " of " +
+                   std::to_string(step.groups.size()));
+    BW_EXPECTS(row.g != nullptr || row.numel == 0, "row " + std::to_string(r) + " has no gradient");
+    BW_EXPECTS(step.steps[static_cast<size_t>(r)] >= 1,
+               "row " + std::to_string(r) + " takes step " + std::to_string(step.steps[static_cast<size_t>(r)]) +
+                   ": steps count from 1");
+  }
+}
+
+void AdamTable::fill_scalars(const AdamStep& step) {
+  scalars_.resize(rows_.size());
+  const AdamScalars* last = nullptr;  // rows in sequence mostly share everything, and the powers are not free
+  int32_t last_group = 0;
+  int64_t last_step = 0;
+  float last_gscale = 0;
+  for (size_t r = static_cast<size_t>(step.first_row); r < static_cast<size_t>(step.last_row); ++r) {
+    if (!step.used.empty() && step.used[r] == 0) {
+      continue;
+    }
+    const float gscale = step.gscale.empty() ? 1.0F : step.gscale[step.gscale.size() == 1 ? 0 : r];
+    if (last != nullptr && rows_[r].group == last_group && step.steps[r] == last_step && gscale == last_gscale) {
+      scalars_[r] = *last;
+    } else {
+      last_group = rows_[r].group;
+      last_step = step.steps[r];
+      last_gscale = gscale;
+      scalars_[r] = adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled,
+                                 step.maximize);
+    }
+    last = &scalars_[r];
+  }
+}
+
+void AdamTable::step(const AdamStep& step) {
+  validate(step);
+  if (step.noop != nullptr && *step.noop != 0.0F) {
+    return;
+  }
+  fill_scalars(step);
+  const CpuKernels& kernels = cpu_kernels();
+  const int64_t first_chunk = segments_.first_chunk(step.first_row);
+  const int64_t chunks = segments_.first_chunk(step.last_row) - first_chunk;
+  const int64_t numel = segments_.first_element(step.last_row) - segments_.first_element(step.first_row);
+  parallel_for(chunks, SegmentTable::grain(chunks, numel, kGrainNumel), [&](int64_t begin, int64_t end) {
+    SegmentTable::Chunk chunk = segments_.chunk(first_chunk + begin);
+    for (int64_t i = begin;;) {
+      if (step.used.empty() || step.used[static_cast<size_t>(chunk.row)] != 0) {
+        const AdamRow& row = this->row(chunk.row);
+        kernels.adam[row.p_dtype == DType::kBFloat16][row.g_dtype == DType::kBFloat16][step.decoupled](
+            pointers_at(row, chunk.begin), chunk.numel, scalars_[static_cast<size_t>(chunk.row)]);
+      }
+      if (++i == end) {
+        break;
+      }
+      chunk = segments_.next(chunk);
+    }
+  });
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,185 @@
+#include "kernels/norm.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/thread_pool.h"
+#include "kernels/segment_table.h"
+
+namespace bucketwheel {
+namespace {
+
+static_assert(kNormChunkNumel % kNormLanes == 0, "a chunk ends with a full row of lanes");
+
+constexpr int kWarpThreads = 32;
+constexpr int64_t kWarpLanes = 4 * kWarpThreads;
+static_assert(kNormLanes % kWarpLanes == 0, "lanes are whole warps");
+
+// fold_lanes() reads whole warps.
+constexpr int64_t round_to_warp(int64_t lanes) { return (lanes + kWarpLanes - 1) / kWarpLanes * kWarpLanes; }
+
+constexpr int64_t kGrainNumel = 65536;  // about 20 us of work
+
+bool is_finite(double value) {
+  constexpr uint64_t kExponent = 0x7ff0000000000000;
+  return (std::bit_cast<uint64_t>(value) & kExponent) != kExponent;
+}
+
+SumSquares with_bit(double sum) { return {sum, !is_finite(sum)}; }
+
+double chunk_sumsq(const NormRow& row, int64_t begin, int64_t numel) {
+  const int64_t used = std::min(numel, kNormLanes);
+  alignas(64) double lanes[kNormLanes];
+  std::fill_n(lanes, round_to_warp(used), 0.0);
+  if (row.dtype == DType::kFloat32) {
+    cpu_kernels().sumsq_f32(static_cast<const float*>(row.data) + begin, numel, 0, lanes);
+  } else {
+    cpu_kernels().sumsq_bf16(static_cast<const uint16_t*>(row.data) + begin, numel, 0, lanes);
+  }
+  return fold_lanes(lanes, used);
+}
+
+}  // namespace
+
+double fold_lanes(const double* lanes, int64_t used) {
+  double total = 0.0;
+  for (int64_t begin = 0; begin < used; begin += kWarpLanes) {  // a warp of zeros adds nothing: skipped
+    const double* warp = lanes + begin;
+    double fours[kWarpThreads];
+    for (int t = 0; t < kWarpThreads; ++t) {
+      fours[t] = (warp[4 * t] + warp[4 * t + 1]) + (warp[4 * t + 2] + warp[4 * t + 3]);
+    }
+    for (int half = kWarpThreads / 2; half > 0; half /= 2) {
+      for (int t = 0; t < half; ++t) {
+        fours[t] += fours[t + half];
+      }
+    }
+    total += fours[0];
+  }
+  return total;
+}
+
+std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
+  SegmentTable segments(kNormChunkNumel);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (rows[r].dtype != DType::kFloat32 && rows[r].dtype != DType::kBFloat16) {
+      throw TypeError("tensor " + std::to_string(r) + " is " + name_of(rows[r].dtype) +
+                      ": float32 and bfloat16 are supported");
+    }
+    segments.add(rows[r].numel);
+  }
+  const int64_t chunks = segments.chunks();
+  std::vector<double> partial(static_cast<size_t>(chunks));
+  const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kGrainNumel);
+  parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const SegmentTable::Chunk chunk = segments.chunk(i);
+      partial[static_cast<size_t>(i)] = chunk_sumsq(rows[static_cast<size_t>(chunk.row)], chunk.begin, chunk.numel);
+    }
+  });
+  std::vector<SumSquares> results(rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    double sum = 0.0;
+    for (int64_t i = segments.first_chunk(static_cast<int64_t>(r)); i < segments.first_chunk(static_cast<int64_t>(r) + 1);
+         ++i) {
+      sum += partial[static_cast<size_t>(i)];
+    }
+    results[r] = with_bit(sum);
+  }
+  return results;
+}
+
+void SumsqAccumulator::reset() {
+  std::fill_n(lanes_, used_lanes(), 0.0);
+  sum_ = 0.0;
+  in_chunk_ = 0;
+}
+
+void SumsqAccumulator::close_chunk() {
+  sum_ += fold_lanes(lanes_, kNormLanes);
+  std::fill_n(lanes_, kNormLanes, 0.0);
+  in_chunk_ = 0;
+}
+
+// Calls take(offset, numel, lane) for the parts of the block that lie within one chunk, closing chunks as they fill.
+template <class Take>
+void SumsqAccumulator::by_chunk(int64_t numel, Take&& take) {
+  IeeeFloats ieee;
+  for (int64_t offset = 0; offset < numel;) {
+    const int64_t part = std::min(numel - offset, kNormChunkNumel - in_chunk_);
+    take(offset, part, in_chunk_ % kNormLanes);
+    offset += part;
+    in_chunk_ += part;
+    if (in_chunk_ == kNormChunkNumel) {
+      close_chunk();
+    }
+  }
+}
+
+void SumsqAccumulator::consume(const float* values, int64_t numel) {
+  by_chunk(numel, [&](int64_t offset, int64_t part, int64_t lane) {
+    cpu_kernels().sumsq_f32(values + offset, part, lane, lanes_);
+  });
+}
+
+void SumsqAccumulator::store(float* to, const float* values, int64_t numel, bool add) {
+  by_chunk(numel, [&](int64_t offset, int64_t part, int64_t lane) {
+    cpu_kernels().store_sumsq(to + offset, values + offset, part, add, lane, lanes_);
+  });
+}
+
+SumSquares SumsqAccumulator::result() const { return with_bit(in_chunk_ == 0 ? sum_ : sum_ + fold_lanes(lanes_, used_lanes())); }
+
+ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)
+    : shard_(shard), numel_(numel), segments_(std::move(segments)), results_(segments_.size()) {
+  int64_t last = 0;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    BW_EXPECTS(last <= segments_[i].begin && segments_[i].begin <= segments_[i].end && segments_[i].end <= numel_,
+               "segment " + std::to_string(i) + " is [" + std::to_string(segments_[i].begin) + ", " +
+                   std::to_string(segments_[i].end) + ") after " + std::to_string(last) + " in a shard of " +
+                   std::to_string(numel_));
+    last = segments_[i].end;
+  }
+}
+
+void ShardAccumulator::start(bool add) {
+  add_ = add;
+  position_ = 0;
+  segment_ = 0;
+  sums_.reset();
+  std::fill(results_.begin(), results_.end(), SumSquares{});
+}
+
+void ShardAccumulator::consume(int64_t begin, const float* values, int64_t numel) {
+  BW_EXPECTS(begin == position_ && numel >= 0 && numel <= numel_ - begin,
+             "block of " + std::to_string(numel) + " at " + std::to_string(begin) + ", expected at " +
+                 std::to_string(position_) + " in a shard of " + std::to_string(numel_));
+  IeeeFloats ieee;
+  const int64_t end = begin + numel;
+  while (position_ < end) {
+    while (segment_ < segments_.size() && segments_[segment_].end <= position_) {
+      ++segment_;
+    }
+    const bool is_last = segment_ == segments_.size();
+    const float* from = values + (position_ - begin);
+    if (is_last || position_ < segments_[segment_].begin) {  // padding
+      const int64_t stop = is_last ? end : std::min(end, segments_[segment_].begin);
+      cpu_kernels().store(shard_ + position_, from, stop - position_, add_);
+      position_ = stop;
+      continue;
+    }
+    const int64_t stop = std::min(end, segments_[segment_].end);
+    sums_.store(shard_ + position_, from, stop - position_, add_);
+    position_ = stop;
+    if (stop == segments_[segment_].end) {
+      results_[segment_] = sums_.result();
+      sums_.reset();
+      ++segment_;
+    }
+  }
+}
+
+}  // namespace bucketwheel

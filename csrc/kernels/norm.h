@@ -1,0 +1,93 @@
+// Sums of squares for the L2 norm, in double and in one fixed order: bitwise equal for any number of threads, any
+// instruction set, any device, and whether the values come in one piece or streamed.
+//
+// [Note: order of a sum of squares]
+//   1. A segment is cut into chunks of kNormChunkNumel elements from its first element.
+//   2. Element i of a chunk adds its square to lane i % kNormLanes, in ascending i. (1,024 lanes = 256 CUDA threads of 4.)
+//   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
+//   4. The chunks of a segment are added in ascending order; so are the segments, where a total is wanted.
+// The squares of floats are exact in double and no sum of them overflows, so a sum is not finite if and only if some
+// element is not: the non-finite bit is read off the sum's exponent and costs nothing.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "kernels/cpu_kernels.h"
+
+namespace bucketwheel {
+
+inline constexpr int64_t kNormChunkNumel = 32768;
+
+struct SumSquares {
+  double sumsq = 0.0;
+  bool bad = false;  // some element is infinite or NaN
+};
+
+// Elements of one tensor, or of a piece of one, contiguous.
+struct NormRow {
+  const void* data = nullptr;
+  int64_t numel = 0;
+  DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
+};
+
+// One result for each row. TypeError, naming the row, for another dtype.
+std::vector<SumSquares> sumsq(std::span<const NormRow> rows);
+
+// Step 3 of the note, where only the first `used` lanes were added to (the others add nothing, and are not read).
+double fold_lanes(const double* lanes, int64_t used);
+
+// The same for one segment whose values come block by block, in ascending order; blocks may have any size.
+class SumsqAccumulator {
+ public:
+  void reset();
+  void consume(const float* values, int64_t numel);
+  // to[i] = values[i], or to[i] += values[i] if `add`; takes in the squares of what is stored, while it is in cache.
+  void store(float* to, const float* values, int64_t numel, bool add);
+  SumSquares result() const;  // of what has come so far
+
+ private:
+  template <class Take>
+  void by_chunk(int64_t numel, Take&& take);
+  int64_t used_lanes() const { return in_chunk_ < kNormLanes ? in_chunk_ : kNormLanes; }
+  void close_chunk();
+
+  double sum_ = 0.0;      // of the complete chunks
+  int64_t in_chunk_ = 0;  // elements of the chunk in progress
+  alignas(64) double lanes_[kNormLanes] = {};
+};
+
+// Receives a reduced gradient shard block by block: stores it, or adds it to what is there, and keeps the sum of squares
+// of each segment of the shard in the same pass. What lies outside the segments (padding) is stored and not summed.
+// The results are bitwise those of sumsq() over the segments of the shard as it is afterwards. Not thread-safe.
+class ShardAccumulator {
+ public:
+  struct Segment {
+    int64_t begin;  // elements of the shard
+    int64_t end;
+  };
+  // `shard` holds `numel` floats. ValueError unless the segments lie within it, ascending and disjoint.
+  ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments);
+
+  // Starts a pass; `add`: to accumulate.
+  void start(bool add);
+  // The values of elements [begin, begin + numel). ValueError unless begin is where the last block of the pass ended.
+  void consume(int64_t begin, const float* values, int64_t numel);
+  // By segment, over the blocks of this pass; complete after the last one.
+  const std::vector<SumSquares>& results() const { return results_; }
+  int64_t position() const { return position_; }  // elements consumed in this pass
+
+ private:
+  float* shard_;
+  int64_t numel_;
+  std::vector<Segment> segments_;
+  std::vector<SumSquares> results_;
+  bool add_ = false;
+  int64_t position_ = 0;
+  size_t segment_ = 0;  // the first one that is not complete
+  SumsqAccumulator sums_;
+};
+
+}  // namespace bucketwheel
