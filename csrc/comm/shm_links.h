@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadline.h"
 #include "comm/control.h"
 #include "comm/mapping.h"
 #include "pool/upstream.h"
