@@ -1,7 +1,7 @@
 """The placeholder in ``p.grad``: a tensor without memory whose values are sharded over the ranks.
 
-Once a gradient has gone into its bucket, ``p.grad`` holds a `ShardedGrad`. Stock torch code sees a gradient of the right
-shape, dtype and device, and what it does to it is answered by the optimizer through `GradOwner`:
+Once a gradient has gone into its bucket, ``p.grad`` holds a `ShardedGrad`. Stock torch code sees a gradient of the
+right shape, dtype and device, and what it does to it is answered by the optimizer through `GradOwner`:
 
 =====================================================  ==================================
 stock code                                             becomes
@@ -15,9 +15,10 @@ the next backward; ``p.grad += x``                     ``accumulate``
 anything that needs or replaces single values          `ShardedGradError`, nothing changed
 =====================================================  ==================================
 
-Two more things cannot be left to torch. A stock optimizer may decay parameters before it first touches a gradient, so a
-pre-step hook refuses foreign optimizers before they begin. The reducer of a `DistributedDataParallel` around the model
-reads and writes gradients from C++: it is handed zeros, and what it writes back is dropped ([Note: reducer under DDP]).
+Two more things cannot be left to torch. A stock optimizer may decay parameters before it first touches a gradient, so
+a pre-step hook refuses foreign optimizers before they begin. The reducer of a `DistributedDataParallel` around the
+model reads and writes gradients from C++: it is handed zeros, and what it writes back is dropped
+([Note: reducer under DDP]).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -36,71 +37,26 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 from .errors import ShardedGradError
+from .grad_owner import GradOwner
 
-__all__ = ["GradOwner", "ShardedGrad"]
-
-aten = torch.ops.aten
-
-
-class GradOwner(Protocol):
-    """What holds the gradients behind placeholders. A parameter is named by its index, given to `ShardedGrad` by the owner.
-
-    The value of a gradient here is what plain data-parallel training would leave in ``p.grad``: reduced over all ranks.
-    Calls take effect in program order: a factor applies to what was accumulated before it and not to what comes after.
-    A call that a rank makes alone must not hang: methods marked *collective* are called by all ranks in the same order
-    with the same indices, and the owner detects and names a rank that does not. The others are local and never block.
-    Tensor arguments are borrowed for the call; what is kept must be copied. Errors pass through to the caller unchanged.
-    """
-
-    def accumulate(self, index: int, grad: Tensor) -> None:
-        """Add this rank's contribution ``grad`` (the parameter's shape and dtype, any strides). Local.
-
-        Called from backward, on whatever thread and stream autograd runs, before the post-accumulate hook of the parameter.
-        """
-
-    def norms(self, indices: Sequence[int], ord: float) -> Tensor:
-        """Return the norms of order ``ord`` (2, 1, inf, any float) of whole gradients. Collective.
-
-        The result has shape ``[len(indices)]``, a floating dtype at least as precise as the parameters', and their device.
-        It is equal on all ranks. Loops ask for one parameter at a time, so compute all at the first call and keep
-        them until a gradient changes.
-        """
-
-    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
-        """Multiply gradients by ``factor``. Local; every rank passes the same value.
-
-        ``factor`` is a float, or a private 0-d tensor where reading it would synchronize with a device.
-        """
-
-    def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """Multiply by ``inv_scale`` and set ``found_inf`` to 1 if any value on any rank is not finite. Collective.
-
-        Both are fp32 tensors of one element. ``found_inf`` is never reset to 0: it may come in as 1, from other gradients of
-        this rank, and goes out equal on all ranks (the largest that came in or was found).
-        """
-
-    def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
-        """Limit values to ``[low, high]``; None is no limit, NaN stays NaN. Collective: the values must be reduced first."""
-
-    def zero(self, indices: Sequence[int]) -> None:
-        """Make gradients zero. They still exist: the next step updates their parameters. Local."""
+__all__ = ["ShardedGrad"]
 
 
 class ShardedGrad(Tensor):
     """The gradient of one parameter, without its values. Made once per parameter and put into ``p.grad`` by its owner.
 
-    It has the shape, strides, dtype and device of ``param``, no memory, and a weak reference to ``owner``; once the owner
-    is gone every operation but ``repr`` raises `ShardedGradError`. ``p.grad is placeholder`` holds until somebody
+    It has the shape, strides, dtype and device of ``param``, no memory, and a weak reference to ``owner``; once the
+    owner is gone every operation but ``repr`` raises `ShardedGradError`. ``p.grad is placeholder`` holds until somebody
     assigns ``p.grad``: in-place operations, ``detach()`` and ``data`` return the same object.
     """
 
-    # Operations reach __torch_dispatch__ only: with __torch_function__ every Python-level call would come twice.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Operations reach __torch_dispatch__ only: with __torch_function__ every call from Python would come twice.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     owner_ref: weakref.ref[GradOwner]
     param_index: int
     param_name: str
-    reducer_view_ptr: int | None  # [Note: reducer under DDP]
+    is_in_reducer: bool  # read, and not written back yet: [Note: reducer under DDP]
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: GradOwner, index: int, name: str) -> ShardedGrad:
@@ -108,7 +64,7 @@ class ShardedGrad(Tensor):
         self.owner_ref = weakref.ref(owner)
         self.param_index = index
         self.param_name = name
-        self.reducer_view_ptr = None
+        self.is_in_reducer = False
         _register_with_torch()
         return self
 
@@ -132,7 +88,7 @@ class ShardedGrad(Tensor):
         owner = self.owner_ref()
         if owner is None:
             raise ShardedGradError(
-                f"the optimizer that held the gradient of {self.param_name!r} is gone; set p.grad = None before going on"
+                f"the optimizer that held the gradient of {self.param_name!r} is gone; set p.grad = None to go on"
             )
         return owner
 
@@ -144,20 +100,20 @@ class ShardedGrad(Tensor):
             f"{self.dtype}), which are sharded over the ranks; optimizer.full_grad(p) returns them.{hint}"
         )
 
-    def reject_reducer_view(self, grad: Tensor) -> None:
-        """Raise `ShardedGradError` if ``grad``, found in ``p.grad`` instead of this placeholder, was put there by DDP.
+    def reject_reducer_view(self) -> None:
+        """Raise `ShardedGradError` if a reducer has replaced this placeholder in ``p.grad``.
 
-        The owner calls this before it takes a plain tensor from ``p.grad`` for a new gradient.
+        The owner calls this when it finds another tensor in ``p.grad``, before it takes that for a new gradient.
         """
-        if self.reducer_view_ptr is not None and grad.data_ptr() == self.reducer_view_ptr and grad.numel():
+        if self.is_in_reducer:
             raise ShardedGradError(
                 f"DistributedDataParallel(gradient_as_bucket_view=True) replaced the gradient of {self.param_name!r}; "
                 "use the model without the wrapper, which has nothing left to reduce"
             )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         gone = "" if self.owner_ref() is not None else ", optimizer gone"
-        return f"ShardedGrad({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{gone})"
+        return f"ShardedGrad({self.param_name!r}, {tuple(self.shape)}, {self.dtype}, device='{self.device}'{gone})"
 
     def __format__(self, format_spec: str) -> str:
         if format_spec:
@@ -174,18 +130,24 @@ class ShardedGrad(Tensor):
         return self
 
     @data.setter
-    def data(self, value: Tensor) -> NoReturn:
-        # torch's own setter would turn this object into a plain tensor that the owner takes for its placeholder.
-        raise self.refusal("Tensor.data = value")
+    def data(self, value: Tensor) -> None:
+        # torch's own setter would make a plain tensor of this object, and the owner would take it for its placeholder.
+        # Module.to() and the like assign the same object when they change nothing.
+        if value is not self:
+            raise self.refusal("Tensor.data = value")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        answer = _ANSWERS.get(func)
-        if answer is None:
-            _refuse(func, args, kwargs or {})
-        return answer(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(op)
+        if answer is not None:
+            try:
+                return answer(op, *args, **kwargs)
+            except _NotAnswered:
+                pass
+        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad)).refusal(str(op))
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -198,26 +160,25 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 # Methods that read memory in C++ without passing the dispatcher, or fail with a message that names no parameter.
 for _name in (
     "item tolist numpy data_ptr storage untyped_storage share_memory_ pin_memory __array__ __dlpack__ __deepcopy__ "
-    "__reduce_ex__ __bool__ __float__ __int__ __index__ __complex__ __cuda_array_interface__"
+    "__reduce_ex__ __bool__ __float__ __int__ __index__ __complex__"
 ).split():
-    setattr(ShardedGrad, _name, property(_refusing(_name)) if _name.endswith("interface__") else _refusing(_name))
+    setattr(ShardedGrad, _name, _refusing(_name))
 
 _HINTS = (
-    ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with a sharded optimizer."),
+    ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),
     ("aten._to_copy", " To move or convert the model, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),
     ("aten.copy_", " To replace a gradient, assign a tensor: p.grad = tensor."),
     ("c10d", " It needs no reduction: the optimizer reduces it."),
-    (".step", " Step the optimizer that holds it instead, or call its zero_grad() first."),
+    (".step", " Step the optimizer that holds it (a wrapper that calls its step sets steps_sharded_grads = True)."),
 )
 
 
-def _refuse(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
-    grads = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad)]
-    raise grads[0].refusal(str(func))
+# --- answers: each is called with the operator, then the operator's own arguments -----------------------------------
 
 
-# --- answers: each takes (operator, args, kwargs) as __torch_dispatch__ does -----------------------------------------
+class _NotAnswered(Exception):
+    """Raised by an answer, before it changes anything, for arguments that it has no answer to."""
 
 
 class _Share(NamedTuple):
@@ -247,166 +208,151 @@ def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[_Sh
         else:
             plain.append(tensor)
             plain_places.append(place)
+    if not shares:  # placeholders are among the other arguments only
+        raise _NotAnswered
     return plain, plain_places, list(shares.values())
 
 
-def _accumulate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad, other = args
-    if not isinstance(grad, ShardedGrad) or isinstance(other, ShardedGrad) or not isinstance(other, Tensor):
-        _refuse(func, args, kwargs)
+def _accumulate(op: Any, grad: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+    if not isinstance(grad, ShardedGrad) or not isinstance(other, Tensor) or isinstance(other, ShardedGrad):
+        raise _NotAnswered
     if other.layout != torch.strided:
-        raise ShardedGradError(f"sparse gradients are not supported (parameter {grad.param_name!r})")
+        raise ShardedGradError(f"the gradient of {grad.param_name!r} is sparse; only dense gradients can be sharded")
     if other.shape != grad.shape or not torch.can_cast(other.dtype, grad.dtype):
-        _refuse(func, args, kwargs)
-    alpha = kwargs.get("alpha", 1)
+        raise _NotAnswered
     if alpha != 1:
         other = other * alpha
     grad.owner.accumulate(grad.param_index, other if other.dtype == grad.dtype else other.to(grad.dtype))
     return grad
 
 
-def _vector_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad, ord, dim, keepdim = (*args, *(2, None, False)[len(args) - 1 :])
-    if not isinstance(grad, ShardedGrad) or (dim and len(dim) != max(grad.dim(), 1)) or (keepdim and grad.dim()):
-        _refuse(func, args, kwargs)
-    norm = grad.owner.norms([grad.param_index], float(ord))
-    return norm.to(kwargs.get("dtype") or grad.dtype, copy=True).reshape(())
+def _vector_norm(
+    op: Any,
+    grad: ShardedGrad,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if (dim and len(dim) != max(grad.dim(), 1)) or (keepdim and grad.dim()):
+        raise _NotAnswered
+    return grad.owner.norms([grad.param_index], float(ord)).to(dtype or grad.dtype, copy=True).reshape(())
 
 
-def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, ord = (*args, 2)[:2]
+def _foreach_norm(op: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     plain, plain_places, shares = _split(tensors)
-    norms: list[Tensor] = list(tensors)
-    for place, norm in zip(plain_places, func(plain, ord, **kwargs) if plain else (), strict=True):
-        norms[place] = norm
+    norms = list(tensors)
+    if plain:
+        for place, norm in zip(plain_places, op(plain, ord, dtype), strict=True):
+            norms[place] = norm
     for owner, indices, places in shares:
         answer = owner.norms(indices, float(ord))
-        # One copy for the dtypes seen, so that callers may write to what they get and the owner's stays as it is.
-        copies = {
-            dtype: answer.to(dtype, copy=True).unbind()
-            for dtype in {kwargs.get("dtype") or tensors[place].dtype for place in places}
-        }
+        # A copy per dtype (there is one, but for odd callers): callers may write to what they get.
+        dtypes = [dtype or tensors[place].dtype for place in places]
+        copies = {dtype: answer.to(dtype, copy=True).unbind() for dtype in set(dtypes)}
         for row, place in enumerate(places):
-            norms[place] = copies[kwargs.get("dtype") or tensors[place].dtype][row]
+            norms[place] = copies[dtypes[row]][row]
     return norms
 
 
-def _factor(func: Any, args: Sequence[Any], kwargs: dict[str, Any], grad: Tensor, other: Any) -> float | Tensor:
-    """The number that ``grad`` is multiplied by in ``func``, read now: the caller may reuse the tensor. Refuses others."""
-    divides = "div" in str(func)
+def _factor(op: Any, grad: Tensor, other: Any) -> float | Tensor:
+    """Return the number that ``op`` multiplies ``grad`` by, read now: the caller may reuse the tensor."""
+    divides = "div" in str(op)
     if isinstance(other, Tensor):
-        is_number = other.numel() == 1 and other.dim() <= grad.dim() and not other.is_complex()
-        if isinstance(other, ShardedGrad) or not is_number:
-            _refuse(func, args, kwargs)
+        if isinstance(other, ShardedGrad) or other.numel() != 1 or other.dim() > grad.dim():
+            raise _NotAnswered
         if other.device.type != "cpu":
             private = other.detach().reshape(()).clone()
             return private.reciprocal() if divides else private
         other = other.item()
-    elif isinstance(other, complex):
-        _refuse(func, args, kwargs)
+    if isinstance(other, complex):
+        raise _NotAnswered
     if not divides:
         return float(other)
     return 1.0 / other if other else math.copysign(math.inf, other)
 
 
-def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad, other = args
+def _scale(op: Any, grad: Tensor, other: Any) -> Tensor:
     if not isinstance(grad, ShardedGrad):
-        _refuse(func, args, kwargs)
-    grad.owner.scale([grad.param_index], _factor(func, args, kwargs, grad, other))
+        raise _NotAnswered
+    grad.owner.scale([grad.param_index], _factor(op, grad, other))
     return grad
 
 
-def _foreach_scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    tensors, others = args
+def _foreach_scale(op: Any, tensors: Sequence[Tensor], others: Any) -> None:
     plain, plain_places, shares = _split(tensors)
-    if not shares:  # placeholders only among the factors
-        _refuse(func, args, kwargs)
-    if not isinstance(others, (list, tuple)):
-        # The smallest number of dimensions decides whether a one-element tensor of shape [1] may be a factor.
-        narrowest = min((tensors[place] for share in shares for place in share.places), key=Tensor.dim)
-        factor = _factor(func, args, kwargs, narrowest, others)
+    if isinstance(others, (list, tuple)):
+        # All factors are read first, so that a refusal leaves every gradient as it was.
+        factors = {place: _factor(op, tensors[place], others[place]) for share in shares for place in share.places}
         if plain:
-            func(plain, others)
-        for owner, indices, _ in shares:
-            owner.scale(indices, factor)
+            op(plain, [others[place] for place in plain_places])
+        for owner, indices, places in shares:
+            for index, place in zip(indices, places, strict=True):
+                owner.scale([index], factors[place])
         return
-    # Read and check every factor first, so that a refusal leaves all gradients as they were.
-    factors = {
-        place: _factor(func, args, kwargs, tensors[place], others[place]) for share in shares for place in share.places
-    }
+    factor = _factor(op, min(tensors, key=Tensor.dim), others)
     if plain:
-        func(plain, [others[place] for place in plain_places])
-    for owner, indices, places in shares:
-        for index, place in zip(indices, places, strict=True):
-            owner.scale([index], factors[place])
+        op(plain, others)
+    for owner, indices, _ in shares:
+        owner.scale(indices, factor)
 
 
-def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    tensors, found_inf, inv_scale = args
+def _unscale(op: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     plain, _, shares = _split(tensors)
     if plain:
         # First, so that the owners' agreement over the ranks includes what is found here.
-        func(plain, found_inf, inv_scale)
+        op(plain, found_inf, inv_scale)
     for owner, indices, _ in shares:
         owner.unscale(indices, found_inf, inv_scale)
 
 
-def _limits(func: Any, bounds: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float | None, float | None]:
-    name = str(func)
-    low, high = (*bounds, None, None)[:2]
-    if "clamp_min" in name:
-        return kwargs.get("min", low), None
-    if "clamp_max" in name:
-        return None, kwargs.get("max", low)
-    return kwargs.get("min", low), kwargs.get("max", high)
-
-
-def _clamp(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad = args[0]
-    grad.owner.clamp([grad.param_index], *_limits(func, args[1:], kwargs))
+def _clamp(op: Any, grad: ShardedGrad, min: float | None = None, max: float | None = None) -> Tensor:
+    grad.owner.clamp([grad.param_index], min, max)
     return grad
 
 
-def _foreach_clamp(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    plain, _, shares = _split(args[0])
+def _clamp_max(op: Any, grad: ShardedGrad, max: float) -> Tensor:
+    return _clamp(op, grad, None, max)
+
+
+def _foreach_clamp(op: Any, tensors: Sequence[Tensor], bound: float) -> None:
+    plain, _, shares = _split(tensors)
     if plain:
-        func(plain, *args[1:], **kwargs)
+        op(plain, bound)
     for owner, indices, _ in shares:
-        owner.clamp(indices, *_limits(func, args[1:], kwargs))
+        owner.clamp(indices, *((None, bound) if "max" in str(op) else (bound, None)))
 
 
-def _zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad = args[0]
+def _zero(op: Any, grad: ShardedGrad) -> Tensor:
     grad.owner.zero([grad.param_index])
     return grad
 
 
-def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad, value = args
-    if not isinstance(grad, ShardedGrad) or isinstance(value, ShardedGrad) or float(value) != 0.0:
-        _refuse(func, args, kwargs)
-    return _zero(func, args, kwargs)
+def _fill(op: Any, grad: Tensor, value: float | Tensor) -> Tensor:
+    if not isinstance(grad, ShardedGrad) or isinstance(value, ShardedGrad) or value != 0:
+        raise _NotAnswered
+    return _zero(op, grad)
 
 
-def _foreach_zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    plain, _, shares = _split(args[0])
+def _foreach_zero(op: Any, tensors: Sequence[Tensor]) -> None:
+    plain, _, shares = _split(tensors)
     if plain:
-        func(plain)
+        op(plain)
     for owner, indices, _ in shares:
         owner.zero(indices)
 
 
-def _detach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return args[0]._alias()  # view operators must return a new object
+def _detach(op: Any, grad: ShardedGrad) -> Tensor:
+    return grad._alias()  # from C++; view operators must return a new object
 
 
 # [Note: reducer under DDP] Frameworks wrap models in DistributedDataParallel by themselves. After our hook has taken a
 # gradient, the reducer copies p.grad into its bucket (mul.out), reduces the bucket and writes it back (copy_), all from
-# C++ while a backward runs. This rank's contribution is in our bucket already, so the reducer gets zeros and what it writes
-# back is dropped: the gradients stay averaged once. With gradient_as_bucket_view=True it puts its own zeros into p.grad
-# afterwards, without telling; the owner finds that out with `reject_reducer_view`. Its communication hooks read p.grad
-# with an operation that others use too, and are refused.
+# C++ while a backward runs. This rank's contribution is in our bucket already, so the reducer gets zeros and what it
+# writes back is dropped: the gradients are averaged once, by us. With gradient_as_bucket_view=True it puts its own
+# zeros into p.grad instead, without telling: the placeholder is never written back, and the owner finds that out with
+# `reject_reducer_view`. Its communication hooks read p.grad with an operation that others use too, and are refused.
 
 
 @functools.cache
@@ -422,60 +368,55 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _read_by_reducer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad, out = args[0], kwargs["out"]
+def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tensor:
     if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not _in_backward():
-        _refuse(func, args, kwargs)
+        raise _NotAnswered
     _warn_of_reducer()
-    grad.reducer_view_ptr = out.data_ptr()
+    grad.is_in_reducer = True
     return out.zero_()
 
 
-def _written_by_reducer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    grad = args[0]
-    if not isinstance(grad, ShardedGrad) or grad.reducer_view_ptr is None or not _in_backward():
-        _refuse(func, args, kwargs)
+def _written_by_reducer(op: Any, grad: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(grad, ShardedGrad) or not grad.is_in_reducer or not _in_backward():
+        raise _NotAnswered
+    grad.is_in_reducer = False
     return grad
 
 
-_ANSWERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
-    aten.add_.Tensor: _accumulate,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.mul_.Tensor: _scale,
-    aten.mul_.Scalar: _scale,
-    aten.div_.Tensor: _scale,
-    aten.div_.Scalar: _scale,
-    aten._foreach_mul_.Scalar: _foreach_scale,
-    aten._foreach_mul_.ScalarList: _foreach_scale,
-    aten._foreach_mul_.List: _foreach_scale,
-    aten._foreach_mul_.Tensor: _foreach_scale,
-    aten._foreach_div_.Scalar: _foreach_scale,
-    aten._foreach_div_.ScalarList: _foreach_scale,
-    aten._foreach_div_.List: _foreach_scale,
-    aten._foreach_div_.Tensor: _foreach_scale,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten.clamp_.default: _clamp,
-    aten.clamp_min_.default: _clamp,
-    aten.clamp_max_.default: _clamp,
-    aten._foreach_clamp_min_.Scalar: _foreach_clamp,
-    aten._foreach_clamp_max_.Scalar: _foreach_clamp,
-    aten.zero_.default: _zero,
-    aten.fill_.Scalar: _fill,
-    aten.fill_.Tensor: _fill,
-    aten._foreach_zero_.default: _foreach_zero,
-    aten.detach.default: _detach,
-    aten.mul.out: _read_by_reducer,
-    aten.copy_.default: _written_by_reducer,
+def _overloads(packet: Any, names: str, answer: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
+    return {getattr(packet, name): answer for name in names.split()}
+
+
+_aten = torch.ops.aten
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten.add_.Tensor: _accumulate,
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten._foreach_norm.Scalar: _foreach_norm,
+    **_overloads(_aten.mul_, "Tensor Scalar", _scale),
+    **_overloads(_aten.div_, "Tensor Scalar", _scale),
+    **_overloads(_aten._foreach_mul_, "Tensor Scalar List ScalarList", _foreach_scale),
+    **_overloads(_aten._foreach_div_, "Tensor Scalar List ScalarList", _foreach_scale),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    _aten.clamp_.default: _clamp,
+    _aten.clamp_min_.default: _clamp,
+    _aten.clamp_max_.default: _clamp_max,
+    _aten._foreach_clamp_min_.Scalar: _foreach_clamp,
+    _aten._foreach_clamp_max_.Scalar: _foreach_clamp,
+    _aten.zero_.default: _zero,
+    **_overloads(_aten.fill_, "Tensor Scalar", _fill),
+    _aten._foreach_zero_.default: _foreach_zero,
+    _aten.detach.default: _detach,
+    _aten.mul.out: _read_by_reducer,
+    _aten.copy_.default: _written_by_reducer,
 }
 
 
-# --- what is registered with torch, once, when the first placeholder is made ------------------------------------------
+# --- registered with torch once, when the first placeholder is made ---------------------------------------------------
 
 
 @functools.cache
 def _register_with_torch() -> None:
-    # torch.nn.utils falls back to one call per gradient for classes that are not in this list. It is private: without it
+    # torch.nn.utils makes one call per gradient for classes that are not in this list. The list is private; without it
     # only speed is lost.
     supported = getattr(_foreach_utils, "_foreach_supported_types", None)
     if isinstance(supported, list):
@@ -493,9 +434,10 @@ def _check_gradients(optimizer: Optimizer) -> None:
 def _refuse_foreign_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Raise before ``optimizer`` steps parameters whose gradients it cannot read, unless it sets ``steps_sharded_grads``.
+    """Raise before ``optimizer`` steps parameters whose gradients it cannot read.
 
-    A closure makes its gradients inside of ``step``, so they are looked at again when it returns.
+    Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
+    only call its step. A closure makes its gradients inside of ``step``, so they are looked at again when it returns.
     """
     if getattr(optimizer, "steps_sharded_grads", False):
         return None
