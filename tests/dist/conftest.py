@@ -1,5 +1,7 @@
 """One pool of rank processes per world size, shared by all tests of a run."""
 
+import contextlib
+
 import pytest
 from bucketwheel.testing import RankPool
 
@@ -7,11 +9,12 @@ from bucketwheel.testing import RankPool
 @pytest.fixture(scope="session")
 def rank_pool():
     """``rank_pool(world_size)`` returns that `RankPool`; its ranks have a gloo process group."""
-    pools: dict[int, RankPool] = {}
+    with contextlib.ExitStack() as stack:
+        pools: dict[int, RankPool] = {}
 
-    def pool_of(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size))
+        def pool_of(world_size: int) -> RankPool:
+            if world_size not in pools:
+                pools[world_size] = stack.enter_context(RankPool(world_size))
+            return pools[world_size]
 
-    yield pool_of
-    for pool in pools.values():
-        pool.close()
+        yield pool_of
