@@ -39,6 +39,23 @@ std::optional<uint64_t> read_seed(const char* name) {
   return std::stoull(value);
 }
 
+std::optional<Isa> read_isa(const char* name) {
+  const std::string value = read(name);
+  if (value.empty()) {
+    return std::nullopt;
+  }
+  if (value == "plain") {
+    return Isa::kPlain;
+  }
+  if (value == "avx2") {
+    return Isa::kAvx2;
+  }
+  if (value == "avx512") {
+    return Isa::kAvx512;
+  }
+  throw bad_value(name, value, "expected 'plain', 'avx2' or 'avx512'");
+}
+
 Env* read_all() {
   Env env;
   const std::string stream = read("BW_HOST_STREAM");
@@ -48,7 +65,11 @@ Env* read_all() {
   env.stream_inline = stream == "inline";
   env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
   env.pool_poison = read_flag("BW_POOL_POISON");
+<<<<<<< HEAD
   env.trace_dir = read("BW_TRACE_DIR");
+=======
+  env.cpu_isa = read_isa("BW_CPU_ISA");
+>>>>>>> core
   return new Env(env);
 }
 

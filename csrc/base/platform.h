@@ -1,14 +1,36 @@
+<<<<<<< HEAD
 // What differs between compilers and processors. No other file contains a platform #ifdef.
 #pragma once
 
 #include <cstdint>
 
+=======
+// What depends on the operating system, the compiler or the processor: the only file with platform #ifdefs.
+#pragma once
+
+>>>>>>> core
 #if !defined(__linux__)
 #error "bucketwheel's native core needs Linux (futex, memfd, pidfd)"
 #endif
 
+<<<<<<< HEAD
 #if defined(__x86_64__)
 #include <immintrin.h>
+=======
+#include <cstdint>
+
+#if defined(__x86_64__)
+#define BW_X86_64 1
+#include <immintrin.h>
+#else
+#define BW_X86_64 0
+#endif
+
+#if defined(__aarch64__)
+#define BW_AARCH64 1
+#else
+#define BW_AARCH64 0
+>>>>>>> core
 #endif
 
 // In front of a function that the CPU and the CUDA kernels share. It is inlined by force, so that a translation unit
@@ -27,9 +49,15 @@ namespace bucketwheel {
 
 // For the body of a spin loop.
 inline void cpu_relax() {
+<<<<<<< HEAD
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
+=======
+#if BW_X86_64
+  _mm_pause();
+#elif BW_AARCH64
+>>>>>>> core
   asm volatile("yield");
 #endif
 }
@@ -39,7 +67,7 @@ inline void cpu_relax() {
 // depend on the thread that happened to compute it.
 class IeeeFloats {
  public:
-#if defined(__x86_64__)
+#if BW_X86_64
   IeeeFloats() : saved_(_mm_getcsr()) {
     if ((saved_ & kControl) != kDefault) {
       _mm_setcsr(kDefault);
@@ -55,7 +83,7 @@ class IeeeFloats {
   static constexpr uint32_t kControl = 0xffc0;  // without the sticky exception flags
   static constexpr uint32_t kDefault = 0x1f80;  // every exception masked, nearest even, no flush to zero
   uint32_t saved_;
-#elif defined(__aarch64__)
+#elif BW_AARCH64
   IeeeFloats() {
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
     asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
@@ -71,12 +99,15 @@ class IeeeFloats {
   IeeeFloats& operator=(const IeeeFloats&) = delete;
 };
 
+// Whether the kernels for AVX2 and AVX-512 are part of the binary (csrc/sources.txt: only=x86_64).
+inline constexpr bool kHasX86Kernels = BW_X86_64 != 0;
+
 // Instruction sets the kernels are compiled for, worst first.
 enum class Isa : uint8_t { kPlain, kAvx2, kAvx512 };
 
 // The best one that this processor and its operating system run.
 inline Isa processor_isa() {
-#if defined(__x86_64__)
+#if BW_X86_64
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

@@ -1,7 +1,5 @@
 #include "base/thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -9,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/fork.h"
 #include "base/platform.h"
 
 namespace bucketwheel {
@@ -99,6 +98,8 @@ class Pool {
     }
   }
 
+  uint64_t generation() const { return generation_; }
+
  private:
   Loop* loop_with_work() const {
     Loop* loop = loops_;
@@ -142,6 +143,7 @@ class Pool {
     }
   }
 
+  const uint64_t generation_ = fork_generation();
   std::mutex mutex_;
   std::condition_variable wake_;  // helpers sleep here
   std::condition_variable done_;  // callers sleep here
@@ -152,22 +154,19 @@ class Pool {
   int sleeping_ = 0;
 };
 
-// The pool is never destroyed: helpers may outlive every static destructor.
+// Never destroyed: helpers may outlive every static destructor. A forked child leaves its parent's pool alone too, whose
+// helpers do not exist there and whose mutex may be locked for ever.
 std::atomic<Pool*> current_pool{nullptr};
-// The parent's helpers do not exist in a forked child, and its pool's mutex may be held by one of them for ever.
-void forget_pool_in_child() { current_pool.store(nullptr, std::memory_order_relaxed); }
 
 Pool& pool() {
   Pool* existing = current_pool.load(std::memory_order_acquire);
-  if (existing == nullptr) {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
-    static_cast<void>(registered);
+  while (existing == nullptr || existing->generation() != fork_generation()) {
     Pool* fresh = new Pool();
     if (current_pool.compare_exchange_strong(existing, fresh)) {
       fresh->resize();
       return *fresh;
     }
-    delete fresh;  // another thread was faster
+    delete fresh;  // another thread was faster: `existing` is its pool
   }
   return *existing;
 }
@@ -179,7 +178,8 @@ void set_num_threads(int threads) {
   if (wanted_threads.exchange(threads) == threads) {
     return;
   }
-  if (Pool* existing = current_pool.load()) {
+  Pool* existing = current_pool.load();
+  if (existing != nullptr && existing->generation() == fork_generation()) {
     existing->resize();
   }
 }

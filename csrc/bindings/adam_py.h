@@ -215,7 +215,8 @@ class StepCount {
 // One step over lists of tensors. Everything is checked before anything changes. `steps` is one int or a list.
 inline void adam_step(const py::sequence& params, const py::sequence& grads, const py::sequence& exp_avgs,
                       const py::sequence& exp_avg_sqs, const std::optional<py::sequence>& master_params,
-                      const py::object& steps, const AdamGroup& group, float grad_scale, bool decoupled, bool maximize) {
+                      const py::object& steps, const AdamGroup& group, float grad_scale, bool decoupled, bool maximize,
+                      bool noop) {
   const size_t count = py::len(params);
   const auto expect_count = [count](const py::sequence& list, const char* what) {
     BW_EXPECTS(py::len(list) == count, std::string(what) + " has " + std::to_string(py::len(list)) +
@@ -246,6 +247,9 @@ inline void adam_step(const py::sequence& params, const py::sequence& grads, con
     table.set_grad(row, grad.data, grad.dtype);
     counts.emplace_back(one_step ? py::handle(steps) : py::handle(py::object(step_list[i])), index);
     numbers.push_back(counts.back().value());
+  }
+  if (noop) {
+    return;
   }
   {
     py::gil_scoped_release unlocked;
@@ -288,7 +292,7 @@ inline void bind_adam(py::module_& m) {
       .def_property_readonly("numel", &PyAdamTable::numel);
   m.def("adam_step", &adam_step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
         py::arg("master_params").none(true), py::arg("steps"), py::arg("group"), py::kw_only(), py::arg("grad_scale"),
-        py::arg("decoupled"), py::arg("maximize"));
+        py::arg("decoupled"), py::arg("maximize"), py::arg("noop"));
 }
 
 }  // namespace bucketwheel

@@ -51,7 +51,7 @@ struct CpuKernels {
 };
 
 // The best of this processor, or the one that BW_CPU_ISA (plain, avx2, avx512) names; chosen at the first call.
-// ValueError if the name is unknown or the processor cannot run it.
+// ValueError if the processor cannot run it.
 const CpuKernels& cpu_kernels();
 
 const char* name_of(Isa isa);

@@ -41,6 +41,7 @@ class GradBucket:
         self.dtype = dtype
         self.parts = {part.param: part for part in parts}
         self.accumulator = accumulator
+        self.accumulates = False  # this window adds to what the shard holds
         self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
 
     def has_memory(self, late: bool) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from .plan import Packing, PackItem, pack
 from .pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo"]
+__all__ = ["FlatParams", "ParamInfo", "expect_same_memory_kind"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,18 @@ class ParamInfo:
     param: Parameter
     group: int
     granularity: int = 1
+    dtype: torch.dtype = torch.float32  # when the optimizer took it
+
+
+def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
+    """RuntimeError naming the parameter if it is no longer of the dtype, device, shape and strides that it was taken with."""
+    param = info.param
+    if (param.dtype, param.device.type, param.shape, param.stride()) != (info.dtype, "cpu", shape, stride):
+        raise RuntimeError(
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on cpu when the optimizer took it and is "
+            f"{param.dtype} {tuple(param.shape)} (strides {param.stride()}) on {param.device} now; convert or move the model "
+            "first, then make the optimizer"
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -83,11 +95,7 @@ class FlatParams:
             if param.data_ptr() == slot.data_ptr():
                 continue
             if (param.dtype, param.device, param.shape) != (slot.dtype, slot.device, slot.shape):
-                raise RuntimeError(
-                    f"parameter {info.name!r} was {slot.dtype} {tuple(slot.shape)} on {slot.device} when the optimizer took it "
-                    f"and is {param.dtype} {tuple(param.shape)} on {param.device} now; convert or move the model first, then "
-                    "make the optimizer"
-                )
+                expect_same_memory_kind(info, slot.shape, slot.stride())
             slot.copy_(param.data)
             param.data = slot
             moved.append(info.index)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._build import native
 from .bucket import GradBucket
 from .comm import Communicator
 from .flat import ParamInfo
@@ -87,18 +86,17 @@ class GradSync:
         info = self.infos[index]
         self._expect_plain(info, grad)
         flat = _in_memory_order(grad, info.param)
-        if not self._is_open:
+        was_open = self._is_open
+        if not was_open:
             self._open_window(arriving=None if add else index)
+        has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
         factor = self.reduced.factor(index)
-        if factor != 1.0 and self._schedule.has_stored(index):
-            # The factor was given to what is in this window already and is applied to the sum of both.
-            if add:
+        if factor != 1.0:
+            if add:  # the factor will be applied to the sum of both
                 flat = flat / factor
             else:
                 self.reduced.scale([index], 1.0 / factor)
-        elif factor != 1.0 and not add:
-            self.reduced.scale([index], 1.0 / factor)
-        self._carry_out(self._schedule.gradient(index, add=add, launch=launch), flat)
+        self._carry_out(self._schedule.gradient(index, replaces=has_older and not add, launch=launch), flat)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
         self._placeholders[info.index].reject_reducer_view(grad)
@@ -124,6 +122,9 @@ class GradSync:
                 self.reduced.flush_factor(i)
         for bucket in self.buckets:
             bucket.accumulates = any(self.reduced.has_content(i) for i in bucket.parts)
+            for i in bucket.parts if bucket.accumulates else ():
+                if not self.reduced.has_content(i):
+                    self.reduced.zero(i)
 
     # --- carrying out ------------------------------------------------------------------------------------------------
 
@@ -185,13 +186,10 @@ class GradSync:
                 self._wait_inflight()
                 self.reduced.mark_reduced()
                 for index in agreement.void:
-                    self.reduced.drop(index)
+                    self.reduced.zero(index)
                 for launch in late:
                     self._launch(launch)
                 self._wait_inflight()
-                if late:
-                    redone = {p for launch in late for p in self.buckets[launch.bucket].parts}
-                    self.reduced.mark_edited(redone if agreement.void else ())
                 self._is_open = False
             self._settle(agreement)
 
@@ -289,12 +287,10 @@ class GradSync:
     def zero(self, indices: Sequence[int]) -> None:
         with self._lock, torch.no_grad():
             for index in indices:
-                if self._schedule.has_stored(index):
-                    info = self.infos[index]
-                    self._arrive(index, torch.zeros_like(info.param), add=False, launch=False)
+                if self._is_open:
+                    self._arrive(index, torch.zeros_like(self.infos[index].param), add=False, launch=False)
                 else:
-                    self.reduced.drop(index)
-                    self.reduced.keep(index)
+                    self.reduced.zero(index)
 
     def full(self, index: int) -> Tensor | None:
         """The whole gradient of a parameter, None where no rank has one. Collective."""
@@ -325,6 +321,3 @@ def _in_memory_order(grad: Tensor, param: Tensor) -> Tensor:
     if grad.stride() != param.stride() and grad.numel() > 1:
         grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
     return grad.detach().as_strided((grad.numel(),), (1,))
-
-
-assert native  # the collectives of this module are native; importing it compiles nothing

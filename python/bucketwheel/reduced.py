@@ -71,14 +71,17 @@ class ReducedGrads:
             if not is_held:
                 state.factor = 1.0
 
-    def drop(self, index: int) -> None:
-        """Forgets what the shards hold of a parameter."""
-        state = self._states[index]
-        for piece in state.pieces:
+    def zero(self, index: int) -> None:
+        """Zeroes what the shards hold of a parameter."""
+        for piece in self._states[index].pieces:
             piece.grad.zero_()
-        state.factor = 1.0
-        state.has_content = False
         self.mark_edited([index])
+
+    def drop(self, index: int) -> None:
+        """Forgets a parameter's gradient."""
+        self.zero(index)
+        self._states[index].factor = 1.0
+        self._states[index].has_content = False
 
     def flush_factor(self, index: int) -> None:
         """Multiplies a pending factor into the shards, so that a later window can add to them."""

@@ -99,19 +99,19 @@ class Schedule:
         self._next = 0
         self.is_dirty = False
 
-    def gradient(self, param: int, *, add: bool, launch: bool = True) -> list[Store | Launch]:
-        """A gradient of ``param`` has arrived; ``add``: on top of what it has, else instead of it.
+    def gradient(self, param: int, *, replaces: bool = False, launch: bool = True) -> list[Store | Launch]:
+        """A gradient of ``param`` has arrived, on top of what it has or, if it ``replaces`` that, instead of it.
 
         ``launch=False`` (inside ``no_sync``): keep it, reduce nothing, and go on expecting another one.
         """
         actions: list[Store | Launch] = []
         self.is_dirty = True
-        if self._stored[param] and not add:
+        if replaces:
             self._void[param] = True
         for b in self._buckets_of[param]:
             if self._void[param] or b < self._next:
                 self._late[b] = self._is_late[param] = True
-                actions.append(Store(param, b, late=True, add=add or not self._void[param]))
+                actions.append(Store(param, b, late=True, add=not replaces))
             else:
                 actions.append(Store(param, b, late=False, add=self._stored[param]))
         self._absent[param] = self._absent[param] and self._void[param]

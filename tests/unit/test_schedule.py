@@ -120,8 +120,8 @@ def test_any_arrival_order_gives_one_sequence_and_the_right_sums(seed: int) -> N
                 for p in order:
                     value = rng.randrange(1, 100)
                     expected[p] += value
-                    add = held[r][p] and not (p in restart and p not in seen)
-                    rank.carry_out(rank.schedule.gradient(p, add=add, launch=rng.random() < 0.9), value)
+                    replaces = rank.schedule.has_stored(p) and (not held[r][p] or (p in restart and p not in seen))
+                    rank.carry_out(rank.schedule.gradient(p, replaces=replaces, launch=rng.random() < 0.9), value)
                     seen.add(p)
                     held[r][p] = True
         if rng.random() < 0.3:  # p.grad = None on every rank, after backward
@@ -138,10 +138,10 @@ def test_any_arrival_order_gives_one_sequence_and_the_right_sums(seed: int) -> N
 
 def test_buckets_go_in_order_as_they_fill() -> None:
     schedule = Schedule([[0], [0, 1], [1]], 2)
-    assert schedule.gradient(2, add=False) == [Store(2, 1, late=False, add=False)]
-    assert schedule.gradient(1, add=False) == [Store(1, 0, False, False), Store(1, 1, False, False)]
-    assert schedule.gradient(0, add=False) == [Store(0, 0, False, False), Launch(0), Launch(1)]
-    assert schedule.gradient(0, add=True) == [Store(0, 0, late=True, add=True)]
+    assert schedule.gradient(2) == [Store(2, 1, late=False, add=False)]
+    assert schedule.gradient(1) == [Store(1, 0, False, False), Store(1, 1, False, False)]
+    assert schedule.gradient(0) == [Store(0, 0, False, False), Launch(0), Launch(1)]
+    assert schedule.gradient(0) == [Store(0, 0, late=True, add=True)]
 
 
 def test_an_unused_parameter_stops_holding_buckets_up() -> None:
@@ -149,7 +149,7 @@ def test_an_unused_parameter_stops_holding_buckets_up() -> None:
     held = [True, False, True]
     launched_during_backward = []
     for _ in range(6):
-        actions = schedule.gradient(2, add=False) + schedule.gradient(0, add=False)
+        actions = schedule.gradient(2) + schedule.gradient(0)
         launched_during_backward.append(sum(isinstance(a, Launch) for a in actions))
         schedule.close(schedule.agree([schedule.notes(held)]))
     assert launched_during_backward == [0, 0, 0, 0, 0, 2]
@@ -158,12 +158,12 @@ def test_an_unused_parameter_stops_holding_buckets_up() -> None:
 def test_a_returning_parameter_goes_through_the_late_round_once() -> None:
     ranks = [Rank([[0], [0]], 1)]
     for _ in range(8):
-        ranks[0].carry_out(ranks[0].schedule.gradient(0, add=False), 1)
+        ranks[0].carry_out(ranks[0].schedule.gradient(0), 1)
         close(ranks, [[True, False]], {})
     late = []
     for _ in range(2):
-        ranks[0].carry_out(ranks[0].schedule.gradient(0, add=False), 1)
-        ranks[0].carry_out(ranks[0].schedule.gradient(1, add=False), 1)
+        ranks[0].carry_out(ranks[0].schedule.gradient(0), 1)
+        ranks[0].carry_out(ranks[0].schedule.gradient(1), 1)
         late.append(close(ranks, [[True, True]], totals := {}).late)
         assert totals == {(0, 0): 1, (1, 0): 1}
     assert late == [[0], []]
@@ -180,7 +180,7 @@ def test_a_gradient_that_was_taken_away_is_void() -> None:
     ranks = [Rank([[0], [0]], 1) for _ in range(2)]
     for rank in ranks:
         for p in (0, 1):
-            rank.carry_out(rank.schedule.gradient(p, add=False), 5)
+            rank.carry_out(rank.schedule.gradient(p), 5)
     totals: dict[tuple[int, int], int] = {}
     agreement = close(ranks, [[False, True]] * 2, totals)  # p0.grad = None on both
     assert agreement.held == [False, True] and agreement.void == [0]
@@ -190,7 +190,7 @@ def test_a_gradient_that_was_taken_away_is_void() -> None:
 def test_replacing_on_one_rank_only_is_a_conflict() -> None:
     schedules = [Schedule([[0]], 1) for _ in range(2)]
     for schedule in schedules:
-        schedule.gradient(0, add=False)
-    schedules[1].gradient(0, add=False)
+        schedule.gradient(0)
+    schedules[1].gradient(0, replaces=True)
     agreement = schedules[0].agree([s.notes([True]) for s in schedules])
     assert agreement.conflicts == [0]

@@ -1,0 +1,126 @@
+"""The kernels and collectives on plain tensor lists, for research code.
+
+Every function checks all its arguments before it changes anything, and names the offending index in what it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bucketwheel._build import native
+
+__all__ = ["adam_step", "l2_norm"]
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+def adam_step(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    steps: int | Sequence[int | torch.Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    noop: torch.Tensor | None = None,
+    master_params: Sequence[torch.Tensor | None] | None = None,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """One Adam step over lists of CPU tensors, in place and in one native call.
+
+    For each tensor, with t its step and g = ``grad_scale`` * grad (-g to ``maximize``)::
+
+        p = p * (1 - lr * weight_decay)             or, not decoupled: g = g + weight_decay * p
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
+
+    AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the exact
+    order of operations. The result is bitwise the same for any number of threads, division into tensors, alignment and
+    processor (NaN payloads excepted).
+
+    Args:
+        params: float32, or bfloat16 with a float32 entry in ``master_params``. Any shape; non-overlapping and dense.
+        grads: float32 or bfloat16. Read only: they are not scaled in place.
+        exp_avgs, exp_avg_sqs: m and v, float32.
+        steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
+            (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
+            A tensor may serve several parameters only if it is listed once (it would advance each time).
+        grad_scale: factor of every gradient, rounded to float32: 1 / world size, 1 / loss scale, a clip coefficient.
+        noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
+        master_params: for each bfloat16 parameter its float32 master (None for the others). The master is updated and
+            the parameter becomes its value rounded to nearest even; its own old value is not read.
+
+    All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
+
+    Raises:
+        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index, is not
+            on the CPU, or a step is below 1. Nothing has changed.
+        TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
+    """
+    module = native()
+    module.set_num_threads(torch.get_num_threads())
+    group = module.AdamGroup(lr, betas[0], betas[1], eps, weight_decay)
+    skip = noop is not None and bool(noop.item() != 0)
+    module.adam_step(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        master_params,
+        steps,
+        group,
+        grad_scale=grad_scale,
+        decoupled=decoupled,
+        maximize=maximize,
+        noop=skip,
+    )
+    if skip:
+        return
+    written = [*params, *exp_avgs, *exp_avg_sqs]
+    if master_params is not None:
+        written += [master for master in master_params if master is not None]
+    if not isinstance(steps, int):
+        written += [step for step in steps if isinstance(step, torch.Tensor)]
+    torch.autograd.graph.increment_version(written)
+
+
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The L2 norm of a list of CPU tensors taken as one vector, or of each of them.
+
+    Squares are added in double and in a fixed order, so the result does not overflow for finite elements and is bitwise
+    the same in every run, for any number of threads and on any processor. It does depend on how the elements are divided
+    into tensors and, in the last bit, on their order in memory.
+
+    Args:
+        tensors: float32 or bfloat16, of any shapes, non-overlapping and dense. May be empty, list and tensors.
+        per_tensor: return a norm for each tensor.
+        return_nonfinite: return also whether there is an infinity or a NaN.
+
+    Returns:
+        A float64 tensor of shape [] (or [len(tensors)]). With ``return_nonfinite`` also a bool tensor of the same shape.
+        As in torch, an infinite element gives infinity, and a NaN gives NaN.
+
+    Raises:
+        ValueError: a tensor has gaps or overlaps itself, or is not on the CPU.
+        TypeError: another dtype, or not a tensor.
+    """
+    module = native()
+    module.set_num_threads(torch.get_num_threads())
+    sums, nonfinite, total = module.sumsq(tensors)
+    norm = torch.tensor(sums if per_tensor else total, dtype=torch.float64).sqrt_()
+    if not return_nonfinite:
+        return norm
+    return norm, torch.tensor(nonfinite if per_tensor else any(nonfinite), dtype=torch.bool)
+
+
+# ------------------------------------------------------------------------------------------------------ collectives
