@@ -1,24 +1,21 @@
 // Event: the completion of the work that was in a stream when the event was recorded.
 #pragma once
 
-#include <chrono>
 #include <memory>
-#include <optional>
+
+#include "base/deadline.h"
 
 namespace bucketwheel {
-
-using Clock = std::chrono::steady_clock;
-// No value: wait for ever.
-using Deadline = std::optional<Clock::time_point>;
 
 class Event {
  public:
   virtual ~Event() = default;
-  // True when the work is done. Never blocks.
+  // True when the work is done. Never blocks. DeviceError in a forked child if the work was not done at the fork.
   virtual bool query() const = 0;
-  // Blocks the host until the work is done; false when the deadline passed first. On CPU the calling thread may run the
-  // stream's queued tasks itself instead of sleeping ([Note: waiters help], device_cpu.cpp), so it must hold no lock
-  // that a task takes. Rethrows nothing: a task reports its failure through what it fills (a Handle).
+  // Blocks the host until the work is done; false when the deadline passed first. On CPU, without a deadline, the
+  // calling thread may run the stream's queued tasks itself instead of sleeping ([Note: waiters help], device_cpu.cpp),
+  // so it must hold no lock that a task takes. Rethrows nothing: a task reports its failure through what it fills (a
+  // Handle). DeviceError in a forked child, and in a task that waits for itself or for what is queued behind it.
   virtual bool synchronize(Deadline deadline = {}) const = 0;
   // Seconds from `start` to this event; both recorded with timing and complete, else ValueError.
   virtual double elapsed_s(const Event& start) const = 0;

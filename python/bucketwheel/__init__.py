@@ -3,4 +3,6 @@
 Importing compiles nothing; the native module builds itself at first use.
 """
 
-__version__ = "0.1.0"
+from bucketwheel._version import __version__
+
+__all__ = ["__version__"]

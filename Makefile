@@ -1,0 +1,80 @@
+# make demo        train a small GPT on two CPU ranks, beside DDP        make test      the tests, without the slow ones
+# make test-all    all tests                                            make lint      formatting, ruff, mypy
+# make format      let the tools format                                 make clean     remove .venv and caches
+#
+# Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once.
+# TORCH is handed to pip as it stands: make demo TORCH=torch==2.12.0, or TORCH=/path/to/torch.whl.
+
+PYTHON ?= python3
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := pyproject.toml setup.py build_backend.py constraints.txt
+# Another TORCH is another installation.
+INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+BUILT := $(VENV)/.built
+SOURCES := $(shell find csrc -type f) python/bucketwheel/_build.py python/bucketwheel/_toolchain.py
+CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: demo test test-all lint format setup clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+	@$(MAKE) --no-print-directory lint
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist python/*.egg-info .pytest_cache .mypy_cache .ruff_cache loss.png
+
+setup: $(BUILT)
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	$(BIN)/python -c "import bucketwheel._build as build; build.native()"
+	@touch $@
+
+$(INSTALLED): $(SETUP)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "bucketwheel needs Python 3.10 or later; '$(PYTHON)' is not (choose one: make PYTHON=python3.12)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "'$(PYTHON)' has no venv (Debian: apt install python3-venv)"; exit 1; }
+	@command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
+	  { echo "no C++ compiler found (Debian: apt install g++; or name one with CXX=...)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@echo "installing $(TORCH) and bucketwheel into $(VENV)"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo,test,lint]'
+	@$(FETCH_HEADERS)
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# Debian ships Python's headers apart (python3-dev). Where they are missing they are unpacked into .venv, which needs no
+# root; bucketwheel/_toolchain.py looks there too, and says what to install if this did not work.
+define FETCH_HEADERS
+name=$$($(BIN)/python -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
+include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])'); \
+if [ ! -f "$$include/Python.h" ] && command -v apt-get > /dev/null; then \
+  echo "Python.h is missing: unpacking lib$$name-dev into $(VENV)/include"; \
+  (mkdir -p $(VENV)/headers && cd $(VENV)/headers && apt-get -qq download lib$$name-dev && dpkg -x ./*.deb . && \
+    cp -r usr/include/. ../include/); \
+  rm -rf $(VENV)/headers; \
+fi
+endef

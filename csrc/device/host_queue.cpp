@@ -1,0 +1,291 @@
+#include "device/host_queue.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <csignal>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/futex.h"
+#include "base/platform.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+
+// How long a waiter spins before it sleeps: about what going to sleep and waking up cost.
+constexpr std::chrono::microseconds kSpin{20};
+
+// The queues whose entries this thread is running, innermost first.
+struct Frame {
+  const HostQueue* queue;
+  const Frame* outer;
+};
+thread_local const Frame* running = nullptr;
+
+// Signals belong to the threads of the program: Python handles them on its main thread. Faults stay with who causes them.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) {
+      sigdelset(&all, fault);
+    }
+    pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+HostQueue::HostQueue(std::string name, bool is_inline, uint64_t fuzz_seed)
+    : name_(std::move(name)),
+      is_inline_(is_inline),
+      fork_generation_(fork_generation()),
+      fuzz_state_(fuzz_seed),
+      entries_(new std::deque<Work>()),
+      wanted_ticket_(kNever) {}
+
+HostQueue::~HostQueue() {
+  if (is_foreign()) {
+    return;  // leaked: what tasks own may take locks that are held for ever in this process
+  }
+  delete worker_;
+  delete entries_;
+}
+
+void HostQueue::start_worker(const std::shared_ptr<HostQueue>& queue) {
+  if (queue->is_inline_) {
+    return;
+  }
+  SignalsBlocked blocked;  // inherited by the worker
+  try {
+    queue->worker_ = new std::thread([queue] { queue->work(); });
+  } catch (const std::system_error& error) {
+    throw DeviceError("stream '" + queue->name_ + "': the system gave no thread: " + error.what() +
+                      " (raise 'ulimit -u' or the container's pids limit)");
+  }
+  pthread_setname_np(queue->worker_->native_handle(), queue->name_.substr(0, 15).c_str());
+}
+
+bool HostQueue::is_foreign() const noexcept { return fork_generation_ != fork_generation(); }
+
+void HostQueue::expect_same_process() const {
+  if (is_foreign()) {
+    throw DeviceError("stream '" + name_ +
+                      "' belongs to the parent process: its worker thread did not survive fork(). Make new streams, pools "
+                      "and communicators in the child, or start it with the 'spawn' method");
+  }
+}
+
+void HostQueue::expect_open() const {
+  expect_same_process();
+  if (is_closed_.load(std::memory_order_relaxed)) {
+    throw DeviceError("stream '" + name_ + "' is closed");
+  }
+}
+
+void HostQueue::expect_not_inside() const {
+  for (const Frame* frame = running; frame != nullptr; frame = frame->outer) {
+    if (frame->queue == this) {
+      throw DeviceError("a task of stream '" + name_ + "' waits for work queued behind itself");
+    }
+  }
+}
+
+uint64_t HostQueue::push(Work work) {
+  expect_open();
+  bool must_wake = false;
+  uint64_t ticket;
+  {
+    std::lock_guard lock(mutex_);
+    if (is_closed_.load(std::memory_order_relaxed)) {
+      throw DeviceError("stream '" + name_ + "' is closed");
+    }
+    entries_->push_back(std::move(work));
+    ticket = enqueued_.load(std::memory_order_relaxed) + 1;
+    enqueued_.store(ticket, std::memory_order_release);
+    if (!has_runner_ && is_worker_asleep_.load(std::memory_order_relaxed) != 0) {
+      is_worker_asleep_.store(0, std::memory_order_relaxed);
+      must_wake = true;
+    }
+  }
+  if (must_wake) {
+    futex_wake(is_worker_asleep_, 1);
+  }
+  if (is_inline_) {
+    for (const Frame* frame = running; frame != nullptr; frame = frame->outer) {
+      if (frame->queue == this) {
+        return ticket;  // pushed by a task of this queue: runs when that task is over
+      }
+    }
+    wait_for(ticket, {});
+  }
+  return ticket;
+}
+
+bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
+  if (is_done(ticket)) {
+    return true;
+  }
+  expect_same_process();
+  expect_not_inside();
+  bool has_spun = false;
+  for (;;) {
+    uint32_t progress;
+    {
+      std::unique_lock lock(mutex_);
+      if (is_done(ticket)) {
+        return true;
+      }
+      if (!has_runner_ && (!deadline || is_inline_)) {
+        run_until(ticket, lock);
+        continue;
+      }
+      if (has_spun) {
+        wanted_ticket_ = std::min(wanted_ticket_, ticket);
+        progress = progress_.load(std::memory_order_relaxed);
+      }
+    }
+    if (!has_spun) {
+      has_spun = true;
+      if (spin_for(ticket)) {
+        return true;
+      }
+      continue;
+    }
+    if (!futex_wait(progress_, progress, deadline) && !is_done(ticket)) {
+      return false;
+    }
+  }
+}
+
+bool HostQueue::spin_for(uint64_t ticket) const {
+  static const bool has_cores = std::thread::hardware_concurrency() >= 2;
+  if (!has_cores) {
+    return false;
+  }
+  const auto until = Clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (is_done(ticket)) {
+        return true;
+      }
+      cpu_relax();
+    }
+  } while (Clock::now() < until);
+  return false;
+}
+
+// Called with the lock held and the role free; returns with the lock held and the role free.
+void HostQueue::run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) noexcept {
+  has_runner_ = true;
+  const Frame frame{this, running};
+  running = &frame;
+  while (!entries_->empty() && !is_done(ticket)) {
+    Work work = std::move(entries_->front());
+    entries_->pop_front();
+    lock.unlock();
+    execute(std::move(work));
+    const uint64_t done = done_.load(std::memory_order_relaxed) + 1;
+    done_.store(done, std::memory_order_release);
+    lock.lock();
+    // A sleeper registers under the lock after it saw its ticket not done, so it is either seen here or has seen `done`.
+    if (done >= wanted_ticket_) {
+      wanted_ticket_ = kNever;  // sleepers with later tickets register again
+      progress_.fetch_add(1, std::memory_order_relaxed);
+      lock.unlock();
+      futex_wake_all(progress_);
+      lock.lock();
+    }
+  }
+  running = frame.outer;
+  has_runner_ = false;
+  // Work that came while this thread had the role woke nobody.
+  if (!entries_->empty() && is_worker_asleep_.load(std::memory_order_relaxed) != 0) {
+    is_worker_asleep_.store(0, std::memory_order_relaxed);
+    lock.unlock();
+    futex_wake(is_worker_asleep_, 1);
+    lock.lock();
+  }
+}
+
+void HostQueue::execute(Work work) noexcept {
+  if (fuzz_state_ != 0) {
+    pause_at_random();
+  }
+  if (work.gate) {
+    work.gate->synchronize();
+  } else {
+    work.task();
+  }
+}
+
+void HostQueue::work() noexcept {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (!has_runner_ && !entries_->empty()) {
+      run_until(kNever, lock);
+      continue;
+    }
+    if (is_closed_.load(std::memory_order_relaxed) && !has_runner_) {
+      return;
+    }
+    is_worker_asleep_.store(1, std::memory_order_relaxed);
+    lock.unlock();
+    futex_wait(is_worker_asleep_, 1);
+    lock.lock();
+  }
+}
+
+void HostQueue::close() noexcept {
+  if (is_foreign()) {
+    return;
+  }
+  std::thread* worker;
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_.store(true, std::memory_order_relaxed);
+    is_worker_asleep_.store(0, std::memory_order_relaxed);
+    worker = std::exchange(worker_, nullptr);
+  }
+  if (worker == nullptr) {
+    return;
+  }
+  futex_wake(is_worker_asleep_, 1);
+  // Inside a task of any stream the worker might have to wait for that very task.
+  if (running != nullptr || worker->get_id() == std::this_thread::get_id()) {
+    worker->detach();
+  } else {
+    worker->join();
+  }
+  delete worker;
+}
+
+void HostQueue::pause_at_random() noexcept {
+  // splitmix64
+  fuzz_state_ += 0x9E3779B97F4A7C15u;
+  uint64_t bits = fuzz_state_;
+  bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+  bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+  bits ^= bits >> 31;
+  switch (bits & 3) {
+    case 0:
+      std::this_thread::sleep_for(std::chrono::microseconds((bits >> 2) % 300));
+      break;
+    case 1:
+      std::this_thread::yield();
+      break;
+  }
+}
+
+}  // namespace bucketwheel

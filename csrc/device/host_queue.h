@@ -1,0 +1,92 @@
+// HostQueue: the ordered queue behind a CPU stream, its worker, and how waiting threads help it along.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/deadline.h"
+#include "device/event.h"
+
+namespace bucketwheel {
+
+// One entry: a task to run, or an event to wait for.
+struct Work {
+  std::function<void()> task;
+  EventRef gate;
+};
+
+// [Note: waiters help]
+// Whoever holds the queue's *runner role* runs its entries, in order, one at a time. The worker thread takes the role
+// when there is work and nobody has it. A host thread that waits for a ticket without a deadline takes the role too if it
+// is free, runs entries until its ticket is done, and hands the role back (waking the worker if work is left). So
+// `stream.run(task); event.synchronize()` costs a queue operation and not two thread switches. A thread that finds
+// the role taken spins shortly and then sleeps until its ticket is done. A thread with a deadline never helps: it
+// could not stop in time.
+//
+// This cannot deadlock where plain worker threads would not. An entry waits only for events that were recorded before
+// it was enqueued, so the waits between entries form no cycle, and a helper runs nothing but entries that its ticket
+// waits for. A task that waits for its own queue's later entries would wait for itself; that is detected and thrown.
+class HostQueue {
+ public:
+  // `is_inline`: no worker; push() runs the entry in the caller.
+  HostQueue(std::string name, bool is_inline, uint64_t fuzz_seed);
+  ~HostQueue();
+  HostQueue(const HostQueue&) = delete;
+  HostQueue& operator=(const HostQueue&) = delete;
+
+  // Starts the worker, which keeps the queue alive until it has drained a closed queue. DeviceError when the system
+  // gives no thread.
+  static void start_worker(const std::shared_ptr<HostQueue>& queue);
+
+  // Enqueues and returns the ticket of the entry: 1, 2, 3, ...
+  uint64_t push(Work work);
+  // The ticket of the last entry, 0 if there was none.
+  uint64_t last_ticket() const { return enqueued_.load(std::memory_order_acquire); }
+  // DeviceError when the queue is closed or of a parent process.
+  void expect_open() const;
+  bool is_done(uint64_t ticket) const { return done_.load(std::memory_order_acquire) >= ticket; }
+  // Blocks until the ticket is done; false when the deadline passed first.
+  bool wait_for(uint64_t ticket, const Deadline& deadline);
+
+  // No more pushes. Waits for the worker to drain the queue and end, except inside a task.
+  void close() noexcept;
+
+  // DeviceError in a forked child of the process that made the queue.
+  void expect_same_process() const;
+  const std::string& name() const { return name_; }
+
+ private:
+  void work() noexcept;
+  void run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) noexcept;
+  void execute(Work work) noexcept;
+  bool is_foreign() const noexcept;
+  void expect_not_inside() const;
+  bool spin_for(uint64_t ticket) const;
+  void pause_at_random() noexcept;
+
+  const std::string name_;
+  const bool is_inline_;
+  const uint64_t fork_generation_;
+  uint64_t fuzz_state_;  // 0: off. Touched by the runner only.
+
+  std::atomic<uint64_t> done_{0};      // tickets done, in order; written by the runner
+  std::atomic<uint64_t> enqueued_{0};  // written under mutex_
+  std::atomic<bool> is_closed_{false};
+
+  std::mutex mutex_;
+  // By pointer: in a forked child it is leaked as it is, it may have been half changed at the fork.
+  std::deque<Work>* entries_;
+  bool has_runner_ = false;
+  uint64_t wanted_ticket_;                    // the lowest ticket a sleeper waits for
+  std::atomic<uint32_t> progress_{0};         // sleepers' futex; moves when wanted_ticket_ is done
+  std::atomic<uint32_t> is_worker_asleep_{0};  // the worker's futex; written under mutex_
+  std::thread* worker_ = nullptr;             // by pointer: leaked in a forked child
+};
+
+}  // namespace bucketwheel

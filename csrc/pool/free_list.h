@@ -1,0 +1,103 @@
+// FreeList: which bytes of a pool's slabs are free. Best fit over ranges in address order, with coalescing.
+//
+// Not thread-safe. A pure function of the calls made: the smallest free range that fits is taken from its front, the one
+// with the lowest (slab id, offset) among equals, so ranks that make the same calls get the same offsets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "device/event.h"
+#include "pool/upstream.h"
+
+namespace bucketwheel {
+
+// Bytes [begin, end) of a slab may be overwritten once `event` is complete.
+struct Fence {
+  size_t begin = 0;
+  size_t end = 0;
+  EventRef event;
+};
+
+class FreeList {
+ public:
+  struct Span;
+
+  // A range of a slab, free or taken. Blocks of a slab are linked in address order and cover it.
+  struct Block {
+    Span* span = nullptr;
+    size_t offset_bytes = 0;
+    size_t size_bytes = 0;
+    bool is_free = false;
+    Block* previous = nullptr;
+    Block* next = nullptr;
+    // Fences of the bytes' last users, in address order, disjoint. A taken block hands them to its taker.
+    std::vector<Fence> fences;
+    void* owner = nullptr;  // of a taken block; set and read by the taker
+  };
+
+  // A slab and its blocks.
+  struct Span {
+    SlabRef slab;
+    Block* first = nullptr;
+    size_t touched_bytes = 0;  // everything beyond has never been taken
+  };
+
+  FreeList() = default;
+  FreeList(const FreeList&) = delete;
+  FreeList& operator=(const FreeList&) = delete;
+
+  void add(SlabRef slab);
+  // Takes out the slabs that have no taken block, with their fences.
+  std::vector<std::pair<SlabRef, std::vector<Fence>>> remove_unused();
+
+  bool can_take(size_t size_bytes) const;
+  // A block of exactly `size_bytes` (> 0), or null when no free range is large enough. `is_reused`: some of its bytes
+  // had been taken before.
+  Block* try_take(size_t size_bytes, bool* is_reused);
+  // Frees a taken block with the fences in block->fences. The pointer is dead afterwards.
+  void give(Block* block);
+
+  const std::map<uint32_t, Span>& spans() const { return spans_; }
+  // The first broken invariant, or empty.
+  std::string find_fault(size_t align_bytes) const;
+
+ private:
+  struct Key {
+    size_t size_bytes;
+    uint32_t slab_id;
+    size_t offset_bytes;
+    Block* block;
+    bool operator<(const Key& other) const {
+      if (size_bytes != other.size_bytes) {
+        return size_bytes < other.size_bytes;
+      }
+      if (slab_id != other.slab_id) {
+        return slab_id < other.slab_id;
+      }
+      return offset_bytes < other.offset_bytes;
+    }
+  };
+  using FreeSet = std::set<Key>;
+
+  static Key key_of(Block* block);
+  Block* new_block();
+  void recycle(Block* block);
+  void insert_free(Block* block);
+  void erase_free(FreeSet::iterator position);
+  void absorb_next(Block* block);
+
+  FreeSet free_;
+  std::map<uint32_t, Span> spans_;  // by slab id; nodes do not move
+  // Blocks and set nodes are reused: in a steady state acquire and release allocate none.
+  std::deque<Block> storage_;
+  std::vector<Block*> spare_blocks_;
+  std::vector<FreeSet::node_type> spare_nodes_;
+};
+
+}  // namespace bucketwheel

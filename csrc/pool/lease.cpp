@@ -1,0 +1,116 @@
+#include "pool/lease.h"
+
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "pool/pool_state.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
+constexpr int kRedZone = 0xA5;
+
+}  // namespace
+
+std::string Lease::State::describe() const {
+  return "lease '" + key + "' of " + std::to_string(size_bytes) + " bytes (slab " + std::to_string(slab->id) +
+         ", offset " + std::to_string(offset_bytes) + ")";
+}
+
+void Lease::State::fill_poison(bool with_red_zone) noexcept {
+  std::memset(data, kPoison, size_bytes);
+  if (with_red_zone) {
+    std::memset(data + size_bytes, kRedZone, block_bytes - size_bytes);
+    is_red_zone_set.store(true, std::memory_order_release);
+  }
+}
+
+std::string Lease::State::find_red_zone_fault() const {
+  if (!is_red_zone_set.load(std::memory_order_acquire)) {
+    return {};
+  }
+  for (size_t i = size_bytes; i < block_bytes; ++i) {
+    if (data[i] != std::byte{kRedZone}) {
+      return describe() + ": bytes past its end were written, the first at offset " + std::to_string(i) +
+             " from its start";
+    }
+  }
+  return {};
+}
+
+bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
+  const bool is_pending = after != nullptr && !after->query();  // may throw, so before anything changes
+  if (!is_live.exchange(false, std::memory_order_acq_rel)) {
+    return false;
+  }
+  std::vector<Fence> fences;
+  if (is_pending) {
+    fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});
+  } else if (after == nullptr) {
+    fences = std::move(inherited);
+  }
+  if (pool->options.poison) {
+    *fault = find_red_zone_fault();
+    if (fences.empty()) {
+      fill_poison(false);  // otherwise the next acquire does it, behind the fences
+    }
+  }
+  std::lock_guard lock(pool->mutex);
+  if (!key.empty()) {
+    pool->live_keys.erase(this);
+  }
+  PoolStats& stats = pool->stats;
+  stats.live_bytes -= block_bytes;
+  stats.live_leases -= 1;
+  stats.dropped_leases += is_dropped ? 1 : 0;
+  block->fences = std::move(fences);
+  pool->blocks.give(std::exchange(block, nullptr));
+  return true;
+}
+
+Lease::Lease(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+Lease::~Lease() {
+  // In a forked child the lease is the parent's.
+  if (!is_live() || state_->pool->is_foreign()) {
+    return;
+  }
+  try {
+    std::string fault;
+    state_->end(nullptr, true, &fault);
+    if (!fault.empty()) {
+      std::fprintf(stderr, "[bucketwheel] %s\n", fault.c_str());
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[bucketwheel] dropping lease '%s': %s\n", state_->key.c_str(), error.what());
+  }
+}
+
+const std::string& Lease::key() const { return state_->key; }
+size_t Lease::size_bytes() const { return state_->size_bytes; }
+const SlabRef& Lease::slab() const { return state_->slab; }
+size_t Lease::offset_bytes() const { return state_->offset_bytes; }
+bool Lease::is_live() const { return state_->is_live.load(std::memory_order_acquire); }
+
+std::byte* Lease::data() const {
+  if (!is_live()) {
+    throw UseAfterRelease(state_->describe() + " was released: its bytes may belong to another lease");
+  }
+  return state_->data;
+}
+
+void Lease::release(EventRef after) {
+  state_->pool->expect_same_process();
+  std::string fault;
+  if (!state_->end(std::move(after), false, &fault)) {
+    throw ReleasedTwice(state_->describe() + " was released before");
+  }
+  if (!fault.empty()) {
+    throw PoolError(fault);
+  }
+}
+
+}  // namespace bucketwheel

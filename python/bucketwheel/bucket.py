@@ -1,0 +1,98 @@
+"""Bucket: one contiguous [world x shard] buffer of gradients, and the place its reduced shard goes to.
+
+Its memory is leased when the first gradient of a window arrives and given back by the reduce-scatter that reads it, so
+only a few buckets have memory at any time. *Late* memory is a second lease, made only when a gradient comes after the
+bucket has gone (`schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._build import native
+from .pool import Lease, Pool
+
+__all__ = ["GradBucket", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [begin, begin + numel) of a bucket hold the elements of ``param`` from ``param_begin`` on."""
+
+    param: int
+    begin: int
+    param_begin: int
+    numel: int
+
+
+class GradBucket:
+    """The gradient memory of one bucket and its shard's accumulator.
+
+    ``accumulator`` is the native `ShardAccumulator` over this rank's part of the gradient shard; reduce-scatter feeds it
+    through ``sink``.
+    """
+
+    def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
+        self.sink = native().ShardSink(accumulator)
+        self.index = index
+        self.numel = numel
+        self.dtype = dtype
+        self.parts = {part.param: part for part in parts}
+        self.accumulator = accumulator
+        self.accumulates = False  # this window adds to what the shard holds
+        self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
+
+    def has_memory(self, late: bool) -> bool:
+        """Whether a gradient has been stored since the last `take`."""
+        return self._memory[late] is not None
+
+    def _open(self, pool: Pool, late: bool) -> Tensor:
+        held = self._memory[late]
+        if held is None:
+            kind = "late" if late else "grads"
+            lease = pool.acquire(f"{kind}/{self.index}", self.numel * self.dtype.itemsize)
+            held = self._memory[late] = (lease, lease.tensor(self.dtype, (self.numel,)))
+            if late:
+                held[1].zero_()
+        return held[1]
+
+    def store(self, pool: Pool, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> None:
+        """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype."""
+        part = self.parts[param]
+        to = self._open(pool, late).narrow(0, part.begin, part.numel)
+        source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
+        if add:
+            to.add_(source)
+        else:
+            to.copy_(source)
+
+    def drop(self, param: int) -> None:
+        """Zeroes ``param`` in late memory."""
+        held = self._memory[True]
+        if held is not None:
+            part = self.parts[param]
+            held[1].narrow(0, part.begin, part.numel).zero_()
+
+    def drop_late(self) -> None:
+        """Gives late memory back unused."""
+        held, self._memory[True] = self._memory[True], None
+        if held is not None:
+            held[0].release()
+
+    def take(self, pool: Pool, absent: Sequence[int], *, late: bool) -> tuple[Lease, Tensor]:
+        """The buffer to reduce, with zeros where this rank has nothing; the bucket forgets it."""
+        if not late and self._memory[late] is None:
+            self._open(pool, late).zero_()
+        else:
+            flat = self._open(pool, late)
+            for param in () if late else absent:
+                part = self.parts[param]
+                flat.narrow(0, part.begin, part.numel).zero_()
+        held, self._memory[late] = self._memory[late], None
+        assert held is not None
+        return held

@@ -1,0 +1,111 @@
+"""Flat parameters: every parameter of one dtype is a view into one buffer of the communicator's pool.
+
+The buffer is cut as `plan.pack` says, so a bucket's parameters are one contiguous range and its all-gather writes straight
+into the parameters. The `Parameter` objects stay what they are; only their memory moves. Each gets a storage of its own, so
+that saving one saves just that one, and a version counter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .plan import Packing, PackItem, pack
+from .pool import Lease, Pool
+
+__all__ = ["FlatParams", "ParamInfo", "expect_same_memory_kind"]
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes."""
+
+    index: int
+    name: str
+    param: Parameter
+    group: int
+    granularity: int = 1
+    dtype: torch.dtype = torch.float32  # when the optimizer took it
+
+
+def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
+    """RuntimeError naming the parameter if it is no longer of the dtype, device, shape and strides that it was taken with."""
+    param = info.param
+    if (param.dtype, param.device.type, param.shape, param.stride()) != (info.dtype, "cpu", shape, stride):
+        raise RuntimeError(
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on cpu when the optimizer took it and is "
+            f"{param.dtype} {tuple(param.shape)} (strides {param.stride()}) on {param.device} now; convert or move the model "
+            "first, then make the optimizer"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense: some order of the dimensions makes it contiguous."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return tensor.numel() == 0
+            expected *= size
+    return True
+
+
+class FlatParams:
+    """Moves ``infos``' parameters (one dtype, CPU) into one lease of ``pool``.
+
+    ValueError, before anything has moved, for a parameter that is not dense in memory. The order in the buffer is the
+    reverse of the order given: gradients arrive from the last parameter to the first.
+    """
+
+    def __init__(self, infos: Sequence[ParamInfo], *, world: int, bucket_numel: int, pool: Pool) -> None:
+        self.infos = list(reversed(infos))
+        self.dtype = infos[0].param.dtype
+        for info in self.infos:
+            if not _is_dense(info.param):
+                raise ValueError(
+                    f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
+                    "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
+                )
+        items = [PackItem(info.param.numel(), info.granularity) for info in self.infos]
+        self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
+        self.lease: Lease = pool.acquire(f"params/{self.dtype}", self.packing.numel * self.dtype.itemsize)
+        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,))
+        self._slots: list[Tensor] = []
+        with torch.no_grad():
+            for begin, info in zip(self.packing.begins, self.infos, strict=True):
+                piece = self.lease.tensor(self.dtype, (info.param.numel(),), offset_bytes=begin * self.dtype.itemsize)
+                slot = piece.as_strided(info.param.shape, info.param.stride())
+                slot.copy_(info.param.data)
+                info.param.data = slot
+                self._slots.append(slot)
+
+    def rebind_moved(self) -> list[int]:
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``): D13. Returns their indices.
+
+        Memory of the same dtype, device and shape is copied into the flat buffer and the parameter bound to it again;
+        anything else is a RuntimeError that names the parameter, because training it would silently do nothing.
+        """
+        moved = []
+        for slot, info in zip(self._slots, self.infos, strict=True):
+            param = info.param
+            if param.data_ptr() == slot.data_ptr():
+                continue
+            if (param.dtype, param.device, param.shape) != (slot.dtype, slot.device, slot.shape):
+                expect_same_memory_kind(info, slot.shape, slot.stride())
+            slot.copy_(param.data)
+            param.data = slot
+            moved.append(info.index)
+        return moved
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again and ends the lease."""
+        for slot, info in zip(self._slots, self.infos, strict=True):
+            if info.param.data_ptr() == slot.data_ptr():
+                info.param.data = slot.clone(memory_format=torch.preserve_format)
+        self._slots.clear()
+        del self.flat
+        self.lease.release()

@@ -1,0 +1,126 @@
+"""Gather: parameters on their way back to all ranks, and what ranks must agree on before the first step.
+
+With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on. Whoever reads parameters waits first:
+`Gathers.wait_all`, or the forward-pre-hooks of `Gathers.attach`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .comm import Communicator
+from .flat import ParamInfo
+from .handle import Handle
+from .ops import all_gather
+
+__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout"]
+
+_BROADCAST_CHUNK_BYTES = 8 << 20
+
+
+def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], options: object) -> None:
+    """RuntimeError on every rank, naming the first parameter that differs, unless all ranks gave the same list. Collective."""
+    lines = [
+        f"{info.name} {tuple(info.param.shape)} {tuple(info.param.stride())} {info.dtype} group {info.group} "
+        f"granularity {info.granularity}"
+        for info in infos
+    ]
+    own = [hashlib.sha256(line.encode()).digest()[:8] for line in [f"options {options}", *lines]]
+    payload = b"".join([len(infos).to_bytes(8, "little"), *own[: comm.max_payload_bytes // 8 - 1]])
+    everyone = comm.exchange(payload)
+    if all(other == payload for other in everyone):
+        return
+    counts = [int.from_bytes(other[:8], "little") for other in everyone]
+    if len(set(counts)) > 1:
+        raise RuntimeError(f"ranks disagree on the number of trainable parameters: {counts} by rank")
+    differing = next(
+        i for i in range(1 + len(infos)) if len({other[8 + 8 * i : 16 + 8 * i] for other in everyone}) > 1
+    )
+    what = f"the optimizer's options ({options})" if differing == 0 else f"parameter {differing - 1}: {lines[differing - 1]}"
+    raise RuntimeError(
+        f"ranks disagree on {what} (here on rank {comm.rank}); every rank must pass the same parameters in the same order"
+    )
+
+
+def broadcast_flat(comm: Communicator, flat: Tensor) -> None:
+    """Makes ``flat`` on every rank what it is on rank 0. Collective; construction only (it moves world times the bytes)."""
+    step = max(1, _BROADCAST_CHUNK_BYTES // flat.element_size() // comm.size)
+    gathered = torch.empty(comm.size * step, dtype=flat.dtype)
+    for begin in range(0, flat.numel(), step):
+        chunk = flat.narrow(0, begin, min(step, flat.numel() - begin))
+        out = gathered.narrow(0, 0, comm.size * chunk.numel())
+        all_gather(out, chunk, comm).wait()
+        if comm.rank != 0:
+            chunk.copy_(out.narrow(0, 0, chunk.numel()))
+
+
+class Gathers:
+    """The all-gathers of the last step that have not been waited for."""
+
+    def __init__(self, comm: Communicator, infos: Sequence[ParamInfo]) -> None:
+        self._comm = comm
+        self._infos = list(infos)
+        self._running: list[tuple[Handle, frozenset[int]]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._has_run: set[int] = set()  # modules (by id) whose forward has been seen
+
+    def start(self, full: Tensor, own: Tensor, params: Iterable[int]) -> None:
+        self._running.append((self._comm.all_gather_into(full, own), frozenset(params)))
+
+    def wait_all(self) -> None:
+        running, self._running = self._running, []
+        for handle, _ in running:
+            handle.wait()
+
+    def wait_for(self, params: frozenset[int]) -> None:
+        """Waits for the gathers that bring ``params``."""
+        later = []
+        for handle, brings in self._running:
+            if brings.isdisjoint(params):
+                later.append((handle, brings))
+            else:
+                handle.wait()
+        self._running = later
+
+    def attach(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Waits for parameters just before the forward that uses them. Returns a function that takes the hooks off again.
+
+        A module's forward-pre-hook waits for the parameters that it owns itself. Parameters of modules whose forward has not
+        been seen (a weight used by another module, `F.linear(x, self.embedding.weight)`) are waited for when the model's own
+        forward begins, and so is everything before anything reads ``model.state_dict()``.
+        """
+        index_of = {id(info.param): info.index for info in self._infos}
+        owned = {
+            id(module): frozenset(index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of)
+            for module in model.modules()
+        }
+
+        def before_forward(module: torch.nn.Module, _: object) -> None:
+            if self._running:
+                mine = owned.get(id(module), frozenset())
+                if module is model:
+                    mine = mine.union(*(params for key, params in owned.items() if key not in self._has_run))
+                if mine:
+                    self.wait_for(mine)
+            self._has_run.add(id(module))
+
+        hooks = [module.register_forward_pre_hook(before_forward) for module in model.modules()]
+        hooks.append(model.register_state_dict_pre_hook(lambda *_: self.wait_all()))
+        self._hooks += hooks
+
+        def detach() -> None:
+            self.wait_all()
+            for hook in hooks:
+                hook.remove()
+
+        return detach
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

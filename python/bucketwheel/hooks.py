@@ -1,0 +1,331 @@
+"""Hooks: gradients on their way from autograd into buckets and shards. Carries out what `schedule` decides.
+
+A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there (`grad`).
+Plain tensors stay in ``p.grad`` inside `no_sync`, and are taken when a later backward or the end of the window finds them.
+
+[Note: what the placeholder in p.grad means] After any call here ``p.grad`` is one of: None (no gradient; whatever the
+shards hold is void), the parameter's placeholder (its gradient is in the buckets or shards), or a plain tensor (a new
+gradient that is not in any bucket yet, which *replaces* what the buckets hold, because somebody assigned it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .bucket import GradBucket
+from .comm import Communicator
+from .flat import ParamInfo
+from .grad import ShardedGrad
+from .handle import Handle
+from .pool import Lease
+from .reduced import ReducedGrads
+from .schedule import Agreement, Drop, Launch, Schedule, Store
+
+__all__ = ["GradSync"]
+
+_BACKPRESSURE_S = 0.05  # how long a hook waits for memory before it takes more ([Note: soft bound])
+
+
+class GradSync:
+    """One rank's gradients: hooks, window, agreement. Implements `grad.GradOwner`; thread-safe (backward may run anywhere)."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        infos: Sequence[ParamInfo],
+        buckets: Sequence[GradBucket],
+        reduced: ReducedGrads,
+        *,
+        overlap: bool,
+        max_inflight: int,
+    ) -> None:
+        self.comm = comm
+        self.infos = list(infos)
+        self.buckets = list(buckets)
+        self.reduced = reduced
+        self.held = [False] * len(self.infos)  # agreed when the last window closed
+        self._overlap = overlap
+        self._max_inflight = max_inflight
+        self._inflight: list[tuple[Handle, Lease]] = []
+        self._is_open = False  # this rank has prepared its shards for the window's sums
+        self._no_sync_depth = 0
+        self._lock = threading.RLock()
+        self._schedule = Schedule(
+            [[b.index for b in self.buckets if i in b.parts] for i in range(len(self.infos))], len(self.buckets)
+        )
+        self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
+        owner = weakref.ref(self)
+        self._hooks = [
+            info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos
+        ]
+
+    # --- arrival -----------------------------------------------------------------------------------------------------
+
+    def on_gradient(self, index: int, param: Tensor) -> None:
+        """The post-accumulate hook: ``param.grad`` holds this parameter's gradient."""
+        grad = param.grad
+        if grad is None or grad is self._placeholders[index] or self._no_sync_depth:
+            return
+        with self._lock, torch.no_grad():
+            self._arrive(index, grad, add=False, launch=self._overlap)
+            param.grad = self._placeholders[index]
+
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        with self._lock, torch.no_grad():
+            self._arrive(index, grad, add=True, launch=self._overlap and not self._no_sync_depth)
+
+    def _arrive(self, index: int, grad: Tensor, *, add: bool, launch: bool) -> None:
+        info = self.infos[index]
+        self._expect_plain(info, grad)
+        flat = _in_memory_order(grad, info.param)
+        was_open = self._is_open
+        if not was_open:
+            self._open_window(arriving=None if add else index)
+        has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
+        factor = self.reduced.factor(index)
+        if factor != 1.0:
+            if add:  # the factor will be applied to the sum of both
+                flat = flat / factor
+            else:
+                self.reduced.scale([index], 1.0 / factor)
+        self._carry_out(self._schedule.gradient(index, replaces=has_older and not add, launch=launch), flat)
+
+    def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
+        self._placeholders[info.index].reject_reducer_view(grad)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
+            )
+        if grad.shape != info.param.shape:
+            raise RuntimeError(
+                f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
+            )
+
+    def _open_window(self, arriving: int | None) -> None:
+        """Prepares the shards for new sums: what was taken away goes, pending factors are applied."""
+        self._is_open = True
+        for info in self.infos:
+            i = info.index
+            if not self.reduced.has_content(i):
+                continue
+            if i == arriving or info.param.grad is not self._placeholders[i]:
+                self.reduced.drop(i)
+            else:
+                self.reduced.flush_factor(i)
+        for bucket in self.buckets:
+            bucket.accumulates = any(self.reduced.has_content(i) for i in bucket.parts)
+            for i in bucket.parts if bucket.accumulates else ():
+                if not self.reduced.has_content(i):
+                    self.reduced.zero(i)
+
+    # --- carrying out ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Sequence[Store | Launch], flat: Tensor) -> None:
+        for action in actions:
+            bucket = self.buckets[action.bucket]
+            if isinstance(action, Store):
+                if not bucket.has_memory(action.late):
+                    self._wait_for_memory()
+                bucket.store(self.comm.pool, action.param, flat, late=action.late, add=action.add)
+            else:
+                self._launch(action)
+
+    def _wait_for_memory(self) -> None:
+        """[Note: soft bound] Waits until fewer than ``max_inflight`` reduce-scatters run, but only for a moment.
+
+        A peer that runs another graph may launch its half of them only when it closes its window, and it may wait for this
+        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead. For
+        the same reason a bucket's lease ends when its handle has completed and not before: an acquire never waits for it.
+        """
+        deadline = time.monotonic() + _BACKPRESSURE_S
+        self._retire()
+        while len(self._inflight) >= self._max_inflight and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                self._inflight[0][0].synchronize(max(deadline - time.monotonic(), 0.0))
+            self._retire()
+
+    def _retire(self) -> None:
+        """Ends the leases of the reduce-scatters that are done."""
+        running = []
+        for handle, lease in self._inflight:
+            if handle.query():
+                lease.release()
+            else:
+                running.append((handle, lease))
+        self._inflight = running
+
+    def _launch(self, action: Launch) -> None:
+        bucket = self.buckets[action.bucket]
+        lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
+        bucket.sink.begin(action.late or bucket.accumulates)
+        self._inflight.append((self.comm.reduce_scatter_to_sink(flat, bucket.sink), lease))
+
+    def _wait_inflight(self) -> None:
+        for handle, _ in self._inflight:
+            handle.synchronize()
+        self._retire()
+
+    # --- the end of a window -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
+
+        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank if ranks disagree on
+        what a gradient is (one replaced it, another did not).
+        """
+        with self._lock, torch.no_grad():
+            self._sweep()
+            agreement = self._agree()
+            first, late = self._schedule.close(agreement)
+            if agreement.is_dirty:
+                if not self._is_open:
+                    self._open_window(arriving=None)
+                for launch in first:
+                    self._launch(launch)
+                self._wait_inflight()
+                self.reduced.mark_reduced()
+                for index in agreement.void:
+                    self.reduced.zero(index)
+                for launch in late:
+                    self._launch(launch)
+                self._wait_inflight()
+                self._is_open = False
+            self._settle(agreement)
+
+    def _sweep(self) -> None:
+        """Takes plain gradients that no hook took: from `no_sync`, or assigned by hand."""
+        for info in self.infos:
+            grad = info.param.grad
+            if grad is not None and grad is not self._placeholders[info.index]:
+                self._arrive(info.index, grad, add=False, launch=self._overlap)
+                info.param.grad = self._placeholders[info.index]
+
+    def _agree(self) -> Agreement:
+        held = [info.param.grad is not None for info in self.infos]
+        for drop in self._schedule.drops(held):
+            assert isinstance(drop, Drop)
+            self.buckets[drop.bucket].drop(drop.param)
+        agreement = self._schedule.agree(self.comm.exchange(self._schedule.notes(held)))
+        if agreement.conflicts:
+            names = ", ".join(repr(self.infos[i].name) for i in agreement.conflicts[:5])
+            raise RuntimeError(
+                f"some ranks replaced the gradients of {names} within one sync window and others did not; "
+                "drop gradients on all ranks with optimizer.zero_grad(), or none"
+            )
+        return agreement
+
+    def _settle(self, agreement: Agreement) -> None:
+        """Makes ``p.grad`` say what all ranks now hold."""
+        self.held = agreement.held
+        self.reduced.set_content(agreement.held)
+        for info, is_held, placeholder in zip(self.infos, agreement.held, self._placeholders, strict=True):
+            if is_held and info.param.grad is not placeholder:
+                info.param.grad = placeholder
+
+    def zero_grad(self) -> None:
+        """Drops every gradient. Local."""
+        with self._lock:
+            self._schedule.discard()
+            for bucket in self.buckets:
+                bucket.drop_late()
+            for info in self.infos:
+                info.param.grad = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
+
+    def _close_for(self, what: str, indices: Sequence[int]) -> None:
+        """Closes the window and verifies that all ranks ask for the same gradients."""
+        self.close()
+        asked = struct.pack(f"<{len(indices)}q", *indices)
+        everyone = self.comm.exchange(asked)
+        if any(other != asked for other in everyone):
+            only = sorted(set(range(len(self.infos))) & set(indices))
+            missing = [self.infos[i].name for i, is_held in enumerate(self.held) if is_held and i not in only]
+            hint = f" This rank had no gradient for {missing[:3]} when it asked." if missing else ""
+            raise RuntimeError(
+                f"ranks asked for the {what} of different gradients, {[len(o) // 8 for o in everyone]} of them.{hint} "
+                "Where ranks use different parameters call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
+            )
+
+    def norms(self, indices: Sequence[int], ord: float) -> Tensor:
+        with self._lock:
+            self._close_for("norms", indices)
+            return torch.tensor(self.reduced.norms(indices, ord), dtype=torch.float32)
+
+    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
+        with self._lock:
+            factor = float(factor)
+            if factor == 0.0:
+                self.zero(indices)
+            else:
+                self.reduced.scale(indices, factor)
+
+    def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """Every gradient that any rank has, whether this rank could list it or not."""
+        with self._lock:
+            self.close()
+            everyone = self.comm.exchange(struct.pack("<d", float(found_inf)))
+            found = max(struct.unpack("<d", payload)[0] for payload in everyone)
+            found_inf.fill_(max(found, float(self.reduced.has_nonfinite())))
+            self.reduced.scale([i for i, is_held in enumerate(self.held) if is_held], float(inv_scale))
+
+    def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
+        with self._lock, torch.no_grad():
+            self._close_for("clamp", indices)
+            for index in indices:
+                self.reduced.clamp(index, low, high)
+
+    def zero(self, indices: Sequence[int]) -> None:
+        with self._lock, torch.no_grad():
+            for index in indices:
+                if self._is_open:
+                    self._arrive(index, torch.zeros_like(self.infos[index].param), add=False, launch=False)
+                else:
+                    self.reduced.zero(index)
+
+    def full(self, index: int) -> Tensor | None:
+        """The whole gradient of a parameter, None where no rank has one. Collective."""
+        with self._lock, torch.no_grad():
+            self.close()
+            return self.reduced.full(index) if self.held[index] else None
+
+    def remove(self) -> None:
+        """Takes the hooks off and the placeholders out of ``p.grad``."""
+        for hook in self._hooks:
+            hook.remove()
+        for info, placeholder in zip(self.infos, self._placeholders, strict=True):
+            if info.param.grad is placeholder:
+                info.param.grad = None
+
+
+def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], None]:
+    def on_gradient(param: Tensor) -> None:
+        sync = owner()
+        if sync is not None:
+            sync.on_gradient(index, param)
+
+    return on_gradient
+
+
+def _in_memory_order(grad: Tensor, param: Tensor) -> Tensor:
+    """``grad`` as one dimension, its elements in the order of ``param``'s memory."""
+    if grad.stride() != param.stride() and grad.numel() > 1:
+        grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
+    return grad.detach().as_strided((grad.numel(),), (1,))

@@ -1,0 +1,176 @@
+"""Local: the fused AdamW of one process. No communication, no flat memory; ``p.grad`` stays a plain tensor.
+
+Clipping is folded into the step here too: `clip` only measures, and `step` multiplies. A gradient that was clipped must
+not change in between; that is checked by its version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .flat import ParamInfo, expect_same_memory_kind
+from .ops import l2_norm
+from .rows import AdamRows
+
+__all__ = ["LocalEngine"]
+
+
+class LocalEngine:
+    """States shaped like the parameters, one row of the kernel for each."""
+
+    world = 1
+
+    def __init__(self, infos: Sequence[ParamInfo]) -> None:
+        self.infos = list(infos)
+        self.states = [_new_state(info.param.detach()) for info in self.infos]
+        self.steps = torch.zeros(len(self.infos), dtype=torch.int64)
+        self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
+        self._versions = [info.param._version for info in self.infos]
+        self._bind()
+
+    def _bind(self) -> None:
+        self._rows = AdamRows(self.steps)
+        self._pointers = [info.param.data_ptr() for info in self.infos]
+        for info, state in zip(self.infos, self.states, strict=True):
+            param = info.param.detach()
+            self._rows.add(
+                info.index, info.group, param, None, state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
+            )
+
+    def add_params(self, infos: Sequence[ParamInfo]) -> None:
+        self.infos += infos
+        self.states += [_new_state(info.param.detach()) for info in infos]
+        self.steps = torch.cat([self.steps, torch.zeros(len(infos), dtype=torch.int64)])
+        self._versions += [info.param._version for info in infos]
+        self._bind()
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._follow_edits()
+        grads = [self._grad(info) for info in self.infos]
+        factors = [self._clip_of(info, info.param.grad) for info in self.infos]
+        self._rows.table.set_grads(grads)
+        self._rows.begin_step(param_groups, [grad is not None for grad in grads], factors)
+        self._rows.step()
+        updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
+        torch.autograd.graph.increment_version(updated)  # D14
+        self._versions = [info.param._version for info in self.infos]
+
+    def _grad(self, info: ParamInfo) -> Tensor | None:
+        grad = info.param.grad
+        if grad is None:
+            return None
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"sparse gradients are not supported (parameter {info.name!r}); use torch's SparseAdam")
+        if grad.stride() != info.param.stride():
+            grad = torch.empty_strided(info.param.shape, info.param.stride(), dtype=grad.dtype).copy_(grad)
+        return grad.detach()
+
+    def _follow_edits(self) -> None:
+        """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
+        for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
+            expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
+            if info.param._version != self._versions[i]:
+                _read_master(info, state)
+        if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
+            self._bind()
+
+    def follow_loaded_state(self) -> None:
+        for info, state in zip(self.infos, self.states, strict=True):
+            _read_master(info, state)
+        self._versions = [info.param._version for info in self.infos]
+
+    # --- clipping ----------------------------------------------------------------------------------------------------
+
+    def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
+        grads = [(i, self.infos[i].param.grad) for i in (range(len(self.infos)) if indices is None else indices)]
+        held = [(i, grad) for i, grad in grads if grad is not None]
+        if not held:
+            return 0.0
+        if ord == 2.0 and not self._clips:
+            return float(l2_norm([self._grad(self.infos[i]) for i, _ in held]))
+        norms = torch.stack(
+            [
+                torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._clip_of(self.infos[i], grad)
+                for i, grad in held
+            ]
+        )
+        return float(torch.linalg.vector_norm(norms, ord))
+
+    def scale(self, indices: Sequence[int] | None, factor: float) -> None:
+        for i in range(len(self.infos)) if indices is None else indices:
+            grad = self.infos[i].param.grad
+            if grad is not None:
+                before = self._clip_of(self.infos[i], grad)
+                self._clips[i] = (grad, grad._version, before * factor)
+
+    def _clip_of(self, info: ParamInfo, grad: Tensor | None) -> float:
+        if info.index not in self._clips or grad is None:
+            return 1.0
+        clipped, version, factor = self._clips[info.index]
+        if clipped is not grad:
+            return 1.0
+        if grad._version != version:
+            raise RuntimeError(
+                f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step"
+            )
+        return factor
+
+    # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._clips.clear()
+        for info in self.infos:
+            if set_to_none:
+                info.param.grad = None
+            elif info.param.grad is not None:
+                info.param.grad = info.param.grad.detach().zero_()
+
+    def close_window(self) -> None:
+        """Nothing is pending in one process."""
+
+    def no_sync(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def param_sync(self) -> None:
+        """Parameters are never behind in one process."""
+
+    def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
+        return lambda: None
+
+    def full_grad(self, index: int) -> Tensor | None:
+        grad = self.infos[index].param.grad
+        return None if grad is None else grad.detach() * self._clip_of(self.infos[index], grad)
+
+    def owned_ranges(self, index: int) -> list[tuple[int, int]]:
+        return [(0, self.infos[index].param.numel())]
+
+    def memory(self) -> dict[str, int]:
+        bytes_of = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+        return {
+            "params": bytes_of(info.param for info in self.infos),
+            "grads": bytes_of(info.param.grad for info in self.infos if info.param.grad is not None),
+            "states": bytes_of(t for state in self.states for t in state.values()),
+            "pool": 0,
+        }
+
+    def close(self) -> None:
+        self._clips.clear()
+
+
+def _new_state(param: Tensor) -> dict[str, Tensor]:
+    state = {name: torch.zeros_like(param, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    if param.dtype != torch.float32:
+        state["master_param"] = param.to(torch.float32)
+    return state
+
+
+def _read_master(info: ParamInfo, state: dict[str, Tensor]) -> None:
+    """Takes a parameter into its master; a master that rounds to the parameter as it is stays."""
+    if "master_param" in state:
+        param, master = info.param.detach(), state["master_param"]
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))

@@ -1,0 +1,367 @@
+"""ShardedAdamW: `torch.optim.AdamW` whose gradients and states are sharded over the ranks of a process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from . import state_dict as states
+from .comm import Communicator
+from .flat import ParamInfo
+from .local import LocalEngine
+from .sharded import ShardedEngine, ShardedOptions
+
+__all__ = ["ShardedAdamW"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ShardedAdamW(Optimizer):
+    r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
+
+    The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order of
+    operations of ``torch.optim.AdamW(fused=True)``. Gradients are averaged over the group as `DistributedDataParallel`
+    does; do not wrap the model in it. With no process group (or a group of one) this is a local fused AdamW.
+
+    Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay) and,
+    by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes a
+    placeholder that answers stock torch code (`bucketwheel.grad`); values are available from `full_grad`.
+
+    Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
+    `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
+
+    Args:
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on CPU.
+            Frozen parameters (``requires_grad=False``) are left alone. A group may carry ``"granularity"``: an int, or
+            ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
+        foreach, fused: accepted and ignored; the update is always fused.
+        process_group: the ranks to shard over: a torch process group, or a `Communicator`. None: all ranks if
+            ``torch.distributed`` is initialised, else this process alone.
+        gradient_average: mean over the ranks (True) or sum.
+        broadcast_params: take rank 0's parameters at construction.
+        master_weights: ``"auto"``: an fp32 master shard for bfloat16 parameters.
+        reduce_dtype: of gradients in buckets; None: the parameter's. Sums are accumulated in fp32 in any case.
+        bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
+        overlap_grad_sync: reduce buckets during backward.
+        overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
+            parameters, or `prefetch_params(model)` once.
+        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once (a soft bound).
+
+    Raises:
+        ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
+        NotImplementedError: an option that is planned but not there yet, by name.
+        RuntimeError: ranks disagree on the parameters or options.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        process_group: dist.ProcessGroup | Communicator | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+        gradient_average: bool = True,
+        broadcast_params: bool = True,
+        master_weights: str = "auto",
+        state_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        accum_dtype: torch.dtype | None = None,
+        bucket_cap_mb: float | None = None,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        max_inflight_buckets: int = 2,
+        static_graph: bool = False,
+        on_external_update: str = "resync",
+    ) -> None:
+        _expect_hyperparameters(lr, betas, eps, weight_decay)
+        _expect_implemented(
+            amsgrad=(amsgrad, False),
+            capturable=(capturable, False),
+            replicate_group=(replicate_group, None),
+            state_dtype=(state_dtype, None, torch.float32),
+            accum_dtype=(accum_dtype, None, torch.float32),
+            master_weights=(master_weights, "auto", "fp32"),
+            static_graph=(static_graph, False),
+            on_external_update=(on_external_update, "resync"),
+            reduce_dtype=(reduce_dtype, None, *_DTYPES),
+        )
+        if differentiable:
+            raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
+        if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
+            raise ValueError(
+                f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
+            )
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )
+        super().__init__(params, defaults)
+        infos = _collect(self.param_groups)
+        comm = _communicator(process_group)
+        self._owns_comm = comm is not None and comm is not process_group
+        self._engine: LocalEngine | ShardedEngine
+        if comm is None:
+            self._engine = LocalEngine(infos)
+        else:
+            options = ShardedOptions(
+                gradient_average=gradient_average,
+                broadcast_params=broadcast_params,
+                reduce_dtype=reduce_dtype,
+                bucket_cap_bytes=int((bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20),
+                overlap_grad_sync=overlap_grad_sync,
+                overlap_param_sync=overlap_param_sync,
+                max_inflight_buckets=max_inflight_buckets,
+            )
+            self._engine = ShardedEngine(comm, infos, options)
+        self._index_of = {info.param: info.index for info in infos}
+        self._publish_state()
+
+    def _publish_state(self) -> None:
+        """``self.state`` shows this rank's part: the kernel's own memory, flat where parameters are sharded."""
+        for info, state in zip(self._engine.infos, self._engine.states, strict=True):
+            self.state[info.param] = {"step": self._engine.steps[info.index], **state}
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value. Collective.
+
+        Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the parameters.
+        Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor decayed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._expect_frozen_stay_frozen()
+        self._engine.step(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients (``p.grad = None``), or makes them zero. Local."""
+        self._engine.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces the sum.
+
+        Nests, and is left by exceptions too. It is read when a gradient is produced (during backward), not at forward.
+        """
+        return self._engine.no_sync()
+
+    def grad_sync(self) -> None:
+        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should."""
+        self._engine.close_window()
+
+    def param_sync(self) -> None:
+        """Waits until the parameters are those of the last step. Does nothing unless ``overlap_param_sync``."""
+        self._engine.param_sync()
+
+    def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
+        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
+
+        Returns a function that removes the hooks again.
+        """
+        return self._engine.prefetch_params(model)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[Parameter] | None = None,
+    ) -> Tensor:
+        """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
+
+        As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside the next
+        `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor, equal on all ranks.
+        RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
+        """
+        indices = self._indices(parameters)
+        norm = torch.tensor(self._engine.total_norm(indices, float(norm_type)), dtype=torch.float32)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite ({float(norm)}), so it cannot be clipped. "
+                "To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+            )
+        factor = float(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+        if factor != 1.0:
+            self._engine.scale(indices, factor)
+        return norm
+
+    def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
+        """The norm that `clip_grad_norm_` would return, without clipping. Collective."""
+        return torch.tensor(self._engine.total_norm(self._indices(parameters), float(norm_type)), dtype=torch.float32)
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """The whole averaged (and clipped) gradient of ``param`` on every rank; None if no rank has one. Collective."""
+        if param not in self._index_of:
+            raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
+        return self._engine.full_grad(self._index_of[param])
+
+    def _indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
+        if parameters is None:
+            return None
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        chosen = list(parameters)
+        for p in chosen:
+            if p not in self._index_of and p.requires_grad:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
+        return sorted({self._index_of[p] for p in chosen if p in self._index_of})
+
+    # --- the rest of torch.optim.Optimizer -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into AdamW.
+
+        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq`` and, for bfloat16 parameters, ``master_param``:
+        of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory order), 1-D fp32; of a local one the
+        parameter's shape.
+        """
+        self._engine.param_sync()
+        return states.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
+
+        The dict is not changed and states stay fp32. ValueError if groups, parameters or this rank's ranges do not match; nothing
+        has been loaded then. RuntimeError while gradients are pending (call `step` or `zero_grad` first).
+        """
+        states.load(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_engine"):
+            raise NotImplementedError("add_param_group after construction is not implemented yet")
+        super().add_param_group(param_group)
+
+    def _expect_frozen_stay_frozen(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self._index_of and p.grad is not None:
+                    raise NotImplementedError(
+                        f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was made and has a gradient now; "
+                        "unfreezing later is not implemented yet: make the optimizer with requires_grad=True"
+                    )
+
+    def describe(self) -> str:
+        """A readable table of the buckets."""
+        if isinstance(self._engine, LocalEngine):
+            return f"local, {len(self._engine.infos)} parameters"
+        return "\n".join(self._engine.describe())
+
+    def memory_summary(self) -> dict[str, int]:
+        """Bytes on this rank: ``params``, ``grads``, ``states``, ``pool`` (communication memory beside the parameters)."""
+        return self._engine.memory()
+
+    def close(self) -> None:
+        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective."""
+        self._engine.close()
+        if self._owns_comm and isinstance(self._engine, ShardedEngine):
+            self._engine.comm.close()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
+
+
+_DEFAULT_BUCKET_CAP_MB = 8.0  # of the shm backend: small enough to stay in cache between packing and summing
+
+
+def _expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """torch.optim.AdamW's own checks and texts."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not 0.0 <= lr:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not 0.0 <= eps:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for i in (0, 1):
+        if not 0.0 <= betas[i] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
+    if not 0.0 <= weight_decay:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def _expect_implemented(**options: tuple[Any, ...]) -> None:
+    """Each option: (what was given, what is implemented ...)."""
+    for name, (given, *implemented) in options.items():
+        if not any(given is known or given == known for known in implemented):
+            raise NotImplementedError(
+                f"{name}={given!r} is not implemented yet; implemented: {', '.join(map(repr, implemented))}"
+            )
+
+
+def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
+    asked = group.get("granularity", 1)
+    value = (param.stride(0) if param.dim() > 1 and param.is_contiguous() else 1) if asked == "row" else asked
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"granularity of the group of {name!r} must be 'row' or an int >= 1, got {asked!r}")
+    return value
+
+
+def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
+    """The trainable parameters of all groups, in order. ValueError or TypeError naming the first that cannot be trained."""
+    infos: list[ParamInfo] = []
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            if not param.requires_grad:
+                continue
+            if type(param.data) is not Tensor or param.layout != torch.strided:
+                raise TypeError(f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only")
+            if param.device.type != "cpu" or param.dtype not in _DTYPES:
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu are implemented"
+                )
+            infos.append(
+                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), dtype=param.dtype)
+            )
+    for key in ("maximize", "amsgrad", "capturable", "differentiable"):
+        values = {bool(group[key]) for group in param_groups}
+        if len(values) > 1:
+            raise ValueError(f"{key} must be the same in all parameter groups, got {[g[key] for g in param_groups]}")
+    return infos
+
+
+def _communicator(process_group: dist.ProcessGroup | Communicator | None) -> Communicator | None:
+    """None: no other ranks, so no communication is needed."""
+    if isinstance(process_group, Communicator):
+        return process_group
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_world_size(process_group) == 1:
+        return None
+    return Communicator(process_group, name="optimizer")

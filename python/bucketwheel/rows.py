@@ -1,0 +1,70 @@
+"""Rows: what the fused Adam kernel works on, with the step count of every parameter.
+
+A row is a contiguous piece of one parameter with its gradient and states; a parameter may have several rows, or none on this
+rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step (D16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._build import native
+
+__all__ = ["AdamRows"]
+
+
+class AdamRows:
+    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up here."""
+
+    def __init__(self, steps: Tensor) -> None:
+        self.table = native().AdamTable()
+        self.steps = steps
+        self._param_of_row: list[int] = []
+        self._index: Tensor | None = None
+        self._scalars: tuple[Tensor, Tensor, Tensor] | None = None
+        self._groups: list[Any] = []
+        self._flags: dict[str, bool] = {}
+
+    def add(
+        self, param: int, group: int, p: Tensor, g: Tensor | None, m: Tensor, v: Tensor, master: Tensor | None
+    ) -> int:
+        """Adds a row and returns its number. Rows of parameters without elements are legal."""
+        self._param_of_row.append(param)
+        self._index = None
+        row: int = self.table.add(p, g, m, v, master, group)
+        return row
+
+    def begin_step(
+        self, param_groups: Sequence[dict[str, Any]], used: Sequence[bool], factors: Sequence[float]
+    ) -> None:
+        """Counts a step for the parameters ``used`` and fixes the scalars of this step. ``factors``: folded into gradients."""
+        native().set_num_threads(torch.get_num_threads())
+        if self._index is None:
+            self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
+        is_used = torch.tensor(used, dtype=torch.uint8)
+        self.steps += is_used
+        self._scalars = (
+            self.steps[self._index],
+            is_used[self._index],
+            torch.tensor(factors, dtype=torch.float32)[self._index],
+        )
+        self._groups = [
+            native().AdamGroup(
+                float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
+            )
+            for group in param_groups
+        ]
+        self._flags = {
+            "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
+            "maximize": bool(param_groups[0]["maximize"]),
+        }
+
+    def step(self, first_row: int = 0, last_row: int = -1) -> None:
+        """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
+        assert self._scalars is not None
+        steps, used, factors = self._scalars
+        self.table.step(self._groups, steps, used, factors, first_row, last_row, **self._flags)

@@ -1,0 +1,199 @@
+"""Schedule: which gradient goes where and which bucket is reduced when. Pure: events in, actions out.
+
+A *sync window* lasts from the first gradient until the gradients are asked for (`step`, `clip_grad_norm_`, `grad_sync`).
+In it every rank launches every bucket exactly once, in index order, whatever order its gradients arrive in:
+
+1. During backward a bucket is launched when all gradients expected in it have arrived and every bucket before it has gone.
+2. When the window closes the ranks compare notes (`notes`, `agree`); what is left is launched, with zeros for what is missing.
+3. A gradient that came after its bucket had gone was kept in *late* memory. If any rank has late gradients of a bucket, all
+   ranks reduce that bucket once more: the *late round*.
+
+So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
+
+What is expected is agreed too: the parameters that any rank used in one of the last few windows. A parameter that nobody
+uses therefore holds nothing up, and one that returns goes through the late round once.
+
+A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and then
+another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard drops that sum
+and the replacement goes through the late round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Agreement", "Drop", "Launch", "Schedule", "Store"]
+
+_MEMORY_WINDOWS = 4  # how long an unused parameter is still waited for
+_STORED, _VOID, _HELD = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write (or add) the part of a parameter's gradient that lies in ``bucket``. Late memory begins as zeros."""
+
+    param: int
+    bucket: int
+    late: bool
+    add: bool
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Zero the part of a parameter in ``bucket``'s late memory: its gradient was taken away."""
+
+    param: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Reduce ``bucket``. ``absent``: its parameters that this rank has nothing for (zeros)."""
+
+    bucket: int
+    absent: tuple[int, ...] = ()
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know when a window closes.
+
+    ``is_dirty``: some rank has new gradients. ``held``: parameters with a gradient on any rank. ``void``: parameters whose
+    first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced and
+    others did not, which has no meaning and is an error on every rank.
+    """
+
+    is_dirty: bool
+    held: list[bool]
+    void: list[int]
+    late: list[int]
+    conflicts: list[int]
+
+
+class Schedule:
+    """The state of one rank. ``buckets_of[param]``: the buckets that hold the parameter, ascending."""
+
+    def __init__(self, buckets_of: Sequence[Sequence[int]], bucket_count: int) -> None:
+        self._buckets_of = [tuple(buckets) for buckets in buckets_of]
+        self._params_of: list[list[int]] = [[] for _ in range(bucket_count)]
+        for param, buckets in enumerate(self._buckets_of):
+            for bucket in buckets:
+                self._params_of[bucket].append(param)
+        self._window = 0
+        self._last_held = [0] * len(self._buckets_of)
+        self._reset()
+
+    def _reset(self) -> None:
+        count = len(self._buckets_of)
+        oldest = self._window - _MEMORY_WINDOWS
+        self._expected = [last >= oldest for last in self._last_held]
+        self._missing = [sum(self._expected[p] for p in params) for params in self._params_of]
+        self._stored = [False] * count
+        self._absent = [True] * count  # nothing in first-round memory
+        self._counted = [False] * count
+        self._void = [False] * count
+        self._late = [False] * len(self._params_of)
+        self._is_late = [False] * count  # in late memory
+        self._next = 0
+        self.is_dirty = False
+
+    def gradient(self, param: int, *, replaces: bool = False, launch: bool = True) -> list[Store | Launch]:
+        """A gradient of ``param`` has arrived, on top of what it has or, if it ``replaces`` that, instead of it.
+
+        ``launch=False`` (inside ``no_sync``): keep it, reduce nothing, and go on expecting another one.
+        """
+        actions: list[Store | Launch] = []
+        self.is_dirty = True
+        if replaces:
+            self._void[param] = True
+        for b in self._buckets_of[param]:
+            if self._void[param] or b < self._next:
+                self._late[b] = self._is_late[param] = True
+                actions.append(Store(param, b, late=True, add=not replaces))
+            else:
+                actions.append(Store(param, b, late=False, add=self._stored[param]))
+        self._absent[param] = self._absent[param] and self._void[param]
+        self._stored[param] = True
+        if launch:
+            self._count(param)
+            actions += self._launches(lambda b: self._missing[b] == 0)
+        return actions
+
+    def discard(self) -> None:
+        """All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter.
+
+        The caller drops its late memory.
+        """
+        if self.is_dirty:
+            self._void = [True] * len(self._void)
+            self._late = [False] * len(self._late)
+            self._is_late = [False] * len(self._is_late)
+
+    def drops(self, held: Sequence[bool]) -> list[Drop]:
+        """Before `notes`: what must leave late memory, because ``p.grad`` was set to None after it arrived."""
+        return [
+            Drop(param, b)
+            for param, is_late in enumerate(self._is_late)
+            if is_late and not held[param]
+            for b in self._buckets_of[param]
+            if self._late[b]
+        ]
+
+    def has_stored(self, param: int) -> bool:
+        """Whether this rank has put a gradient of ``param`` into this window."""
+        return self._stored[param]
+
+    def _count(self, param: int) -> None:
+        if self._expected[param] and not self._counted[param]:
+            self._counted[param] = True
+            for b in self._buckets_of[param]:
+                self._missing[b] -= 1
+
+    def _launches(self, is_ready) -> list[Launch]:  # type: ignore[no-untyped-def]
+        found = []
+        while self._next < len(self._params_of) and is_ready(self._next):
+            b = self._next
+            found.append(Launch(b, tuple(p for p in self._params_of[b] if self._absent[p])))
+            self._next += 1
+        return found
+
+    def notes(self, held: Sequence[bool]) -> bytes:
+        """This rank's part of the agreement. ``held[param]``: the parameter has a gradient now (`p.grad is not None`).
+
+        A parameter that arrived and is held no longer (`p.grad = None` since) is void.
+        """
+        flags = bytearray([self.is_dirty])
+        for param, is_held in enumerate(held):
+            is_void = self._void[param] or (self._stored[param] and not is_held)
+            flags.append(self._stored[param] * _STORED | is_void * _VOID | is_held * _HELD)
+        flags += bytes(self._late)
+        return bytes(flags)
+
+    def agree(self, notes: Sequence[bytes]) -> Agreement:
+        """The facts that follow from all ranks' `notes`; the same on every rank."""
+        count = len(self._buckets_of)
+        held, void, conflicts = [], [], []
+        for param in range(count):
+            flags = [note[1 + param] for note in notes]
+            held.append(any(f & _HELD for f in flags))
+            if any(f & _VOID for f in flags):
+                kept = any(f & _STORED and not f & _VOID for f in flags)
+                (conflicts if kept else void).append(param)
+        late = [b for b in range(len(self._params_of)) if any(note[1 + count + b] for note in notes)]
+        return Agreement(any(note[0] for note in notes), held, void, late, conflicts)
+
+    def close(self, agreement: Agreement) -> tuple[list[Launch], list[Launch]]:
+        """The launches that end the window, first round and late round; then a new window begins."""
+        first: list[Launch] = []
+        late: list[Launch] = []
+        if agreement.is_dirty:
+            first = self._launches(lambda b: True)
+            late = [Launch(b, late=True) for b in agreement.late]
+            self._window += 1
+            for param, is_held in enumerate(agreement.held):
+                if is_held:
+                    self._last_held[param] = self._window
+            self._reset()
+        return first, late

@@ -1,0 +1,308 @@
+"""Sharded: flat parameters, gradient buckets and state shards of one rank, put together (ZeRO-2).
+
+Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of what
+arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import gather
+from ._build import native
+from .bucket import GradBucket, Part
+from .comm import Communicator
+from .flat import FlatParams, ParamInfo
+from .hooks import GradSync
+from .plan import Segment
+from .pool import Pool
+from .reduced import ReducedGrads, ShardPiece
+from .rows import AdamRows
+
+__all__ = ["ShardedEngine", "ShardedOptions"]
+
+
+@dataclass(frozen=True)
+class ShardedOptions:
+    gradient_average: bool
+    broadcast_params: bool
+    reduce_dtype: torch.dtype | None
+    bucket_cap_bytes: int
+    overlap_grad_sync: bool
+    overlap_param_sync: bool
+    max_inflight_buckets: int
+
+
+@dataclass
+class _Space:
+    """The parameters of one dtype: flat memory, and this rank's shards beside it (each [shard_numel], fp32)."""
+
+    flat: FlatParams
+    wire_dtype: torch.dtype
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None
+    first_param: list[int]  # global index of every packed parameter
+
+
+class ShardedEngine:
+    """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order."""
+
+    def __init__(self, comm: Communicator, infos: Sequence[ParamInfo], options: ShardedOptions) -> None:
+        self.comm = comm
+        self.world = comm.size
+        self.infos = list(infos)
+        self.options = options
+        self.steps = torch.zeros(len(self.infos), dtype=torch.int64)
+        self.states: list[dict[str, Tensor]] = []
+        gather.expect_equal_layout(comm, self.infos, options)
+        self._state_pool = Pool("host")
+        self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
+        if options.broadcast_params:
+            for space in self._spaces:
+                gather.broadcast_flat(comm, space.flat.flat)
+        for space in self._spaces:
+            if space.master is not None:
+                self._read_master(space, space.first_param)
+        self._rows = AdamRows(self.steps)
+        self.reduced = ReducedGrads(comm, 1.0 / comm.size if options.gradient_average else 1.0)
+        self._buckets: list[_StepBucket] = []
+        self._make_buckets()
+        self.grads = GradSync(
+            comm,
+            self.infos,
+            [bucket.grads for bucket in self._buckets],
+            self.reduced,
+            overlap=options.overlap_grad_sync,
+            max_inflight=options.max_inflight_buckets,
+        )
+        self._gathers = gather.Gathers(comm, self.infos)
+        self._versions = [info.param._version for info in self.infos]
+
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    def _make_space(self, dtype: torch.dtype) -> _Space:
+        infos = [info for info in self.infos if info.dtype == dtype]
+        wire = self.options.reduce_dtype or dtype
+        flat = FlatParams(
+            infos,
+            world=self.world,
+            bucket_numel=max(1, self.options.bucket_cap_bytes // wire.itemsize),
+            pool=self.comm.pool,
+        )
+        numel = flat.packing.shard_numel
+
+        def shard(name: str) -> Tensor:
+            return self._state_pool.acquire(f"{name}/{dtype}", numel * 4).tensor(torch.float32, (numel,)).zero_()
+
+        master = None if dtype == torch.float32 else shard("master_param")
+        return _Space(
+            flat,
+            wire,
+            shard("grad"),
+            shard("exp_avg"),
+            shard("exp_avg_sq"),
+            master,
+            [info.index for info in flat.infos],
+        )
+
+    def _make_buckets(self) -> None:
+        """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
+        plans = [(space, bucket) for space in self._spaces for bucket in space.flat.packing.buckets]
+        arrival = {info.index: place for place, info in enumerate(reversed(self.infos))}
+        parts: dict[int, list[list[Part]]] = {}
+        owned: dict[int, list[list[Segment]]] = {}
+        for space in self._spaces:
+            packing = space.flat.packing
+            parts[id(space)] = [[] for _ in packing.buckets]
+            owned[id(space)] = [[] for _ in packing.buckets]
+            for packed, index in enumerate(space.first_param):
+                for f in packing.fragments(packed):
+                    parts[id(space)][f.bucket].append(Part(index, f.bucket_begin, f.param_begin, f.numel))
+            for segment in packing.segments(self.comm.rank):
+                owned[id(space)][segment.bucket].append(segment)
+        plans.sort(key=lambda plan: max((arrival[p.param] for p in parts[id(plan[0])][plan[1].index]), default=0))
+        pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
+        for number, (space, bucket) in enumerate(plans):
+            segments = owned[id(space)][bucket.index]
+            shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
+            ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
+            accumulator = native().ShardAccumulator(shard, [(begin, begin + numel) for begin, numel in ranges])
+            first_row = self._add_rows(space, segments)
+            for row, s in enumerate(segments):
+                piece = space.grad.narrow(0, s.shard_begin, s.numel)
+                pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, row))
+            numel = self.world * bucket.shard_numel
+            full = space.flat.flat.narrow(0, bucket.begin, numel)
+            grads = GradBucket(number, numel, space.wire_dtype, parts[id(space)][bucket.index], accumulator)
+            own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
+            self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
+        self._add_params(pieces)
+
+    def _add_rows(self, space: _Space, segments: Sequence[Segment]) -> int:
+        first = self._rows.table.rows
+        for s in segments:
+            index = space.first_param[s.param]
+            self._rows.add(
+                index,
+                self.infos[index].group,
+                space.flat.flat.narrow(0, s.flat_begin, s.numel),
+                space.grad.narrow(0, s.shard_begin, s.numel),
+                space.exp_avg.narrow(0, s.shard_begin, s.numel),
+                space.exp_avg_sq.narrow(0, s.shard_begin, s.numel),
+                None if space.master is None else space.master.narrow(0, s.shard_begin, s.numel),
+            )
+        return int(first)
+
+    def _add_params(self, pieces: dict[int, list[ShardPiece]]) -> None:
+        packed_at = {index: (space, packed) for space in self._spaces for packed, index in enumerate(space.first_param)}
+        for info in self.infos:
+            space, packed = packed_at[info.index]
+            packing = space.flat.packing
+            self.reduced.add_param(info, packing, packed, pieces[info.index])
+            segments = packing.owned(packed, self.comm.rank)
+            begin = segments[0].shard_begin if segments else 0
+            numel = sum(s.numel for s in segments)  # contiguous in shard space
+            state = {
+                "exp_avg": space.exp_avg.narrow(0, begin, numel),
+                "exp_avg_sq": space.exp_avg_sq.narrow(0, begin, numel),
+            }
+            if space.master is not None:
+                state["master_param"] = space.master.narrow(0, begin, numel)
+            self.states.append(state)
+
+    def _read_master(self, space: _Space, indices: Sequence[int]) -> None:
+        """Takes this rank's part of the parameters ``indices`` into the fp32 master shard.
+
+        A master that rounds to the parameter as it is stays: it knows more digits of the same value.
+        """
+        assert space.master is not None
+        for packed, index in enumerate(space.first_param):
+            for s in space.flat.packing.owned(packed, self.comm.rank) if index in indices else ():
+                own = space.flat.flat.narrow(0, s.flat_begin, s.numel)
+                master = space.master.narrow(0, s.shard_begin, s.numel)
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self.grads.close()
+        self.param_sync()
+        self._follow_edits()
+        used = self.grads.held
+        with torch.no_grad():
+            self._rows.begin_step(param_groups, used, self.reduced.folded_factors())
+            for bucket in reversed(self._buckets):  # what the next forward needs first goes first
+                if any(used[index] for index in bucket.grads.parts):
+                    self._rows.step(bucket.first_row, bucket.last_row)
+                    self._gathers.start(bucket.full, bucket.own, bucket.grads.parts)
+        torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
+        self._versions = [info.param._version for info in self.infos]
+        if not self.options.overlap_param_sync:
+            self.param_sync()
+
+    def _follow_edits(self) -> None:
+        """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
+        moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
+        for space in self._spaces:
+            if space.master is not None:
+                edited = [i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]]
+                self._read_master(space, edited)
+
+    def follow_loaded_state(self) -> None:
+        for space in self._spaces:
+            if space.master is not None:
+                self._read_master(space, space.first_param)
+        self._versions = [info.param._version for info in self.infos]
+
+    def param_sync(self) -> None:
+        self._gathers.wait_all()
+
+    def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
+        return self._gathers.attach(model)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def close_window(self) -> None:
+        self.grads.close()
+
+    def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
+        self.grads.close()
+        held = self.grads.held
+        chosen = range(len(self.infos)) if indices is None else indices
+        return self.reduced.total_norm([i for i in chosen if held[i]], ord)
+
+    def scale(self, indices: Sequence[int] | None, factor: float) -> None:
+        self.grads.scale(range(len(self.infos)) if indices is None else indices, factor)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.grads.no_sync()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none:
+            self.grads.zero_grad()
+        else:
+            for info in self.infos:
+                if info.param.grad is not None:
+                    info.param.grad.zero_()
+
+    def full_grad(self, index: int) -> Tensor | None:
+        return self.grads.full(index)
+
+    # --- inspection --------------------------------------------------------------------------------------------------
+
+    def owned_ranges(self, index: int) -> list[tuple[int, int]]:
+        """This rank's part of a parameter: [begin, end) in its memory order, ascending."""
+        for space in self._spaces:
+            if index in space.first_param:
+                segments = space.flat.packing.owned(space.first_param.index(index), self.comm.rank)
+                return [(s.param_begin, s.param_begin + s.numel) for s in segments]
+        return []
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: parameters, gradient shards, states, and what the communication pool has reserved beside them."""
+        params = sum(space.flat.lease.nbytes for space in self._spaces)
+        states = sum(
+            t.numel() * 4
+            for space in self._spaces
+            for t in (space.exp_avg, space.exp_avg_sq, space.master)
+            if t is not None
+        )
+        return {
+            "params": params,
+            "grads": sum(space.grad.numel() * 4 for space in self._spaces),
+            "states": states,
+            "pool": self.comm.pool.stats().reserved_bytes - params,
+        }
+
+    def describe(self) -> list[str]:
+        lines = []
+        for bucket in self._buckets:
+            names = [self.infos[i].name for i in bucket.grads.parts]
+            size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
+            lines.append(f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}")
+        return lines
+
+    def close(self) -> None:
+        self.grads.close()
+        self.param_sync()
+        self.grads.remove()
+        self._gathers.detach()
+        for space in self._spaces:
+            space.flat.release()
+
+
+@dataclass(frozen=True)
+class _StepBucket:
+    grads: GradBucket
+    full: Tensor  # the bucket's parameters
+    own: Tensor  # this rank's part of them
+    first_row: int
+    last_row: int

@@ -1,0 +1,47 @@
+"""What every test gets: a time limit, one torch thread, and child processes that find the package and the tests.
+
+Markers
+    slow            left out of `make test`
+    dist            starts ranks
+    timeout_s(n)    ends the whole run with a dump of all threads when the test takes longer than n seconds (default 120)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_TIMEOUT_S = 120.0
+
+_real_stderr = pytest.StashKey[int]()
+
+# Before anything imports torch, here and in child processes: two cores are shared by all ranks of a test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_PATHS = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long or needs a package index; left out of `make test`")
+    config.addinivalue_line("markers", "dist: starts ranks")
+    config.addinivalue_line("markers", "timeout_s(n): time limit in seconds, 120 unless given")
+    # Output is not captured at this point; in a test, file descriptor 2 is a temporary file that dies with the run.
+    config.stash[_real_stderr] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("timeout_s")
+    limit_s = float(marker.args[0]) if marker else DEFAULT_TIMEOUT_S
+    stderr = item.config.stash[_real_stderr]
+    # A native wait holds no GIL to interrupt it by: the only sure way out is to end the process.
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

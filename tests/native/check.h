@@ -1,0 +1,74 @@
+// Checks, a test registry and a watchdog: all that the native tests need of a framework.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(1);                                                                     \
+    }                                                                                    \
+  } while (0)
+
+// `statement` throws `type` with a message that contains `text`.
+#define CHECK_THROWS(type, text, statement)                                                              \
+  do {                                                                                                   \
+    bool has_thrown = false;                                                                             \
+    try {                                                                                                \
+      statement;                                                                                         \
+    } catch (const type& error) {                                                                        \
+      has_thrown = true;                                                                                 \
+      if (std::strstr(error.what(), text) == nullptr) {                                                  \
+        std::fprintf(stderr, "%s:%d: message is: %s\n", __FILE__, __LINE__, error.what());               \
+        std::_Exit(1);                                                                                   \
+      }                                                                                                  \
+    }                                                                                                    \
+    if (!has_thrown) {                                                                                   \
+      std::fprintf(stderr, "%s:%d: %s did not throw %s\n", __FILE__, __LINE__, #statement, #type);       \
+      std::_Exit(1);                                                                                     \
+    }                                                                                                    \
+  } while (0)
+
+struct Test {
+  const char* name;
+  void (*body)();
+};
+
+inline std::vector<Test>& tests() {
+  static std::vector<Test>* const all = new std::vector<Test>();
+  return *all;
+}
+
+#define TEST(name)                                                       \
+  static void name();                                                    \
+  [[maybe_unused]] static const int name##_added = (tests().push_back({#name, name}), 0); \
+  static void name()
+
+// Runs the tests whose name contains argv[1] (all without it), each within 60 s: SIGALRM kills what hangs.
+inline int run_tests(int argc, char** argv) {
+  int count = 0;
+  for (const Test& test : tests()) {
+    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) {
+      continue;
+    }
+    std::fprintf(stderr, "%s\n", test.name);
+    alarm(60);
+    try {
+      test.body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s: uncaught: %s\n", test.name, error.what());
+      return 1;
+    }
+    ++count;
+  }
+  alarm(0);
+  std::printf("%d passed\n", count);
+  return count == 0 ? 1 : 0;
+}

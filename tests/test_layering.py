@@ -1,0 +1,277 @@
+"""The shape of the sources: who may include or import whom, how long files are, and what may stand where.
+
+The two tables below are the agreed dependencies; a new folder or module enters its table in the same change.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bucketwheel import _toolchain
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "python" / "bucketwheel"
+
+# csrc/<folder> may include itself and these.
+MAY_INCLUDE = {
+    "base": set(),
+    "device": {"base"},
+    "plan": {"base", "device"},
+    "kernels": {"base", "device"},
+    "pool": {"base", "device", "plan"},
+    "comm": {"base", "device", "plan", "kernels", "pool"},
+    "bindings": {"base", "device", "plan", "kernels", "pool", "comm"},
+}
+
+# A module may import modules of its own line and of the lines above it, in no circle.
+PYTHON_LAYERS = [
+    ["_version", "errors"],
+    ["_toolchain", "_build", "_cpu"],
+    ["plan", "handle", "pool", "comm", "ops"],
+    ["schedule", "bucket", "flat", "reduced"],
+    ["grad", "grad_owner", "hooks"],
+    ["optim", "shard", "state_dict"],
+    ["report", "testing"],
+    ["__init__", "__main__"],
+]
+# Decided in pure code: values in, values out, nothing of torch and nothing native.
+PURE = {"_version", "errors", "plan", "schedule", "_toolchain", "_build"}
+
+MAX_LINES = 440  # about 400
+MAX_FUNCTION_LINES = 75  # about 60, and the docstring
+
+PLATFORM = re.compile(
+    r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*\b(__x86_64__|__i386__|__aarch64__|__arm__|__linux__|__APPLE__|_WIN32|"
+    r"__CUDA\w*|__NVCC__|__AVX\w*|__SSE\w*|__FMA__|__GNUC__|__clang__|_MSC_VER)\b",
+    re.MULTILINE,
+)
+PLATFORM_SUFFIXES = ("_cpu", "_cuda", "_sim", "_avx2", "_avx512", "_isa")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+# Folders of one machine, which mean nothing to a reader on another one.
+MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:work|root|tmp/w|home/\w+|opt/\w+)/\w")
+TEXT = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".yaml", ".cmake", ".jsonl", ""}
+
+
+def native_files() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp", ".cu"})
+
+
+def texts() -> Iterator[Path]:
+    """The text files of the repository, without hidden folders and what tools leave behind."""
+    left_behind = {"build", "dist", "out", "__pycache__", "results"}
+    for folder, folders, files in os.walk(ROOT):
+        kept = [name for name in folders if name not in left_behind and not name.endswith(".egg-info")]
+        folders[:] = [name for name in kept if not name.startswith(".") or name == ".ci"]
+        yield from (Path(folder, name) for name in files if Path(name).suffix in TEXT and name != ".git")
+
+
+def line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def report(problems: list[str]) -> None:
+    assert not problems, "\n" + "\n".join(problems)
+
+
+# ---- C++ -------------------------------------------------------------------------------------------------------------
+
+
+def test_includes_go_one_way() -> None:
+    problems = []
+    for path in native_files():
+        folder = path.relative_to(CSRC).parts[0]
+        assert folder in MAY_INCLUDE, f"{folder} has no place in MAY_INCLUDE"
+        for quote, name in INCLUDE.findall(path.read_text()):
+            if quote == '"':
+                target = name.split("/")[0]
+                if not (CSRC / name).is_file():
+                    problems.append(f"{path}: {name!r} is not a path from csrc/")
+                elif target != folder and target not in MAY_INCLUDE[folder]:
+                    problems.append(f"{path}: {folder} may not include {target} ({name})")
+    report(problems)
+
+
+def test_python_stays_in_bindings_and_torch_outside() -> None:
+    problems = []
+    for path in native_files():
+        for _, name in INCLUDE.findall(path.read_text()):
+            if re.match(r"(torch|ATen|c10|caffe2)/", name):
+                problems.append(f"{path}: {name}: native code knows no torch header")
+            if (name == "Python.h" or name.startswith("pybind11/")) and path.relative_to(CSRC).parts[0] != "bindings":
+                problems.append(f"{path}: {name}: only bindings know Python")
+    report(problems)
+
+
+def test_platform_ifdefs_are_in_one_file() -> None:
+    problems = []
+    for path in native_files():
+        if path == CSRC / "base" / "platform.h" or path.stem.endswith(PLATFORM_SUFFIXES):
+            continue
+        text = path.read_text()
+        for found in PLATFORM.finditer(text):
+            problems.append(f"{path}:{line_of(text, found.start())}: {found[1]} belongs into base/platform.h")
+    report(problems)
+
+
+def test_environment_is_read_in_one_place() -> None:
+    readers = [path for path in native_files() if re.search(r"\b(secure_)?getenv\b", path.read_text())]
+    report([f"{path}: reads the environment" for path in readers if path.parent.name != "base" or path.stem != "env"])
+
+
+def test_headers_have_a_guard_and_the_namespace() -> None:
+    problems = []
+    for path in native_files():
+        text = path.read_text()
+        if path.suffix == ".h" and "#pragma once" not in text:
+            problems.append(f"{path}: no #pragma once")
+        if re.search(r"^\s*using namespace (?!std::\w*literals)", text, re.MULTILINE) and path.suffix == ".h":
+            problems.append(f"{path}: `using namespace` in a header")
+    report(problems)
+
+
+def headers_compile(headers: list[Path]) -> None:
+    toolchain = _toolchain.find_toolchain()
+    recipe = _toolchain.read_recipe(CSRC)
+    own = {Path(source.path).stem: source.flags for source in recipe.sources}
+    include = [word for folder in toolchain.includes for word in ("-isystem", folder)]
+
+    def compile_alone(header: Path) -> str:
+        flags = [*recipe.flags, *own.get(header.stem, ()), "-O0", "-Wno-pragma-once-outside-header", "-fsyntax-only"]
+        command = [*toolchain.cxx, *flags, "-I.", *include, "-x", "c++", str(header.relative_to(CSRC))]
+        done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, timeout=100, check=False)
+        return "" if done.returncode == 0 else f"{header} does not compile alone:\n{done.stderr[:2000]}"
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        report([problem for problem in pool.map(compile_alone, headers) if problem])
+
+
+def test_headers_compile_alone() -> None:
+    headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name != "bindings"]
+    assert headers
+    headers_compile(headers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(600)
+def test_binding_headers_compile_alone() -> None:
+    headers_compile([path for path in native_files() if path.suffix == ".h" and path.parent.name == "bindings"])
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------------
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that the file imports anywhere, but for type checking only."""
+    names: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("bucketwheel."))
+        elif isinstance(node, ast.ImportFrom):
+            module = f"bucketwheel.{node.module or ''}".rstrip(".") if node.level == 1 else node.module or ""
+            if module == "bucketwheel":
+                modules = [alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").is_file()]
+                names.update(modules or ["__init__"])
+            elif module.startswith("bucketwheel."):
+                names.add(module.split(".")[1])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return names
+
+
+def test_imports_go_one_way() -> None:
+    layer = {name: depth for depth, names in enumerate(PYTHON_LAYERS) for name in names}
+    graph = {path.stem: imported(path) for path in sorted(PACKAGE.glob("*.py"))}
+    report([f"{name}.py has no place in PYTHON_LAYERS" for name in graph if name not in layer])
+    problems = []
+    for name, needs in graph.items():
+        for need in sorted(needs):
+            if need not in layer:
+                problems.append(f"{name}.py imports {need}, which is unknown")
+            elif layer[need] > layer[name]:
+                problems.append(f"{name}.py may not import {need}: it lies above")
+    report(problems)
+
+    done: set[str] = set()
+
+    def walk(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, f"a circle: {' -> '.join([*above, name])}"
+        if name not in done:
+            for need in graph.get(name, ()):
+                walk(need, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        walk(name, ())
+
+
+def test_what_decides_is_pure() -> None:
+    problems = []
+    for path in sorted(PACKAGE.glob("*.py")):
+        if path.stem in PURE:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                if any(name.split(".")[0] == "torch" for name in names):
+                    problems.append(f"{path}:{node.lineno}: imports torch")
+            if path.stem != "_build" and "_build" in imported(path):
+                problems.append(f"{path}: needs the native module")
+    report(problems)
+
+
+def test_init_only_re_exports() -> None:
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    report(
+        [f"__init__.py:{node.lineno}: defines" for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    )
+
+
+# ---- all files -------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_functions_are_short() -> None:
+    problems = []
+    for path in texts():
+        if path.suffix not in {".h", ".cpp", ".cu", ".py"}:
+            continue
+        text = path.read_text()
+        if (lines := text.count("\n")) > MAX_LINES:
+            problems.append(f"{path}: {lines} lines; look for the second concept")
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if length > MAX_FUNCTION_LINES:
+                        problems.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+    report(problems)
+
+
+def test_no_paths_of_one_machine() -> None:
+    problems = []
+    for path in texts():
+        text = path.read_text(errors="replace")
+        problems += [f"{path}:{line_of(text, found.start())}: {found[0]}" for found in MACHINE_PATH.finditer(text)]
+    report(problems)
+
+
+def test_todos_carry_their_issue() -> None:
+    problems = []
+    for path in texts():
+        if path.suffix in {".h", ".cpp", ".cu", ".py"} and path != Path(__file__).resolve():
+            text = path.read_text()
+            for found in re.finditer(r"\b(?:TODO|FIXME|XXX)\b(?!\(#\d+\))", text):
+                problems.append(f"{path}:{line_of(text, found.start())}: {found[0]} without (#issue)")
+    report(problems)
