@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "pool/pool.h"
 
@@ -85,7 +86,14 @@ inline void bind_pool(py::module_& m) {
       .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
       .def_property_readonly("offset_bytes", &Lease::offset_bytes)
       .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
-      .def("release", &Lease::release, py::arg("after") = py::none(), Unlocked());
+      .def(
+          "release",
+          [](Lease& self, py::handle after) {
+            EventRef event = optional_argument<Event>(after, "after", "an Event");
+            py::gil_scoped_release unlocked;
+            self.release(std::move(event));
+          },
+          py::arg("after") = py::none());
 
   py::class_<Pool, PoolRef>(m, "Pool")
       .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison) {
@@ -94,11 +102,13 @@ inline void bind_pool(py::module_& m) {
            py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"))
       .def(
           "acquire",
-          [](Pool& self, std::string key, int64_t nbytes, Stream* stream) {
+          [](Pool& self, std::string key, int64_t nbytes, py::handle stream) {
             BW_EXPECTS(nbytes >= 0, "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
-            return self.acquire(std::move(key), static_cast<size_t>(nbytes), stream);
+            const StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
+            py::gil_scoped_release unlocked;
+            return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting.get());
           },
-          py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none(), Unlocked())
+          py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none())
       .def("holds",
            [](const Pool& self, py::handle object) {
              const dlpack::Described tensor = dlpack::describe(object);
