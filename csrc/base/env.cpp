@@ -65,11 +65,8 @@ Env* read_all() {
   env.stream_inline = stream == "inline";
   env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
   env.pool_poison = read_flag("BW_POOL_POISON");
-<<<<<<< HEAD
-  env.trace_dir = read("BW_TRACE_DIR");
-=======
   env.cpu_isa = read_isa("BW_CPU_ISA");
->>>>>>> core
+  env.trace_dir = read("BW_TRACE_DIR");
   return new Env(env);
 }
 

@@ -17,13 +17,10 @@ struct Env {
   std::optional<uint64_t> stream_fuzz_seed;
   // BW_POOL_POISON=1: PoolOptions::poison for every pool.
   bool pool_poison = false;
-<<<<<<< HEAD
-  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
-  std::string trace_dir;
-=======
   // BW_CPU_ISA=plain|avx2|avx512: the CPU kernels to use. Unset: the best that the processor runs.
   std::optional<Isa> cpu_isa;
->>>>>>> core
+  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
+  std::string trace_dir;
 };
 
 // ValueError when a variable holds what it cannot mean.

@@ -1,22 +1,10 @@
-<<<<<<< HEAD
-// What differs between compilers and processors. No other file contains a platform #ifdef.
-#pragma once
-
-#include <cstdint>
-
-=======
 // What depends on the operating system, the compiler or the processor: the only file with platform #ifdefs.
 #pragma once
 
->>>>>>> core
 #if !defined(__linux__)
 #error "bucketwheel's native core needs Linux (futex, memfd, pidfd)"
 #endif
 
-<<<<<<< HEAD
-#if defined(__x86_64__)
-#include <immintrin.h>
-=======
 #include <cstdint>
 
 #if defined(__x86_64__)
@@ -30,7 +18,6 @@
 #define BW_AARCH64 1
 #else
 #define BW_AARCH64 0
->>>>>>> core
 #endif
 
 // In front of a function that the CPU and the CUDA kernels share. It is inlined by force, so that a translation unit
@@ -49,15 +36,9 @@ namespace bucketwheel {
 
 // For the body of a spin loop.
 inline void cpu_relax() {
-<<<<<<< HEAD
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-=======
 #if BW_X86_64
   _mm_pause();
 #elif BW_AARCH64
->>>>>>> core
   asm volatile("yield");
 #endif
 }

@@ -1,6 +1,7 @@
 // bucketwheel._cpu: one bind_<stem>() of each <stem>_py.h.
 #include <pybind11/pybind11.h>
 
+#include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
 #include "bindings/pool_py.h"
@@ -10,4 +11,5 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_error(m);
   bucketwheel::bind_device(m);
   bucketwheel::bind_pool(m);
+  bucketwheel::bind_comm(m);
 }
