@@ -48,6 +48,10 @@ def option(default: object, text: str, **kwargs: object) -> object:
     return field(default=default, metadata={"help": text, **kwargs})
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
 @dataclass(frozen=True)
 class Config:
     layers: int = option(4, "transformer blocks")
@@ -57,7 +61,7 @@ class Config:
     batch: int = option(4, "sequences per rank and micro-batch")
     accumulate: int = option(2, "micro-batches per step")
     steps: int = option(120, "optimizer steps")
-    lr: float = option(1e-3, "peak learning rate")
+    lr: float = option(6e-4, "peak learning rate")
     warmup: int = option(10, "steps of linear warm-up; a cosine to a tenth follows")
     weight_decay: float = option(0.1, "weight decay of the matrices")
     clip: float = option(1.0, "largest global gradient norm")
@@ -73,14 +77,10 @@ class Config:
     @staticmethod
     def from_command_line() -> Config:
         summary, rest = __doc__.split("\n", 1)
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=raw)
+        parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=HelpFormatter)
         for f in fields(Config):
-            extra = {key: f.metadata[key] for key in f.metadata if key != "help"}
-            text = f"{f.metadata['help']} (default: {f.default or 'none'})"
-            parser.add_argument(
-                "--" + f.name.replace("_", "-"), type=type(f.default), default=f.default, help=text, **extra
-            )
+            flag = "--" + f.name.replace("_", "-")
+            parser.add_argument(flag, type=type(f.default), default=f.default, **f.metadata)
         return Config(**vars(parser.parse_args()))
 
 
@@ -238,14 +238,14 @@ class Run:
             progress = (step - config.warmup) / max(1, config.steps - config.warmup)
             return 0.55 + 0.45 * math.cos(math.pi * progress)
 
-        run = Run(
-            name, getattr(optimizer, "model", model), optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        run = Run(name, getattr(optimizer, "model", model), optimizer, schedule)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: setattr(run, "last_gradient_at", time.perf_counter())
-            )
+            parameter.register_post_accumulate_grad_hook(run.note_gradient)
         return run
+
+    def note_gradient(self, _: Tensor) -> None:
+        self.last_gradient_at = time.perf_counter()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -302,9 +302,8 @@ def train(config: Config) -> list[Run]:
     model = Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
     models = {"bucketwheel": model} | ({config.compare: copy.deepcopy(model)} if config.compare else {})
     runs = [Run.start(name, model, config) for name, model in models.items()]
-    say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)"
-    )
+    count = sum(p.numel() for p in model.parameters())
+    say(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)")
     for run in runs:
         run.validation.append((0, validate(run, validation_text, config)))
     with tqdm(total=config.steps * len(runs), unit="step", disable=rank() != 0) as bar:
@@ -356,7 +355,7 @@ def report(runs: list[Run], config: Config) -> None:
 def plot(runs: list[Run], path: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=False):
-        (line,) = axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
         axes.plot(*zip(*run.validation, strict=True), style, marker="o", label=f"{run.name}, validation")
     axes.set(xlabel="step", ylabel="loss, nats per byte")
     axes.legend()
