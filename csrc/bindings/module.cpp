@@ -1,0 +1,19 @@
+// bucketwheel._cpu: one bind_<stem>() of each <stem>_py.h.
+#include <pybind11/pybind11.h>
+
+#include "bindings/adam_py.h"
+#include "bindings/device_py.h"
+#include "bindings/error_py.h"
+#include "bindings/norm_py.h"
+#include "bindings/pack_py.h"
+#include "bindings/pool_py.h"
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "The native core of bucketwheel.";
+  bucketwheel::bind_error(m);
+  bucketwheel::bind_device(m);
+  bucketwheel::bind_pool(m);
+  bucketwheel::bind_pack(m);
+  bucketwheel::bind_norm(m);
+  bucketwheel::bind_adam(m);
+}

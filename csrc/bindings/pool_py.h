@@ -1,0 +1,113 @@
+// Bindings of pool/: Pool and Lease. bucketwheel/pool.py wraps them and documents them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/dlpack.h"
+#include "pool/pool.h"
+
+namespace bucketwheel {
+
+namespace py = pybind11;
+
+inline DType dtype_named(const std::string& name) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64, DType::kInt32,
+                      DType::kUInt8}) {
+    if (name == name_of(dtype)) {
+      return dtype;
+    }
+  }
+  throw TypeError("unsupported dtype " + name +
+                  ": float32, bfloat16, float16, float64, int64, int32 and uint8 are supported");
+}
+
+inline UpstreamRef upstream_named(const std::string& name) {
+  if (name == "host") {
+    return make_host_upstream();
+  }
+  if (name == "shm") {
+    return make_shm_upstream();
+  }
+  throw ValueError("upstream must be 'host' or 'shm', got '" + name + "'");
+}
+
+// A tensor over the first bytes of the lease. It owns the lease, so a lease whose object was dropped lives as long as its
+// tensors do.
+inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_name, std::vector<int64_t> shape) {
+  const DType dtype = dtype_named(dtype_name);
+  std::byte* data = lease->data();
+  size_t size_bytes = size_of(dtype);
+  bool fits = true;
+  for (int64_t extent : shape) {
+    BW_EXPECTS(extent >= 0, "lease '" + lease->key() + "': tensor shape has the negative extent " + std::to_string(extent));
+    fits = fits && !__builtin_mul_overflow(size_bytes, static_cast<size_t>(extent), &size_bytes);
+  }
+  if (!fits || size_bytes > lease->size_bytes()) {
+    std::string text;
+    for (int64_t extent : shape) {
+      text += (text.empty() ? "" : ", ") + std::to_string(extent);
+    }
+    throw ValueError("lease '" + lease->key() + "' of " + std::to_string(lease->size_bytes()) + " bytes cannot hold a " +
+                     dtype_name + " tensor of shape [" + text + "]" +
+                     (fits ? " (" + std::to_string(size_bytes) + " bytes)" : ""));
+  }
+  return dlpack::make_tensor(data, dtype, std::move(shape), lease);
+}
+
+inline void bind_pool(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<PoolStats>(m, "PoolStats")
+      .def_readonly("reserved_bytes", &PoolStats::reserved_bytes)
+      .def_readonly("live_bytes", &PoolStats::live_bytes)
+      .def_readonly("high_water_bytes", &PoolStats::high_water_bytes)
+      .def_readonly("slabs", &PoolStats::slabs)
+      .def_readonly("live_leases", &PoolStats::live_leases)
+      .def_readonly("acquires", &PoolStats::acquires)
+      .def_readonly("reuses", &PoolStats::reuses)
+      .def_readonly("waits", &PoolStats::waits)
+      .def_readonly("dropped_leases", &PoolStats::dropped_leases);
+
+  py::class_<Lease, LeaseRef>(m, "Lease")
+      .def_property_readonly("key", &Lease::key)
+      .def_property_readonly("nbytes", &Lease::size_bytes)
+      .def_property_readonly("is_live", &Lease::is_live)
+      .def_property_readonly("data_ptr", [](const Lease& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
+      .def_property_readonly("offset_bytes", &Lease::offset_bytes)
+      .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"))
+      .def("release", &Lease::release, py::arg("after") = py::none(), Unlocked());
+
+  py::class_<Pool, PoolRef>(m, "Pool")
+      .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison) {
+             return Pool::make(cpu_device(), upstream_named(upstream), {align_bytes, min_slab_bytes, poison});
+           }),
+           py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"))
+      .def(
+          "acquire",
+          [](Pool& self, std::string key, int64_t nbytes, Stream* stream) {
+            BW_EXPECTS(nbytes >= 0, "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
+            return self.acquire(std::move(key), static_cast<size_t>(nbytes), stream);
+          },
+          py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none(), Unlocked())
+      .def("holds",
+           [](const Pool& self, py::handle object) {
+             const dlpack::Described tensor = dlpack::describe(object);
+             BW_EXPECTS(tensor.is_contiguous(), "the tensor of shape " + tensor.shape_text() + " is not contiguous");
+             const auto size_bytes = static_cast<size_t>(tensor.numel) * size_of(tensor.dtype);
+             return self.locate(tensor.data, size_bytes).slab != nullptr;
+           })
+      .def("stats", &Pool::stats)
+      .def("check", &Pool::check, Unlocked())
+      .def("expect_no_leases", &Pool::expect_no_leases)
+      .def("trim", &Pool::trim, Unlocked());
+}
+
+}  // namespace bucketwheel

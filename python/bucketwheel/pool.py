@@ -1,0 +1,172 @@
+"""Communication memory that is cached and reused: `Pool`, `Lease`, `PoolStats`.
+
+>>> pool = Pool("host")
+>>> with pool.acquire("grads/0", 4096) as lease:
+...     grads = lease.tensor(torch.float32, (1024,))
+>>> pool.stats().live_leases
+0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bucketwheel._build import native
+
+__all__ = ["Lease", "Pool", "PoolStats"]
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Counters of a pool since it was made; bytes and leases as of now.
+
+    ``live_bytes`` counts leases rounded up to the alignment; ``reuses`` counts acquires of memory that was used before;
+    ``waits`` counts the fences that were still open at an acquire; ``dropped_leases`` those that were never released.
+    """
+
+    reserved_bytes: int
+    live_bytes: int
+    high_water_bytes: int
+    slabs: int
+    live_leases: int
+    acquires: int
+    reuses: int
+    waits: int
+    dropped_leases: int
+
+
+class Lease:
+    """One live period of a range of pool memory, from `Pool.acquire` to `release`.
+
+    A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease, one of its
+    tensors or the pool lives, but after `release` it may hold somebody else's values.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, native_lease: Any) -> None:
+        self._native = native_lease
+
+    @property
+    def key(self) -> str:
+        return self._native.key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._native.nbytes
+
+    @property
+    def is_live(self) -> bool:
+        return self._native.is_live
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first byte. `UseAfterRelease` when the lease is over."""
+        return self._native.data_ptr
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(slab, offset in bytes): equal on all ranks whose pools saw the same calls."""
+        return self._native.slab_id, self._native.offset_bytes
+
+    def tensor(self, dtype: torch.dtype, shape: int | Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor of ``shape`` over the lease's first bytes, not initialised.
+
+        Every call makes a tensor with a storage and a version counter of its own. `ValueError` when it does not fit,
+        `UseAfterRelease` when the lease is over.
+        """
+        extents = [shape] if isinstance(shape, int) else list(shape)
+        return self._native.tensor(str(dtype).removeprefix("torch."), extents)
+
+    def release(self, after: Any = None) -> None:
+        """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
+
+        ``after`` says when the last use ends: a handle or an event, or a stream (everything enqueued in it so far). The
+        next owner waits for that. None: all use has ended.
+        """
+        self._native.release(_event_of(after))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._native.is_live:
+            self._native.release()
+
+    def __repr__(self) -> str:
+        slab, offset = self.place
+        state = "live" if self.is_live else "released"
+        return f"Lease({self.key!r}, nbytes={self.nbytes}, slab={slab}, offset_bytes={offset}, {state})"
+
+
+class Pool:
+    """A caching allocator of communication memory. Freed memory stays in the pool and is reused under fences.
+
+    Which bytes an `acquire` gets depends on the sizes and the order of calls alone, so ranks that make the same calls
+    get the same offsets. Thread-safe. Not usable in a forked child.
+
+    Args:
+        upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes can
+            map).
+        align_bytes: alignment of every lease, a power of two of at most 4096.
+        min_slab_bytes: smaller requests share a slab of this size.
+        poison: fill memory with NaN when it is acquired and released, and check after each lease that its end was
+            respected. Slow; also switched on by ``BW_POOL_POISON=1``.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(
+        self, upstream: str = "host", *, align_bytes: int = 512, min_slab_bytes: int = 8 << 20, poison: bool = False
+    ) -> None:
+        self._native = native().Pool(upstream, align_bytes, min_slab_bytes, poison)
+
+    @classmethod
+    def of(cls, native_pool: Any) -> Pool:
+        """The pool around a native one (a communicator's)."""
+        pool = cls.__new__(cls)
+        pool._native = native_pool
+        return pool
+
+    def acquire(self, key: str, nbytes: int, stream: Any = None) -> Lease:
+        """Leases ``nbytes`` bytes (0 is legal), not initialised.
+
+        Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
+        thread waits. ``key`` names the lease in messages; `KeyBusy` when it is live already (the empty key may be live
+        any number of times). `PoolError` when the system has no memory.
+        """
+        return Lease(self._native.acquire(key, nbytes, stream))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True when the contiguous ``tensor`` lies in this pool's memory."""
+        return self._native.holds(tensor)
+
+    def stats(self) -> PoolStats:
+        stats = self._native.stats()
+        return PoolStats(**{name: getattr(stats, name) for name in PoolStats.__dataclass_fields__})
+
+    def check(self) -> None:
+        """Verifies every invariant of the pool. `PoolError` names the first one that is broken."""
+        self._native.check()
+
+    def expect_no_leases(self) -> None:
+        """`LeaseLeak` naming the leases that are live."""
+        self._native.expect_no_leases()
+
+    def trim(self) -> int:
+        """Gives the slabs that hold no lease back to the system, after their last use; the number of bytes."""
+        return self._native.trim()
+
+
+def _event_of(after: Any) -> Any:
+    """The native event that ``after`` (a handle, an event, a stream) stands for."""
+    if after is None:
+        return None
+    if hasattr(after, "record"):
+        return after.record()
+    return getattr(after, "event", after)
