@@ -48,10 +48,6 @@ def option(default: object, text: str, **kwargs: object) -> object:
     return field(default=default, metadata={"help": text, **kwargs})
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
-
-
 @dataclass(frozen=True)
 class Config:
     layers: int = option(4, "transformer blocks")
@@ -77,10 +73,14 @@ class Config:
     @staticmethod
     def from_command_line() -> Config:
         summary, rest = __doc__.split("\n", 1)
-        parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=HelpFormatter)
+        parser = argparse.ArgumentParser(
+            description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         for f in fields(Config):
             flag = "--" + f.name.replace("_", "-")
-            parser.add_argument(flag, type=type(f.default), default=f.default, **f.metadata)
+            parser.add_argument(
+                flag, type=type(f.default), default=f.default, metavar=f.default or "NAME", **f.metadata
+            )
         return Config(**vars(parser.parse_args()))
 
 
@@ -135,7 +135,7 @@ class Gpt(nn.Module):
 
 def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
     """Training and validation text (uint8): the standard library's files in sorted order, every tenth for validation."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
@@ -167,7 +167,7 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
 
 def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
     """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
-    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95))
+    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), overlap_param_sync=True)
 
 
 class DdpAdamW(torch.optim.AdamW):
@@ -192,7 +192,7 @@ class DdpAdamW(torch.optim.AdamW):
 
     def memory_summary(self) -> dict[str, int]:
         states = [s for state in self.state.values() for s in state.values()]
-        parts = {"parameters": self.parameters, "gradients": self.parameters, "states": states}
+        parts = {"params": self.parameters, "grads": self.parameters, "states": states}
         return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in parts.items()}
 
 
@@ -332,7 +332,7 @@ def say(text: str) -> None:
 
 
 def report(runs: list[Run], config: Config) -> None:
-    """The table: medians over the steps, the largest memory of any rank."""
+    """The table: medians over the steps, and the memory of rank 0."""
     rows: dict[str, list[str]] = defaultdict(list)
     for run in runs:
         steps = run.seconds[min(3, len(run.seconds) - 1) :]  # the first ones warm up
@@ -343,7 +343,7 @@ def report(runs: list[Run], config: Config) -> None:
         for phase in ("forward", "backward", "exposed communication", "optimizer"):
             rows[f"  {phase}"].append(f"{1e3 * statistics.median(step[phase] for step in steps):.1f}")
         rows["MB per rank"].append("")
-        for part in ("parameters", "gradients", "states", "pool"):
+        for part in ("params", "grads", "states", "pool"):
             rows[f"  {part}"].append(f"{run.memory[part] / 1e6:.2f}" if part in run.memory else "-")
         rows["validation loss, first"].append(f"{run.validation[0][1]:.4f}")
         rows["validation loss, last"].append(f"{run.validation[-1][1]:.4f}")

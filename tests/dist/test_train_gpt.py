@@ -69,7 +69,7 @@ def test_training_agrees_with_the_peer_and_draws_both_curves(tmp_path, ranks):
     assert difference is not None and float(difference[1]) <= 1e-5, output
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     states, peer_states = numbers_in_row(output, "states")
-    gradients, peer_gradients = numbers_in_row(output, "gradients")
+    gradients, peer_gradients = numbers_in_row(output, "grads")
     share = 1 / max(ranks, 1)
     assert states <= 1.1 * share * peer_states, output
     assert gradients <= 1.1 * share * peer_gradients, output
