@@ -67,7 +67,7 @@ class Config:
     dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
     threads: int = option(1, "compute threads per rank")
     seed: int = option(0, "seed of weights and batches")
-    compare: str = option("", "train the same model a second time with this peer", choices=["", "ddp"])
+    compare: str = option("", "train the same model a second time with this peer: ddp", choices=["", "ddp"])
     plot: str = option("loss.png", "where --compare draws the loss curves")
 
     @staticmethod
@@ -77,10 +77,8 @@ class Config:
             description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         for f in fields(Config):
-            flag = "--" + f.name.replace("_", "-")
-            parser.add_argument(
-                flag, type=type(f.default), default=f.default, metavar=f.default or "NAME", **f.metadata
-            )
+            flag, shown = "--" + f.name.replace("_", "-"), str(f.default) or "NAME"
+            parser.add_argument(flag, type=type(f.default), default=f.default, metavar=shown, **f.metadata)
         return Config(**vars(parser.parse_args()))
 
 
