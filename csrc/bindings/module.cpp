@@ -1,9 +1,13 @@
 // bucketwheel._cpu: one bind_<stem>() of each <stem>_py.h.
 #include <pybind11/pybind11.h>
 
+#include "bindings/adam_py.h"
+#include "bindings/bucket_py.h"
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
+#include "bindings/norm_py.h"
+#include "bindings/pack_py.h"
 #include "bindings/pool_py.h"
 
 PYBIND11_MODULE(_cpu, m) {
@@ -11,5 +15,9 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_error(m);
   bucketwheel::bind_device(m);
   bucketwheel::bind_pool(m);
+  bucketwheel::bind_pack(m);
+  bucketwheel::bind_norm(m);
+  bucketwheel::bind_adam(m);
   bucketwheel::bind_comm(m);
+  bucketwheel::bind_bucket(m);
 }

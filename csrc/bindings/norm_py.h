@@ -68,6 +68,7 @@ class PyShardAccumulator {
     }
     accumulator_.emplace(const_cast<float*>(values.data()), static_cast<int64_t>(values.size()), std::move(pieces));
   }
+  ShardAccumulator& accumulator() { return *accumulator_; }
   void start(bool add) { accumulator_->start(add); }
   void consume(int64_t begin, py::handle values) {
     const std::span<const float> block = float_block(values, {"values", 0});
@@ -97,7 +98,7 @@ inline void bind_norm(py::module_& m) {
            },
            py::arg("values"))
       .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });
-  py::class_<PyShardAccumulator>(m, "ShardAccumulator")
+  py::class_<PyShardAccumulator, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
            py::arg("segments"))
       .def("start", &PyShardAccumulator::start, py::arg("add"))

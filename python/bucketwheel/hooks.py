@@ -26,6 +26,7 @@ from .comm import Communicator
 from .flat import ParamInfo
 from .grad import ShardedGrad
 from .handle import Handle
+from .pool import Lease
 from .reduced import ReducedGrads
 from .schedule import Agreement, Drop, Launch, Schedule, Store
 
@@ -54,7 +55,7 @@ class GradSync:
         self.held = [False] * len(self.infos)  # agreed when the last window closed
         self._overlap = overlap
         self._max_inflight = max_inflight
-        self._inflight: list[Handle] = []
+        self._inflight: list[tuple[Handle, Lease]] = []
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._no_sync_depth = 0
         self._lock = threading.RLock()
@@ -142,29 +143,36 @@ class GradSync:
         """[Note: soft bound] Waits until fewer than ``max_inflight`` reduce-scatters run, but only for a moment.
 
         A peer that runs another graph may launch its half of them only when it closes its window, and it may wait for this
-        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead.
+        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead. For
+        the same reason a bucket's lease ends when its handle has completed and not before: an acquire never waits for it.
         """
-        self._inflight = [handle for handle in self._inflight if not handle.query()]
-        if len(self._inflight) < self._max_inflight:
-            return
         deadline = time.monotonic() + _BACKPRESSURE_S
+        self._retire()
         while len(self._inflight) >= self._max_inflight and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                self._inflight[0].synchronize(max(deadline - time.monotonic(), 0.0))
-            self._inflight = [handle for handle in self._inflight if not handle.query()]
+                self._inflight[0][0].synchronize(max(deadline - time.monotonic(), 0.0))
+            self._retire()
+
+    def _retire(self) -> None:
+        """Ends the leases of the reduce-scatters that are done."""
+        running = []
+        for handle, lease in self._inflight:
+            if handle.query():
+                lease.release()
+            else:
+                running.append((handle, lease))
+        self._inflight = running
 
     def _launch(self, action: Launch) -> None:
         bucket = self.buckets[action.bucket]
         lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
-        bucket.accumulator.set_accumulate(action.late or bucket.accumulates)
-        handle = self.comm.reduce_scatter_into(flat, bucket.accumulator)
-        lease.release(after=handle)
-        self._inflight.append(handle)
+        bucket.sink.begin(action.late or bucket.accumulates)
+        self._inflight.append((self.comm.reduce_scatter_to_sink(flat, bucket.sink), lease))
 
     def _wait_inflight(self) -> None:
-        inflight, self._inflight = self._inflight, []
-        for handle in inflight:
+        for handle, _ in self._inflight:
             handle.synchronize()
+        self._retire()
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
