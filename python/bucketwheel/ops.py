@@ -55,7 +55,7 @@ def adam_step(
         exp_avgs, exp_avg_sqs: m and v, float32.
         steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
             (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
-            A tensor may serve several parameters only if it is listed once (it would advance each time).
+            A tensor listed several times advances once.
         grad_scale: factor of every gradient, rounded to float32: 1 / world size, 1 / loss scale, a clip coefficient.
         noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
         master_params: for each bfloat16 parameter its float32 master (None for the others). The master is updated and
