@@ -114,21 +114,22 @@ def test_pss_counts_what_is_touched() -> None:
     assert harness.pss(os.getpid()).total_bytes >= harness.pss(os.getpid()).anon_bytes
 
 
-def touch(rank: Rank, size_bytes: int) -> int:
+def touch(rank: Rank, size_bytes: int) -> tuple[int, int]:
     early = b"x" * (3 * size_bytes)  # released before the window: not part of the peak
     del early
     before_bytes = harness.pss().anon_bytes
     with rank.memory_window():
         inside = b"x" * size_bytes
         time.sleep(0.3)
-    return before_bytes + len(inside)
+    return rank.rank, before_bytes + len(inside)
 
 
 def test_run_ranks_samples_the_peak_over_all_ranks() -> None:
     size_bytes = 96 << 20
     run = harness.run_ranks(2, touch, size_bytes, timeout_s=60)
     assert run.memory_samples > 5
-    assert run.peak.anon_bytes == pytest.approx(sum(run.values), rel=0.05)
+    assert [rank for rank, _ in run.values] == [0, 1]
+    assert run.peak.anon_bytes == pytest.approx(sum(expected for _, expected in run.values), rel=0.05)
     assert run.peak.total_bytes > run.peak.anon_bytes
 
 
