@@ -57,7 +57,7 @@ class Config:
     batch: int = option(4, "sequences per rank and micro-batch")
     accumulate: int = option(2, "micro-batches per step")
     steps: int = option(120, "optimizer steps")
-    lr: float = option(1e-3, "peak learning rate")
+    lr: float = option(6e-4, "peak learning rate")
     warmup: int = option(10, "steps of linear warm-up; a cosine to a tenth follows")
     weight_decay: float = option(0.1, "weight decay of the matrices")
     clip: float = option(1.0, "largest global gradient norm")
@@ -67,20 +67,18 @@ class Config:
     dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
     threads: int = option(1, "compute threads per rank")
     seed: int = option(0, "seed of weights and batches")
-    compare: str = option("", "train the same model a second time with this peer", choices=["", "ddp"])
+    compare: str = option("", "train the same model a second time with this peer: ddp", choices=["", "ddp"])
     plot: str = option("loss.png", "where --compare draws the loss curves")
 
     @staticmethod
     def from_command_line() -> Config:
         summary, rest = __doc__.split("\n", 1)
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=raw)
+        parser = argparse.ArgumentParser(
+            description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         for f in fields(Config):
-            extra = {key: f.metadata[key] for key in f.metadata if key != "help"}
-            text = f"{f.metadata['help']} (default: {f.default or 'none'})"
-            parser.add_argument(
-                "--" + f.name.replace("_", "-"), type=type(f.default), default=f.default, help=text, **extra
-            )
+            flag, shown = "--" + f.name.replace("_", "-"), str(f.default) or "NAME"
+            parser.add_argument(flag, type=type(f.default), default=f.default, metavar=shown, **f.metadata)
         return Config(**vars(parser.parse_args()))
 
 
@@ -135,7 +133,7 @@ class Gpt(nn.Module):
 
 def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
     """Training and validation text (uint8): the standard library's files in sorted order, every tenth for validation."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
@@ -167,7 +165,7 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
 
 def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
     """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
-    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95))
+    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), overlap_param_sync=True)
 
 
 class DdpAdamW(torch.optim.AdamW):
@@ -192,7 +190,7 @@ class DdpAdamW(torch.optim.AdamW):
 
     def memory_summary(self) -> dict[str, int]:
         states = [s for state in self.state.values() for s in state.values()]
-        parts = {"parameters": self.parameters, "gradients": self.parameters, "states": states}
+        parts = {"params": self.parameters, "grads": self.parameters, "states": states}
         return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in parts.items()}
 
 
@@ -238,14 +236,14 @@ class Run:
             progress = (step - config.warmup) / max(1, config.steps - config.warmup)
             return 0.55 + 0.45 * math.cos(math.pi * progress)
 
-        run = Run(
-            name, getattr(optimizer, "model", model), optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        run = Run(name, getattr(optimizer, "model", model), optimizer, schedule)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: setattr(run, "last_gradient_at", time.perf_counter())
-            )
+            parameter.register_post_accumulate_grad_hook(run.note_gradient)
         return run
+
+    def note_gradient(self, _: Tensor) -> None:
+        self.last_gradient_at = time.perf_counter()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -302,9 +300,8 @@ def train(config: Config) -> list[Run]:
     model = Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
     models = {"bucketwheel": model} | ({config.compare: copy.deepcopy(model)} if config.compare else {})
     runs = [Run.start(name, model, config) for name, model in models.items()]
-    say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)"
-    )
+    count = sum(p.numel() for p in model.parameters())
+    say(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)")
     for run in runs:
         run.validation.append((0, validate(run, validation_text, config)))
     with tqdm(total=config.steps * len(runs), unit="step", disable=rank() != 0) as bar:
@@ -333,7 +330,7 @@ def say(text: str) -> None:
 
 
 def report(runs: list[Run], config: Config) -> None:
-    """The table: medians over the steps, the largest memory of any rank."""
+    """The table: medians over the steps, and the memory of rank 0."""
     rows: dict[str, list[str]] = defaultdict(list)
     for run in runs:
         steps = run.seconds[min(3, len(run.seconds) - 1) :]  # the first ones warm up
@@ -344,7 +341,7 @@ def report(runs: list[Run], config: Config) -> None:
         for phase in ("forward", "backward", "exposed communication", "optimizer"):
             rows[f"  {phase}"].append(f"{1e3 * statistics.median(step[phase] for step in steps):.1f}")
         rows["MB per rank"].append("")
-        for part in ("parameters", "gradients", "states", "pool"):
+        for part in ("params", "grads", "states", "pool"):
             rows[f"  {part}"].append(f"{run.memory[part] / 1e6:.2f}" if part in run.memory else "-")
         rows["validation loss, first"].append(f"{run.validation[0][1]:.4f}")
         rows["validation loss, last"].append(f"{run.validation[-1][1]:.4f}")
@@ -356,7 +353,7 @@ def report(runs: list[Run], config: Config) -> None:
 def plot(runs: list[Run], path: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=False):
-        (line,) = axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
         axes.plot(*zip(*run.validation, strict=True), style, marker="o", label=f"{run.name}, validation")
     axes.set(xlabel="step", ylabel="loss, nats per byte")
     axes.legend()

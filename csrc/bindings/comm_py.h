@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/deadline.h"
+#include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "bindings/layout.h"
 #include "comm/comm.h"
@@ -33,10 +34,6 @@ inline CommRef released_without_gil(CommRef comm) {
       comm.reset();
     }
   });
-}
-
-inline Deadline deadline_of(std::optional<double> timeout_s) {
-  return timeout_s ? deadline_in(*timeout_s) : Deadline();
 }
 
 inline std::chrono::nanoseconds expect_timeout(double timeout_s) {
@@ -147,11 +144,11 @@ inline void post_bytes(Comm& comm, const py::bytes& payload) {
   comm.post(std::as_bytes(std::span(view.data(), view.size())));
 }
 
-inline py::list collect_bytes(Comm& comm, std::optional<double> timeout_s) {
+inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   std::vector<std::vector<std::byte>> payloads;
   {
     py::gil_scoped_release unlocked;
-    payloads = comm.collect(deadline_of(timeout_s));
+    payloads = comm.collect(deadline_of(timeout));
   }
   py::list out;
   for (const auto& payload : payloads) {
@@ -161,12 +158,12 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout_s) {
 }
 
 inline void bind_handle(py::module_& m) {
-  using unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Handle, HandleRef>(m, "Handle")
-      .def("wait", &Handle::wait, py::arg("stream").none(true) = py::none(), unlocked())
+      .def("wait", &Handle::wait, py::arg("stream").none(true) = py::none(), Unlocked())
       .def("synchronize",
-           [](Handle& self, std::optional<double> timeout_s) { self.synchronize(deadline_of(timeout_s)); },
-           py::arg("timeout_s") = py::none(), unlocked())
+           [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
+           py::arg("timeout") = py::none(), Unlocked())
       .def("query", &Handle::query)
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
       .def_property_readonly("seq", &Handle::seq)
@@ -174,8 +171,8 @@ inline void bind_handle(py::module_& m) {
       .def_property_readonly("event", &Handle::event);
 }
 
-inline void register_comm(py::module_& m) {
-  using unlocked = py::call_guard<py::gil_scoped_release>;
+inline void bind_comm(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   bind_handle(m);
   py::class_<ReduceSink, std::shared_ptr<ReduceSink>>(m, "ReduceSink");
   py::class_<Comm, CommRef>(m, "Comm")
@@ -195,10 +192,10 @@ inline void register_comm(py::module_& m) {
            py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
            py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
-      .def("collect", &collect_bytes, py::arg("timeout_s") = py::none())
-      .def("abort", &Comm::abort, py::arg("why"), unlocked())
-      .def("close", [](Comm& self, std::optional<double> timeout_s) { self.close(deadline_of(timeout_s)); },
-           py::arg("timeout_s") = py::none(), unlocked());
+      .def("collect", &collect_bytes, py::arg("timeout") = py::none())
+      .def("abort", &Comm::abort, py::arg("why"), Unlocked())
+      .def("close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
+           py::arg("timeout") = py::none(), Unlocked());
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
@@ -208,7 +205,7 @@ inline void register_comm(py::module_& m) {
            [](LocalWorld& self, int rank, std::string name, double timeout_s) {
              return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
            },
-           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), unlocked());
+           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked());
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
@@ -216,7 +213,7 @@ inline void register_comm(py::module_& m) {
                            expect_timeout(timeout_s)};
         return released_without_gil(make_shm_comm(options));
       },
-      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), unlocked());
+      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), Unlocked());
 }
 
 }  // namespace bucketwheel

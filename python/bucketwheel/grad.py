@@ -15,10 +15,8 @@ the next backward; ``p.grad += x``                     ``accumulate``
 anything that needs or replaces single values          `ShardedGradError`, nothing changed
 =====================================================  ==================================
 
-Two more things cannot be left to torch. A stock optimizer may decay parameters before it first touches a gradient, so
-a pre-step hook refuses foreign optimizers before they begin. The reducer of a `DistributedDataParallel` around the
-model reads and writes gradients from C++: it is handed zeros, and what it writes back is dropped
-([Note: reducer under DDP]).
+A stock optimizer may decay parameters before it first touches a gradient, so a pre-step hook refuses foreign optimizers
+before they begin. A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,7 +73,7 @@ class ShardedGrad(Tensor):
         )
         # Without this, native code that asks for the address reads from null.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        return cast(ShardedGrad, self)
+        return self
 
     def _alias(self) -> ShardedGrad:
         alias = ShardedGrad._empty(self)
@@ -93,19 +91,19 @@ class ShardedGrad(Tensor):
         return owner
 
     def refusal(self, operation: str) -> ShardedGradError:
-        """Return (not raise) the error that says ``operation`` cannot be done on this gradient."""
+        """Return the error that says ``operation`` cannot be done on this gradient."""
         hint = next((text for key, text in _HINTS if key in operation), "")
         return ShardedGradError(
             f"{operation} needs the values of the gradient of {self.param_name!r} (shape {tuple(self.shape)}, "
             f"{self.dtype}), which are sharded over the ranks; optimizer.full_grad(p) returns them.{hint}"
         )
 
-    def reject_reducer_view(self) -> None:
-        """Raise `ShardedGradError` if a reducer has replaced this placeholder in ``p.grad``.
+    def reject_reducer_view(self, grad: Tensor) -> None:
+        """Raise `ShardedGradError` if ``grad``, found in ``p.grad`` instead of this placeholder, is a reducer's.
 
-        The owner calls this when it finds another tensor in ``p.grad``, before it takes that for a new gradient.
+        The owner calls this before it takes a plain tensor from ``p.grad`` for a new gradient.
         """
-        if self.is_in_reducer:
+        if self.is_in_reducer and grad._is_view():
             raise ShardedGradError(
                 f"DistributedDataParallel(gradient_as_bucket_view=True) replaced the gradient of {self.param_name!r}; "
                 "use the model without the wrapper, which has nothing left to reduce"
@@ -120,12 +118,12 @@ class ShardedGrad(Tensor):
             raise self.refusal("Tensor.__format__")
         return repr(self)
 
-    def detach(self) -> ShardedGrad:  # type: ignore[override]
+    def detach(self) -> ShardedGrad:
         """Return the placeholder itself: it is in no graph."""
         return self
 
     @property
-    def data(self) -> ShardedGrad:  # type: ignore[override]
+    def data(self) -> ShardedGrad:
         """The placeholder itself, so that ``p.grad.data.mul_(x)`` works."""
         return self
 
@@ -158,10 +156,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 # Methods that read memory in C++ without passing the dispatcher, or fail with a message that names no parameter.
-for _name in (
-    "item tolist numpy data_ptr storage untyped_storage share_memory_ pin_memory __array__ __dlpack__ __deepcopy__ "
-    "__reduce_ex__ __bool__ __float__ __int__ __index__ __complex__"
-).split():
+for _name in """item tolist numpy data_ptr storage untyped_storage share_memory_ pin_memory __array__ __dlpack__
+    __deepcopy__ __reduce_ex__ __bool__ __float__ __int__ __index__ __complex__""".split():
     setattr(ShardedGrad, _name, _refusing(_name))
 
 _HINTS = (
@@ -178,7 +174,7 @@ _HINTS = (
 
 
 class _NotAnswered(Exception):
-    """Raised by an answer, before it changes anything, for arguments that it has no answer to."""
+    """Raised by an answer, before it changes anything, for arguments that it cannot answer."""
 
 
 class _Share(NamedTuple):
@@ -227,13 +223,7 @@ def _accumulate(op: Any, grad: Tensor, other: Tensor, *, alpha: float = 1) -> Te
 
 
 def _vector_norm(
-    op: Any,
-    grad: ShardedGrad,
-    ord: float = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    op: Any, grad: ShardedGrad, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     if (dim and len(dim) != max(grad.dim(), 1)) or (keepdim and grad.dim()):
         raise _NotAnswered
@@ -248,9 +238,9 @@ def _foreach_norm(op: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: tor
             norms[place] = norm
     for owner, indices, places in shares:
         answer = owner.norms(indices, float(ord))
-        # A copy per dtype (there is one, but for odd callers): callers may write to what they get.
+        # One copy per dtype, which callers may write to; torch.nn.utils passes lists of one dtype.
         dtypes = [dtype or tensors[place].dtype for place in places]
-        copies = {dtype: answer.to(dtype, copy=True).unbind() for dtype in set(dtypes)}
+        copies = {each: answer.to(each, copy=True).unbind() for each in set(dtypes)}
         for row, place in enumerate(places):
             norms[place] = copies[dtypes[row]][row]
     return norms
@@ -282,20 +272,20 @@ def _scale(op: Any, grad: Tensor, other: Any) -> Tensor:
 
 def _foreach_scale(op: Any, tensors: Sequence[Tensor], others: Any) -> None:
     plain, plain_places, shares = _split(tensors)
-    if isinstance(others, (list, tuple)):
-        # All factors are read first, so that a refusal leaves every gradient as it was.
-        factors = {place: _factor(op, tensors[place], others[place]) for share in shares for place in share.places}
+    # Factors are read before anything is scaled, so that a refusal leaves every gradient as it was.
+    if not isinstance(others, (list, tuple)):
+        factor = _factor(op, min(tensors, key=Tensor.dim), others)
         if plain:
-            op(plain, [others[place] for place in plain_places])
-        for owner, indices, places in shares:
-            for index, place in zip(indices, places, strict=True):
-                owner.scale([index], factors[place])
+            op(plain, others)
+        for owner, indices, _ in shares:
+            owner.scale(indices, factor)
         return
-    factor = _factor(op, min(tensors, key=Tensor.dim), others)
+    factors = {place: _factor(op, tensors[place], others[place]) for share in shares for place in share.places}
     if plain:
-        op(plain, others)
-    for owner, indices, _ in shares:
-        owner.scale(indices, factor)
+        op(plain, [others[place] for place in plain_places])
+    for owner, indices, places in shares:
+        for index, place in zip(indices, places, strict=True):
+            owner.scale([index], factors[place])
 
 
 def _unscale(op: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -310,10 +300,6 @@ def _unscale(op: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: T
 def _clamp(op: Any, grad: ShardedGrad, min: float | None = None, max: float | None = None) -> Tensor:
     grad.owner.clamp([grad.param_index], min, max)
     return grad
-
-
-def _clamp_max(op: Any, grad: ShardedGrad, max: float) -> Tensor:
-    return _clamp(op, grad, None, max)
 
 
 def _foreach_clamp(op: Any, tensors: Sequence[Tensor], bound: float) -> None:
@@ -351,8 +337,9 @@ def _detach(op: Any, grad: ShardedGrad) -> Tensor:
 # gradient, the reducer copies p.grad into its bucket (mul.out), reduces the bucket and writes it back (copy_), all from
 # C++ while a backward runs. This rank's contribution is in our bucket already, so the reducer gets zeros and what it
 # writes back is dropped: the gradients are averaged once, by us. With gradient_as_bucket_view=True it puts its own
-# zeros into p.grad instead, without telling: the placeholder is never written back, and the owner finds that out with
-# `reject_reducer_view`. Its communication hooks read p.grad with an operation that others use too, and are refused.
+# zeros into p.grad instead, without telling: the placeholder is never written to, and the owner finds a view of the
+# reducer's bucket (`reject_reducer_view`). Its communication hooks read p.grad with an operation that others use too,
+# and are refused.
 
 
 @functools.cache
@@ -364,12 +351,9 @@ def _warn_of_reducer() -> None:
     )
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tensor:
-    if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not _in_backward():
+    in_backward = torch._C._current_graph_task_id() != -1
+    if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not in_backward:
         raise _NotAnswered
     _warn_of_reducer()
     grad.is_in_reducer = True
@@ -377,14 +361,11 @@ def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tenso
 
 
 def _written_by_reducer(op: Any, grad: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(grad, ShardedGrad) or not grad.is_in_reducer or not _in_backward():
+    in_backward = torch._C._current_graph_task_id() != -1
+    if not isinstance(grad, ShardedGrad) or not grad.is_in_reducer or not in_backward:
         raise _NotAnswered
     grad.is_in_reducer = False
     return grad
-
-
-def _overloads(packet: Any, names: str, answer: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
-    return {getattr(packet, name): answer for name in names.split()}
 
 
 _aten = torch.ops.aten
@@ -392,18 +373,20 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.add_.Tensor: _accumulate,
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten._foreach_norm.Scalar: _foreach_norm,
-    **_overloads(_aten.mul_, "Tensor Scalar", _scale),
-    **_overloads(_aten.div_, "Tensor Scalar", _scale),
-    **_overloads(_aten._foreach_mul_, "Tensor Scalar List ScalarList", _foreach_scale),
-    **_overloads(_aten._foreach_div_, "Tensor Scalar List ScalarList", _foreach_scale),
+    **dict.fromkeys([_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar], _scale),
+    **{
+        getattr(packet, overload): _foreach_scale
+        for packet in (_aten._foreach_mul_, _aten._foreach_div_)
+        for overload in ("Tensor", "Scalar", "List", "ScalarList")
+    },
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     _aten.clamp_.default: _clamp,
     _aten.clamp_min_.default: _clamp,
-    _aten.clamp_max_.default: _clamp_max,
+    _aten.clamp_max_.default: lambda op, grad, max: _clamp(op, grad, None, max),
     _aten._foreach_clamp_min_.Scalar: _foreach_clamp,
     _aten._foreach_clamp_max_.Scalar: _foreach_clamp,
     _aten.zero_.default: _zero,
-    **_overloads(_aten.fill_, "Tensor Scalar", _fill),
+    **dict.fromkeys([_aten.fill_.Tensor, _aten.fill_.Scalar], _fill),
     _aten._foreach_zero_.default: _foreach_zero,
     _aten.detach.default: _detach,
     _aten.mul.out: _read_by_reducer,
@@ -416,8 +399,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _register_with_torch() -> None:
-    # torch.nn.utils makes one call per gradient for classes that are not in this list. The list is private; without it
-    # only speed is lost.
+    # For classes not in this private list torch.nn.utils makes one call per gradient: only speed is lost without it.
     supported = getattr(_foreach_utils, "_foreach_supported_types", None)
     if isinstance(supported, list):
         supported.append(ShardedGrad)
@@ -454,4 +436,4 @@ def _refuse_foreign_step(
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": checked_closure}
-    return (args[0], checked_closure, *args[2:]), kwargs
+    return (optimizer, checked_closure, *args[2:]), kwargs

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+
 from bucketwheel.testing import RankPool
 
 

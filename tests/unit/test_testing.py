@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from bucketwheel.testing import RankFailed, RankPool, assert_bitwise_equal, run_ranks, run_threads
 
 
@@ -146,7 +147,7 @@ def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_pat
         pool.submit(write_then_hang, str(tmp_path))
         with pytest.raises(ValueError, match="already"):
             pool.submit(identity_of)
-        assert wait_until(lambda: (tmp_path / "1").exists())
+        assert wait_until((tmp_path / "1").exists)
         pool.kill(1)
         assert pool.collect(timeout_s=20, expect_dead={1}) == [0, None]
         third = pool.run(identity_of)
@@ -165,8 +166,8 @@ def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal of a parent is Linux's")
 def test_ranks_die_with_a_killed_runner(tmp_path):
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from bucketwheel.testing import run_ranks; import test_testing; "
-        f"run_ranks(test_testing.write_pid_and_hang, 2, {str(tmp_path)!r}, backend=None)"
+        f"import sys; sys.path[:] = {sys.path!r}; from bucketwheel.testing import run_ranks; "
+        f"from {__name__} import write_pid_and_hang as hang; run_ranks(hang, 2, {str(tmp_path)!r}, backend=None)"
     )
     runner = subprocess.Popen([sys.executable, "-c", code])
     try:
