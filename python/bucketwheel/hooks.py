@@ -167,7 +167,7 @@ class GradSync:
         bucket = self.buckets[action.bucket]
         lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
-        self._inflight.append((self.comm.reduce_scatter_to_sink(flat, bucket.sink), lease))
+        self._inflight.append((self.comm.reduce_scatter_into(flat, bucket.sink), lease))
 
     def _wait_inflight(self) -> None:
         for handle, _ in self._inflight:

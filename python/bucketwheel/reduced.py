@@ -19,7 +19,6 @@ from torch import Tensor
 from ._build import native
 from .comm import Communicator
 from .flat import ParamInfo
-from .ops import all_gather
 from .plan import Packing
 
 __all__ = ["ReducedGrads", "ShardPiece"]
@@ -217,7 +216,7 @@ class ReducedGrads:
             local = torch.cat([piece.grad for piece in state.pieces])
             mine[: local.numel()] = local
         gathered = torch.empty(world * longest)
-        all_gather(gathered, mine, self.comm).wait()
+        self.comm.all_gather_into(gathered, mine).wait()
         flat = torch.empty(param.numel())
         for rank, segments in enumerate(owned):
             at = rank * longest
