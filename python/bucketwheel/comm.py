@@ -28,6 +28,7 @@ __all__ = ["Communicator", "LocalRank", "LocalWorld"]
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _EXIT_GRACE_S = 2.0
+_HELLO_TIMEOUT_S = 1.0
 
 _numbers = itertools.count()
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -312,7 +313,7 @@ class _Meeting:
         while len(self.sockets) < self.size - 1:
             listener.settimeout(max(self.deadline - time.monotonic(), 0.001))
             call, _ = listener.accept()
-            call.settimeout(max(self.deadline - time.monotonic(), 0.001))
+            call.settimeout(_HELLO_TIMEOUT_S)  # a peer sends its hello before anybody accepts
             rank = self._caller(call)
             if rank is None:
                 call.close()  # some other process of this host

@@ -62,6 +62,8 @@ class ShardedAdamW(Optimizer):
         RuntimeError: ranks disagree on the parameters or options.
     """
 
+    steps_sharded_grads = True  # `bucketwheel.grad` refuses the step of any other optimizer
+
     def __init__(
         self,
         params: Iterable[Any],
