@@ -31,9 +31,9 @@ def main() -> None:
         exp_avg, exp_avg_sq = torch.zeros_like(param_shard), torch.zeros_like(param_shard)
 
         data = torch.Generator().manual_seed(comm.rank)
-        for step in range(1, 101):
+        for step in range(1, 201):
             grads.zero_()
-            x = torch.randn(64, 32, generator=data)
+            x = torch.randn(256, 32, generator=data)
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
             loss.backward()
             bw.reduce_scatter(grad_shard, grads, comm).wait()  # sums; the division by the world size is folded below
@@ -43,7 +43,7 @@ def main() -> None:
             scale = min(1.0, 1.0 / (norm + 1e-6)) / comm.size
             bw.adam_step([param_shard], [grad_shard], [exp_avg], [exp_avg_sq], step, lr=3e-3, grad_scale=scale)
             bw.all_gather(params, param_shard, comm).wait()
-            if comm.rank == 0 and step % 20 == 0:
+            if comm.rank == 0 and step % 40 == 0:
                 print(f"step {step:3} loss {loss.item():.3f} gradient norm {norm:.2f}")
     dist.destroy_process_group()
 
