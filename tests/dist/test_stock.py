@@ -405,6 +405,46 @@ def test_gradients_left_in_no_sync_are_not_taken_for_reduced_ones() -> None:
     expect_equal_to_unsharded(flow)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
+    """They are not reduced yet, and nobody outside can tell."""
+
+    def flow(run: Run) -> None:
+        for part in range(3):
+            with run.opt.no_sync():
+                (run.loss(lambda i: i != part) / 2).backward()
+                assert all(type(g) is Tensor for i, g in enumerate(run.grads) if i != part)
+            assert run.comm is None or all(type(g) is ShardedGrad for g in run.grads)
+            for p in run.params:
+                p.grad = p.grad.mul_(0.5) if p.grad is not None else None
+        run.params[4].grad.zero_()
+        run.params[5].grad = None
+        run.params[6].grad = torch.full_like(run.params[6], 0.25)
+        if run.step:
+            run.loss(lambda i: i % 2 == 0).backward()
+        run.seen.append(clip_grad_norm_(run.params, 0.25))
+        run.opt.step()
+        if run.step:
+            with run.opt.no_sync():  # adds to what the shards hold
+                run.loss().backward()
+            run.seen.append(get_total_norm(run.grads))
+            run.opt.step()
+
+    expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
+
+
+def test_grad_scaler_on_gradients_kept_from_no_sync() -> None:
+    def flow(run: Run) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with run.opt.no_sync():
+            scaler.scale(run.loss()).backward()
+        scaler.scale(run.loss(lambda i: i % 2 == 0)).backward()
+        scaler.step(run.opt)
+        scaler.update()
+
+    expect_equal_to_unsharded(flow)
+
+
 # --- processes ----------------------------------------------------------------------------------------------------------
 
 
