@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-
 from bucketwheel.comm import Communicator, LocalWorld
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal, run_threads
+from torch import Tensor
+from torch.nn import Parameter
 
 SHAPES = [(5, 7), (3,), (), (64, 33), (0,), (1, 1), (257,), (4, 3, 2, 2), (40, 6)]
 
