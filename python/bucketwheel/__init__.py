@@ -22,7 +22,7 @@ from bucketwheel.errors import (
     UseAfterRelease,
 )
 from bucketwheel.handle import Handle
-from bucketwheel.ops import adam_step, l2_norm
+from bucketwheel.ops import adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.plan import Packing, PackItem, pack
 from bucketwheel.pool import Lease, Pool, PoolStats
@@ -54,6 +54,8 @@ __all__ = [
     "UseAfterRelease",
     "__version__",
     "adam_step",
+    "all_gather",
     "l2_norm",
     "pack",
+    "reduce_scatter",
 ]
