@@ -66,6 +66,7 @@ Env* read_all() {
   env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
   env.pool_poison = read_flag("BW_POOL_POISON");
   env.cpu_isa = read_isa("BW_CPU_ISA");
+  env.trace_dir = read("BW_TRACE_DIR");
   return new Env(env);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "base/platform.h"
 
@@ -18,6 +19,8 @@ struct Env {
   bool pool_poison = false;
   // BW_CPU_ISA=plain|avx2|avx512: the CPU kernels to use. Unset: the best that the processor runs.
   std::optional<Isa> cpu_isa;
+  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
+  std::string trace_dir;
 };
 
 // ValueError when a variable holds what it cannot mean.

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/adam_py.h"
+#include "bindings/bucket_py.h"
+#include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
 #include "bindings/norm_py.h"
@@ -16,4 +18,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_pack(m);
   bucketwheel::bind_norm(m);
   bucketwheel::bind_adam(m);
+  bucketwheel::bind_comm(m);
+  bucketwheel::bind_bucket(m);
 }

@@ -39,25 +39,27 @@ inline UpstreamRef upstream_named(const std::string& name) {
   throw ValueError("upstream must be 'host' or 'shm', got '" + name + "'");
 }
 
-// A tensor over the first bytes of the lease. It owns the lease, so a lease whose object was dropped lives as long as its
+// A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped lives as long as its
 // tensors do.
-inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_name, std::vector<int64_t> shape) {
+inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_name, std::vector<int64_t> shape,
+                               size_t offset_bytes) {
   const DType dtype = dtype_named(dtype_name);
-  std::byte* data = lease->data();
+  std::byte* data = lease->data() + offset_bytes;
   size_t size_bytes = size_of(dtype);
   bool fits = true;
   for (int64_t extent : shape) {
     BW_EXPECTS(extent >= 0, "lease '" + lease->key() + "': tensor shape has the negative extent " + std::to_string(extent));
     fits = fits && !__builtin_mul_overflow(size_bytes, static_cast<size_t>(extent), &size_bytes);
   }
-  if (!fits || size_bytes > lease->size_bytes()) {
+  if (!fits || offset_bytes > lease->size_bytes() || size_bytes > lease->size_bytes() - offset_bytes) {
     std::string text;
     for (int64_t extent : shape) {
       text += (text.empty() ? "" : ", ") + std::to_string(extent);
     }
     throw ValueError("lease '" + lease->key() + "' of " + std::to_string(lease->size_bytes()) + " bytes cannot hold a " +
                      dtype_name + " tensor of shape [" + text + "]" +
-                     (fits ? " (" + std::to_string(size_bytes) + " bytes)" : ""));
+                     (fits ? " (" + std::to_string(size_bytes) + " bytes)" : "") +
+                     (offset_bytes ? " at byte " + std::to_string(offset_bytes) : ""));
   }
   return dlpack::make_tensor(data, dtype, std::move(shape), lease);
 }
@@ -83,7 +85,7 @@ inline void bind_pool(py::module_& m) {
       .def_property_readonly("data_ptr", [](const Lease& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
       .def_property_readonly("offset_bytes", &Lease::offset_bytes)
-      .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"))
+      .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
       .def(
           "release",
           [](Lease& self, py::handle after) {

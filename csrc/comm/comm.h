@@ -73,7 +73,9 @@ class Comm {
 
   // Host-to-host agreement, beside the stream: every rank posts one payload (at most kMaxPayloadBytes; lengths may
   // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.
-  // Never touches the device. Throws like a collective.
+  // Never touches the device. A round starts with post() and ends with collect(); a rank may post a round's payload
+  // only when it has collected the round before (ValueError). Fails like a collective after the communicator's
+  // timeout; CommTimeout at an earlier `deadline` leaves the round open.
   static constexpr size_t kMaxPayloadBytes = size_t{1} << 20;
   virtual void post(std::span<const std::byte> payload) = 0;
   virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {}) = 0;
@@ -81,7 +83,8 @@ class Comm {
   // Fails the communicator on every rank: their next wait throws CommError with `why`.
   virtual void abort(const std::string& why) noexcept = 0;
   // Waits for the operations in flight, then says goodbye to the peers; later calls throw ClosedError. Idempotent.
-  virtual void close() = 0;
+  // Operations that still run at `deadline` fail with ClosedError.
+  virtual void close(Deadline deadline = {}) = 0;
 };
 using CommRef = std::shared_ptr<Comm>;
 

@@ -3,9 +3,8 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "device/event.h"
@@ -30,15 +29,24 @@ class Handle {
   // Seconds between the completion of two handles made with timing = true; negative if `later` came first.
   double elapsed_s(const Handle& later) const;
 
-  uint64_t seq() const;           // of its communicator, counted from 1
-  size_t size_bytes() const;      // bytes of the full buffers
-  const EventRef& event() const;  // completes when the operation is over, failed or not
+  uint64_t seq() const { return state_->seq; }                // of its communicator, counted from 1
+  size_t size_bytes() const { return state_->size_bytes; }    // bytes of the full buffers
+  const EventRef& event() const { return state_->done; }      // completes when the operation is over, failed or not
 
-  struct State;
-  explicit Handle(std::shared_ptr<State> state);
+  // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
+  // completes; the rest is set before the handle is given out.
+  struct State {
+    uint64_t seq = 0;
+    size_t size_bytes = 0;
+    EventRef done;
+    std::exception_ptr error;
+    std::vector<Keepalive> keepalive;
+  };
+  explicit Handle(std::shared_ptr<const State> state) : state_(std::move(state)) {}
 
  private:
-  std::shared_ptr<State> state_;
+  void rethrow() const;
+  std::shared_ptr<const State> state_;
 };
 using HandleRef = std::shared_ptr<Handle>;
 

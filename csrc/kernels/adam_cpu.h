@@ -1,4 +1,15 @@
-// Adam over one chunk. Included by cpu_<isa>.cpp inside namespace bucketwheel and the namespace of the instruction set.
+// Adam over one chunk.
+// Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/bf16.h"
+#include "kernels/cpu_kernels.h"
+
+namespace bucketwheel {
+namespace {
 
 // P and G are float or uint16_t (bfloat16 bits). A bfloat16 parameter is computed on its float master and rounded from it.
 template <class P, class G, bool kDecoupled>
@@ -34,3 +45,6 @@ void adam_chunk(const AdamPointers& at, int64_t n, const AdamScalars& scalars) {
     v[i] = vi;
   }
 }
+
+}  // namespace
+}  // namespace bucketwheel

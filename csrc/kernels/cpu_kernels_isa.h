@@ -1,20 +1,21 @@
-// Everything that is compiled once per instruction set. The including file defines BW_ISA_NAMESPACE.
-// No standard header with inline functions may be used in here: the linker keeps one copy of those for all, and it might
-// be the one with instructions that this processor lacks.
+// Everything that is compiled once per instruction set; cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp include it.
+//
+// [Note: one copy per instruction set]
+// The loops sit in an unnamed namespace, so each of those files has copies of its own. Were they inline functions with
+// external linkage, the linker would keep one copy for all, perhaps one with instructions that this processor lacks. For
+// the same reason they call nothing from standard headers but compiler builtins, and what they share with other files
+// (adam_math.h, bf16.h) is inlined by force.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-
-#include "kernels/bf16.h"
-#include "kernels/cpu_kernels.h"
-
-namespace bucketwheel::BW_ISA_NAMESPACE {
-namespace {
 
 #include "kernels/adam_cpu.h"
+#include "kernels/cpu_kernels.h"
 #include "kernels/norm_cpu.h"
 #include "kernels/reduce_cpu.h"
+
+namespace bucketwheel {
+namespace {
 
 constexpr CpuKernels make_kernels(Isa isa) {
   using U = uint16_t;
@@ -35,4 +36,4 @@ constexpr CpuKernels make_kernels(Isa isa) {
 }
 
 }  // namespace
-}  // namespace bucketwheel::BW_ISA_NAMESPACE
+}  // namespace bucketwheel

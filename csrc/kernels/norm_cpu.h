@@ -1,5 +1,15 @@
-// Sums of squares by lane. Included by cpu_<isa>.cpp inside namespace bucketwheel and the namespace of the instruction set.
-// The square of a float is exact in double, so it does not matter whether the compiler would fuse it with the addition.
+// Sums of squares by lane.// The square of a float is exact in double, so it does not matter whether the compiler would fuse it with the addition.
+// Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/bf16.h"
+#include "kernels/cpu_kernels.h"
+
+namespace bucketwheel {
+namespace {
 
 template <class T>
 void sumsq(const T* x, int64_t n, int64_t lane, double* lanes) {
@@ -50,3 +60,6 @@ void store_sumsq_rows(float* __restrict__ to, const float* __restrict__ x, int64
 void store_sumsq(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes) {
   add ? store_sumsq_rows<true>(to, x, n, lane, lanes) : store_sumsq_rows<false>(to, x, n, lane, lanes);
 }
+
+}  // namespace
+}  // namespace bucketwheel

@@ -1,4 +1,14 @@
-// Casts, and sums over ranks. Included by cpu_<isa>.cpp inside namespace bucketwheel and the namespace of the instruction set.
+// Casts, and sums over ranks.
+// Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/bf16.h"
+
+namespace bucketwheel {
+namespace {
 
 template <class T>
 BW_HD float load(const T* x, int64_t i) {
@@ -86,3 +96,6 @@ void sum(To* to, const void* const* from, int world, int64_t n) {
   }
   sum_many<To, From>(to, from, world, n);
 }
+
+}  // namespace
+}  // namespace bucketwheel

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._build import native
 from .pool import Lease, Pool
 
 __all__ = ["GradBucket", "Part"]
@@ -32,10 +33,12 @@ class Part:
 class GradBucket:
     """The gradient memory of one bucket and its shard's accumulator.
 
-    ``accumulator`` is the native `ShardAccumulator` over this rank's part of the gradient shard: reduce-scatter feeds it.
+    ``accumulator`` is the native `ShardAccumulator` over this rank's part of the gradient shard; reduce-scatter feeds it
+    through ``sink``.
     """
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
+        self.sink = native().ShardSink(accumulator)
         self.index = index
         self.numel = numel
         self.dtype = dtype

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from .comm import Communicator
 from .flat import ParamInfo
 from .handle import Handle
-from .ops import all_gather
 
 __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout"]
 
@@ -54,7 +53,7 @@ def broadcast_flat(comm: Communicator, flat: Tensor) -> None:
     for begin in range(0, flat.numel(), step):
         chunk = flat.narrow(0, begin, min(step, flat.numel() - begin))
         out = gathered.narrow(0, 0, comm.size * chunk.numel())
-        all_gather(out, chunk, comm).wait()
+        comm.all_gather_into(out, chunk).wait()
         if comm.rank != 0:
             chunk.copy_(out.narrow(0, 0, chunk.numel()))
 

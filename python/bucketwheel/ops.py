@@ -6,12 +6,15 @@ Every function checks all its arguments before it changes anything, and names th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from bucketwheel._build import native
+from bucketwheel.comm import Communicator
+from bucketwheel.handle import Handle
 
-__all__ = ["adam_step", "l2_norm"]
+__all__ = ["adam_step", "all_gather", "l2_norm", "reduce_scatter"]
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -52,7 +55,7 @@ def adam_step(
         exp_avgs, exp_avg_sqs: m and v, float32.
         steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
             (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
-            A tensor may serve several parameters only if it is listed once (it would advance each time).
+            A tensor listed several times advances once.
         grad_scale: factor of every gradient, rounded to float32: 1 / world size, 1 / loss scale, a clip coefficient.
         noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
         master_params: for each bfloat16 parameter its float32 master (None for the others). The master is updated and
@@ -116,11 +119,104 @@ def l2_norm(
     """
     module = native()
     module.set_num_threads(torch.get_num_threads())
-    sums, nonfinite, total = module.sumsq(tensors)
-    norm = torch.tensor(sums if per_tensor else total, dtype=torch.float64).sqrt_()
+    results = module.sumsq(tensors)
+    total = 0.0
+    for sumsq, _ in results:  # not sum(), whose rounding depends on the version of Python
+        total += sumsq
+    norm = torch.tensor([sumsq for sumsq, _ in results] if per_tensor else total, dtype=torch.float64).sqrt_()
     if not return_nonfinite:
         return norm
+    nonfinite = [bad for _, bad in results]
     return norm, torch.tensor(nonfinite if per_tensor else any(nonfinite), dtype=torch.bool)
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
+
+_NATIVE_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+)
+
+
+def all_gather(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    stream: Any = None,
+    after: Sequence[Handle] = (),
+    timing: bool = False,
+) -> Handle:
+    """Gather every rank's ``inputs[i]`` into ``outputs[i]``, rank r's elements from ``r * inputs[i].numel()`` on.
+
+    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller: the outputs
+    may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's work so far
+    is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are copied through staging
+    buffers, which costs about half as much again.
+
+    Args:
+        outputs: contiguous CPU tensors of any dtype; ``world * inputs[i].numel()`` elements, whatever the shape.
+        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]`` (in place);
+            nothing else may overlap.
+        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the order of
+            the calls on any stream.
+        after: handles of operations (of any communicator) that must be over first.
+        timing: allow `Handle.elapsed_time`.
+
+    Raises:
+        ValueError: lengths, element counts, devices, layouts or overlaps as above are wrong. Nothing was enqueued.
+        TypeError: dtypes differ, or not a tensor. Nothing was enqueued.
+        CommError: the communicator had failed (the error it failed with) or is closed.
+    """
+    outs, ins = _listed(outputs), _listed(inputs)
+    _expect_equal_dtypes(outs, ins)
+    native_outs, native_ins = [_as_native(t) for t in outs], [_as_native(t) for t in ins]
+    events = [handle._native for handle in after]
+    handle = comm._native.all_gather(native_outs, native_ins, stream=stream, after=events, timing=timing)
+    torch.autograd.graph.increment_version(outs)
+    return Handle(handle, comm)
+
+
+def reduce_scatter(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    op: str = "sum",
+    stream: Any = None,
+    after: Sequence[Handle] = (),
+    timing: bool = False,
+) -> Handle:
+    """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in ``outputs[i]``.
+
+    Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in every
+    run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
+
+    Args:
+        outputs: contiguous CPU tensors, float32 or bfloat16.
+        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]`` may be this
+            rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
+        op: ``"sum"``, or ``"avg"``: the float32 sum divided by the world size before the rounding.
+    """
+    outs, ins = _listed(outputs), _listed(inputs)
+    events = [handle._native for handle in after]
+    handle = comm._native.reduce_scatter(outs, ins, op, stream=stream, after=events, timing=timing)
+    torch.autograd.graph.increment_version(outs)
+    return Handle(handle, comm)
+
+
+def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _expect_equal_dtypes(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Of what is gathered by bytes; native code checks the rest."""
+    for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
+        if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
+            raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
+
+
+def _as_native(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or its bytes when native code does not know the dtype: gathering does not look at values."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or not tensor.is_contiguous():
+        return tensor
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -74,14 +74,14 @@ class Lease:
         """(slab, offset in bytes): equal on all ranks whose pools saw the same calls."""
         return self._native.slab_id, self._native.offset_bytes
 
-    def tensor(self, dtype: torch.dtype, shape: int | Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor of ``shape`` over the lease's first bytes, not initialised.
+    def tensor(self, dtype: torch.dtype, shape: int | Sequence[int], *, offset_bytes: int = 0) -> torch.Tensor:
+        """A contiguous tensor of ``shape`` over the lease's bytes from ``offset_bytes`` on, not initialised.
 
         Every call makes a tensor with a storage and a version counter of its own. `ValueError` when it does not fit,
         `UseAfterRelease` when the lease is over.
         """
         extents = [shape] if isinstance(shape, int) else list(shape)
-        return self._native.tensor(str(dtype).removeprefix("torch."), extents)
+        return self._native.tensor(str(dtype).removeprefix("torch."), extents, offset_bytes)
 
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.

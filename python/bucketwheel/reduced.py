@@ -19,7 +19,6 @@ from torch import Tensor
 from ._build import native
 from .comm import Communicator
 from .flat import ParamInfo
-from .ops import all_gather
 from .plan import Packing
 
 __all__ = ["ReducedGrads", "ShardPiece"]
@@ -133,7 +132,8 @@ class ReducedGrads:
         if not state.has_content or not state.pieces:
             return 0.0
         if state.is_edited:
-            rows = native().sumsq([piece.grad for piece in state.pieces])
+            sums, are_bad, _ = native().sumsq([piece.grad for piece in state.pieces])
+            rows = list(zip(sums, are_bad, strict=True))
         else:
             rows = [piece.accumulator.results()[piece.row] for piece in state.pieces]
         return sum(sumsq if not is_bad or not math.isfinite(sumsq) else math.nan for sumsq, is_bad in rows)
@@ -217,7 +217,7 @@ class ReducedGrads:
             local = torch.cat([piece.grad for piece in state.pieces])
             mine[: local.numel()] = local
         gathered = torch.empty(world * longest)
-        all_gather(gathered, mine, self.comm).wait()
+        self.comm.all_gather_into(gathered, mine).wait()
         flat = torch.empty(param.numel())
         for rank, segments in enumerate(owned):
             at = rank * longest

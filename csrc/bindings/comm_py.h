@@ -1,0 +1,219 @@
+// Bindings of comm/: communicators, handles, and the coalesced collectives over tensor lists.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/device_py.h"
+#include "bindings/dlpack.h"
+#include "bindings/layout.h"
+#include "comm/comm.h"
+#include "comm/comm_local.h"
+#include "comm/comm_shm.h"
+
+namespace bucketwheel {
+
+namespace py = pybind11;
+
+// Communicators are destroyed, and wait for their operations, without the GIL: an operation's end may need it.
+inline CommRef released_without_gil(CommRef comm) {
+  Comm* const raw = comm.get();
+  return CommRef(raw, [comm = std::move(comm)](Comm*) mutable {
+    if (PyGILState_Check() != 0) {
+      py::gil_scoped_release unlocked;
+      comm.reset();
+    } else {
+      comm.reset();
+    }
+  });
+}
+
+inline std::chrono::nanoseconds expect_timeout(double timeout_s) {
+  BW_EXPECTS(timeout_s > 0, "timeout_s must be positive, got " + std::to_string(timeout_s));
+  constexpr double kYear_s = 365.0 * 86400.0;
+  return std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, kYear_s) * 1e9));
+}
+
+// The tensors of one call as segments, checked against each other; they live as long as the operation needs them.
+class TensorSegments {
+ public:
+  // Each `full` has world x the elements of its `shard`. The lists' names are those of the caller's arguments.
+  TensorSegments(const char* full_list, const py::sequence& fulls, const char* shard_list, const py::sequence& shards,
+                 int world) {
+    const size_t count = py::len(fulls);
+    BW_EXPECTS(count == py::len(shards), std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
+                                             shard_list + " has " + std::to_string(py::len(shards)));
+    segments_.reserve(count);
+    owners_.reserve(2 * count);
+    for (size_t i = 0; i < count; ++i) {
+      const dlpack::Name full_name{full_list, static_cast<int64_t>(i)};
+      const dlpack::Name shard_name{shard_list, static_cast<int64_t>(i)};
+      const dlpack::Described full = take(fulls[i], full_name);
+      const dlpack::Described shard = take(shards[i], shard_name);
+      dlpack::expect_dtype(full, shard.dtype, full_name);
+      BW_EXPECTS(full.numel == world * shard.numel,
+                 full_name.text() + " has shape " + full.shape_text() + ", expected world (" + std::to_string(world) +
+                     ") x the " + std::to_string(shard.numel) + " elements of " + shard_name.text() + ", shape " +
+                     shard.shape_text());
+      segments_.push_back({{full.data, full.numel, full.dtype}, {shard.data, shard.numel, shard.dtype}});
+    }
+  }
+
+  const std::vector<Segment>& segments() const { return segments_; }
+  IssueOptions options(Stream* stream, const std::vector<HandleRef>& after, bool timing) {
+    IssueOptions out;
+    out.stream = stream;
+    for (const HandleRef& handle : after) {
+      out.after.push_back(handle->event());
+    }
+    out.timing = timing;
+    out.keepalive = std::move(owners_);
+    return out;
+  }
+
+ private:
+  dlpack::Described take(const py::object& object, dlpack::Name name) {
+    dlpack::Described tensor = dlpack::describe_item(object, name);
+    BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
+                                           dlpack::text_of(tensor.strides));
+    owners_.push_back(dlpack::hold(object).owner);
+    return tensor;
+  }
+
+  std::vector<Segment> segments_;
+  std::vector<Handle::Keepalive> owners_;
+};
+
+inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs, Stream* stream,
+                                    const std::vector<HandleRef>& after, bool timing) {
+  TensorSegments tensors("outputs", outputs, "inputs", inputs, comm.world());
+  const IssueOptions options = tensors.options(stream, after, timing);
+  py::gil_scoped_release unlocked;
+  return comm.all_gather(tensors.segments(), options);
+}
+
+inline ReduceOp reduce_op_of(const std::string& op) {
+  if (op == "sum") {
+    return ReduceOp::kSum;
+  }
+  BW_EXPECTS(op == "avg", "op '" + op + "' is not supported: 'sum' and 'avg' are");
+  return ReduceOp::kAvg;
+}
+
+inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
+                                        const std::string& op, Stream* stream, const std::vector<HandleRef>& after,
+                                        bool timing) {
+  const ReduceOp reduce = reduce_op_of(op);
+  TensorSegments tensors("inputs", inputs, "outputs", outputs, comm.world());
+  const IssueOptions options = tensors.options(stream, after, timing);
+  py::gil_scoped_release unlocked;
+  return comm.reduce_scatter(tensors.segments(), reduce, nullptr, options);
+}
+
+// The sums of `full` go to `sink` and nowhere else.
+inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, Stream* stream,
+                                        const std::vector<HandleRef>& after, bool timing) {
+  const dlpack::Name name{"full", 0};
+  const dlpack::Described tensor = dlpack::describe_item(full, name);
+  BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
+             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) + "), got shape " +
+                 tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
+  const Segment segment{{tensor.data, tensor.numel, tensor.dtype},
+                        {nullptr, tensor.numel / comm.world(), tensor.dtype}};
+  IssueOptions options;
+  options.stream = stream;
+  for (const HandleRef& handle : after) {
+    options.after.push_back(handle->event());
+  }
+  options.timing = timing;
+  options.keepalive.push_back(dlpack::hold(full).owner);
+  py::gil_scoped_release unlocked;
+  return comm.reduce_scatter({&segment, 1}, ReduceOp::kSum, std::move(sink), options);
+}
+
+inline void post_bytes(Comm& comm, const py::bytes& payload) {
+  const std::string_view view = payload;
+  comm.post(std::as_bytes(std::span(view.data(), view.size())));
+}
+
+inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
+  std::vector<std::vector<std::byte>> payloads;
+  {
+    py::gil_scoped_release unlocked;
+    payloads = comm.collect(deadline_of(timeout));
+  }
+  py::list out;
+  for (const auto& payload : payloads) {
+    out.append(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
+  }
+  return out;
+}
+
+inline void bind_handle(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<Handle, HandleRef>(m, "Handle")
+      .def("wait", &Handle::wait, py::arg("stream").none(true) = py::none(), Unlocked())
+      .def("synchronize",
+           [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
+           py::arg("timeout") = py::none(), Unlocked())
+      .def("query", &Handle::query)
+      .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
+      .def_property_readonly("seq", &Handle::seq)
+      .def_property_readonly("size_bytes", &Handle::size_bytes)
+      .def_property_readonly("event", &Handle::event);
+}
+
+inline void bind_comm(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  bind_handle(m);
+  py::class_<ReduceSink, std::shared_ptr<ReduceSink>>(m, "ReduceSink");
+  py::class_<Comm, CommRef>(m, "Comm")
+      .def_property_readonly("rank", &Comm::rank)
+      .def_property_readonly("world", &Comm::world)
+      .def_property_readonly("name", &Comm::name)
+      .def_property_readonly("backend", &Comm::backend)
+      .def_property_readonly("pool", &Comm::pool)
+      .def_property_readonly("stream", &Comm::stream)
+      .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"),
+           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
+           py::arg("timing") = false)
+      .def("reduce_scatter", &reduce_scatter_tensors, py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum",
+           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
+           py::arg("timing") = false)
+      .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
+           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
+           py::arg("timing") = false)
+      .def("post", &post_bytes, py::arg("payload"))
+      .def("collect", &collect_bytes, py::arg("timeout") = py::none())
+      .def("abort", &Comm::abort, py::arg("why"), Unlocked())
+      .def("close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
+           py::arg("timeout") = py::none(), Unlocked());
+  m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
+
+  py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
+      .def(py::init<int, bool>(), py::arg("world"), py::arg("stages_inputs") = false)
+      .def_property_readonly("world", &LocalWorld::world)
+      .def("join",
+           [](LocalWorld& self, int rank, std::string name, double timeout_s) {
+             return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
+           },
+           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+  m.def(
+      "make_shm_comm",
+      [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
+        ShmOptions options{rank, static_cast<int>(sockets.size()), std::move(sockets), std::move(pids), std::move(name),
+                           expect_timeout(timeout_s)};
+        return released_without_gil(make_shm_comm(options));
+      },
+      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,249 @@
+#include "comm/host_comm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "base/env.h"
+#include "base/error.h"
+#include "base/fork.h"
+#include "comm/exchange.h"
+
+namespace bucketwheel {
+namespace {
+
+// How long the destructor waits for operations in flight.
+constexpr std::chrono::seconds kDestructorGrace{5};
+
+std::exception_ptr exception_of(const Failure& failure, const std::string& message) {
+  switch (failure.kind) {
+    case FailureKind::kPeer:
+      return std::make_exception_ptr(PeerError(failure.rank, message));
+    case FailureKind::kTimeout:
+      return std::make_exception_ptr(CommTimeout(message));
+    case FailureKind::kMismatch:
+      return std::make_exception_ptr(MismatchError(message));
+    case FailureKind::kClosed:
+      return std::make_exception_ptr(ClosedError(message));
+    case FailureKind::kNone:
+    case FailureKind::kAborted:
+    case FailureKind::kError:
+      break;
+  }
+  return std::make_exception_ptr(CommError(message));
+}
+
+}  // namespace
+
+HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<void> control_owner,
+                   std::unique_ptr<Transport> transport)
+    : options_(std::move(options)),
+      fork_generation_(fork_generation()),
+      control_owner_(std::move(control_owner)),
+      team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
+      stream_(cpu_device().new_stream("bw-" + options_.name)) {}
+
+HostComm::~HostComm() {
+  if (fork_generation_ != fork_generation()) {
+    (void)team_.release();  // its threads and locks are the parent's: leaked
+    return;
+  }
+  try {
+    close(Clock::now() + kDestructorGrace);
+  } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
+    team_->transport().leave();
+  }
+}
+
+HandleRef HostComm::all_gather(std::span<const Segment> segments, const IssueOptions& options) {
+  expect_usable();
+  return issue(make_operation(Collective::kAllGather, segments, ReduceOp::kSum, nullptr, rank(), world()), options);
+}
+
+HandleRef HostComm::reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
+                                   const IssueOptions& options) {
+  expect_usable();
+  return issue(make_operation(Collective::kReduceScatter, segments, op, std::move(sink), rank(), world()), options);
+}
+
+HandleRef HostComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+  auto state = std::make_shared<Handle::State>();
+  state->size_bytes = op->size_bytes;
+  state->keepalive = options.keepalive;
+  std::lock_guard lock(issue_mutex_);
+  expect_usable();
+  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
+  const bool is_own_stream = &stream == stream_.get();
+  for (const EventRef& event : options.after) {
+    stream.wait(event);
+  }
+  // One stream runs its tasks in order; across streams the order of operations needs an edge.
+  if (last_done_ && !(is_own_stream && last_was_own_stream_)) {
+    stream.wait(last_done_);
+  }
+  op->seq = state->seq = seq_ + 1;
+  flight_.issued(*op);
+  stream.run([this, op, state] { execute(*op, *state); });
+  seq_ = op->seq;
+  state->done = stream.record(options.timing);
+  last_done_ = state->done;
+  last_was_own_stream_ = is_own_stream;
+  return std::make_shared<Handle>(std::move(state));
+}
+
+void HostComm::execute(const Operation& op, Handle::State& state) {
+  flight_.started(op.seq);
+  std::exception_ptr error;
+  try {
+    if (has_failed_) {
+      std::lock_guard lock(error_mutex_);
+      error = error_;
+    } else {
+      Exchange(*team_, op, timeout_from_now()).run();
+    }
+  } catch (const Failure& failure) {
+    error = fail(failure, op.seq);
+  } catch (const std::exception& failure) {
+    error = fail({FailureKind::kError, failure.what(), -1, op.seq}, op.seq);
+  }
+  flight_.finished(op.seq, !error);
+  if (error) {
+    team_->await_readers(op.seq);  // before the inputs are freed
+  }
+  state.error = std::move(error);
+  std::exchange(state.keepalive, {}).clear();
+}
+
+void HostComm::post(std::span<const std::byte> payload) {
+  std::lock_guard lock(payload_mutex_);
+  expect_usable();
+  BW_EXPECTS(payload.size() <= kMaxPayloadBytes, "post: the payload has " + std::to_string(payload.size()) +
+                                                     " bytes, at most " + std::to_string(kMaxPayloadBytes) + " fit");
+  BW_EXPECTS(posted_ == collected_, "post: round " + std::to_string(posted_) + " is posted but not collected");
+  // Two slots are enough: a peer posts round n + 1 only after it has collected round n, and nobody can have collected
+  // n + 1 before that, so whoever posts n + 2 knows that round n has been read by all.
+  const uint64_t round = ++posted_;
+  const int slot = static_cast<int>(round % 2);
+  RankRecord& own = team_->own();
+  if (!payload.empty()) {
+    std::memcpy(team_->control().payload(rank(), slot), payload.data(), payload.size());
+  }
+  own.payload_bytes[slot] = payload.size();
+  own.posted = round;
+  team_->ring_peers();
+}
+
+std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline) {
+  std::lock_guard lock(payload_mutex_);
+  expect_usable();
+  BW_EXPECTS(posted_ == collected_ + 1, "collect: nothing is posted");
+  const uint64_t round = posted_;
+  const int slot = static_cast<int>(round % 2);
+  const Deadline own_deadline = timeout_from_now();
+  const std::string what = "collect() of round " + std::to_string(round);
+  const auto is_missing = [&](int r) { return team_->record(r).posted < round; };
+  std::vector<std::vector<std::byte>> payloads;
+  try {
+    for (int r = 0; r < world(); ++r) {
+      team_->await({0, earlier(deadline, own_deadline), what}, [&] { return !is_missing(r); }, is_missing);
+      const uint64_t bytes = team_->record(r).payload_bytes[slot];
+      if (bytes > kMaxPayloadBytes) {
+        throw Failure{FailureKind::kError, what + ": rank " + std::to_string(r) + " claims " + std::to_string(bytes) +
+                                               " bytes"};
+      }
+      const std::byte* payload = team_->control().payload(r, slot);
+      payloads.emplace_back(payload, payload + bytes);
+    }
+  } catch (const Failure& failure) {
+    if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
+      throw CommTimeout(prefix(seq_) + failure.text);
+    }
+    std::rethrow_exception(fail(failure, seq_));
+  }
+  collected_ = round;
+  return payloads;
+}
+
+void HostComm::abort(const std::string& why) noexcept {
+  if (fork_generation_ == fork_generation() && !is_closed_) {
+    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why}, seq_);
+  }
+}
+
+void HostComm::close(Deadline deadline) {
+  if (fork_generation_ != fork_generation()) {
+    return;  // the parent's communicator is not the child's to close
+  }
+  std::lock_guard lock(close_mutex_);
+  if (is_closed_) {
+    return;
+  }
+  EventRef last;
+  {
+    std::lock_guard issue_lock(issue_mutex_);
+    is_closing_ = true;
+    last = last_done_;
+  }
+  if (last && !last->synchronize(deadline)) {
+    fail({FailureKind::kClosed, "closed while operations were in flight"}, seq_);
+    last->synchronize();
+  }
+  is_closed_ = true;
+  team_->own().has_left = 1;
+  team_->ring_peers();
+  team_->stop({FailureKind::kClosed, "the communicator is closed"});
+  team_->transport().leave();
+  stream_->close();
+}
+
+void HostComm::expect_usable() const {
+  if (fork_generation_ != fork_generation()) {
+    throw DeviceError(prefix(seq_) + "the communicator belongs to the parent process; make a new one in the child");
+  }
+  if (is_closing_) {
+    throw ClosedError(prefix(seq_) + "the communicator is closed");
+  }
+  if (has_failed_) {
+    std::lock_guard lock(error_mutex_);
+    std::rethrow_exception(error_);
+  }
+}
+
+std::string HostComm::prefix(uint64_t seq) const {
+  return "[bucketwheel rank " + std::to_string(rank()) + "/" + std::to_string(world()) + " comm '" + options_.name +
+         "' seq " + std::to_string(seq) + "] ";
+}
+
+std::exception_ptr HostComm::fail(const Failure& failure, uint64_t seq) {
+  std::lock_guard lock(error_mutex_);
+  if (error_) {
+    return error_;
+  }
+  const std::string message = prefix(seq) + failure.text;
+  error_ = exception_of(failure, message);
+  has_failed_ = true;
+  if (failure.kind == FailureKind::kClosed) {
+    team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});
+  } else {
+    team_->publish(failure);
+    write_flight(message);
+  }
+  team_->stop(failure);
+  return error_;
+}
+
+void HostComm::write_flight(const std::string& reason) const noexcept {
+  if (env().trace_dir.empty()) {
+    return;
+  }
+  try {
+    std::string file = options_.name;
+    std::replace(file.begin(), file.end(), '/', '_');
+    std::ofstream out(env().trace_dir + "/" + file + "-rank" + std::to_string(rank()) + ".json");
+    out << flight_.json(options_.name, rank(), world(), backend(), reason);
+  } catch (const std::exception&) {  // the failure that is being reported matters more than its report
+  }
+}
+
+}  // namespace bucketwheel

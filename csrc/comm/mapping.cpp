@@ -1,0 +1,63 @@
+#include "comm/mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+[[noreturn]] void throw_errno(const std::string& what, size_t size_bytes) {
+  const std::string reason = std::strerror(errno);
+  throw CommError(what + " of " + std::to_string(size_bytes) + " bytes: " + reason);
+}
+
+}  // namespace
+
+std::shared_ptr<Mapping> Mapping::anonymous(size_t size_bytes) {
+  void* data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) {
+    throw_errno("cannot map memory", size_bytes);
+  }
+  return std::shared_ptr<Mapping>(new Mapping(data, size_bytes));
+}
+
+std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_writable) {
+  struct stat status{};
+  if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) < size_bytes) {
+    throw CommError("a peer's memory has " + std::to_string(status.st_size) + " bytes, it announced " +
+                    std::to_string(size_bytes));
+  }
+  void* data = mmap(nullptr, size_bytes, is_writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) {
+    throw_errno("cannot map shared memory", size_bytes);
+  }
+  return std::shared_ptr<Mapping>(new Mapping(data, size_bytes));
+}
+
+Mapping::~Mapping() { munmap(data_, size_bytes_); }
+
+void FileDescriptor::reset(int fd) noexcept {
+  if (fd_ >= 0) {
+    ::close(fd_);
+  }
+  fd_ = fd;
+}
+
+FileDescriptor make_memfd(const char* name, size_t size_bytes) {
+  FileDescriptor file(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.get() < 0 || ftruncate(file.get(), static_cast<off_t>(size_bytes)) != 0 ||
+      fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_errno("cannot make shared memory", size_bytes);
+  }
+  return file;
+}
+
+}  // namespace bucketwheel

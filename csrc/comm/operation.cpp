@@ -1,0 +1,174 @@
+#include "comm/operation.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+std::string at(size_t segment) { return "segment " + std::to_string(segment) + ": "; }
+
+void check_reduction(const Operation& op) {
+  BW_EXPECTS(op.reduce == ReduceOp::kSum || op.reduce == ReduceOp::kAvg,
+             std::string("op '") + name_of(op.reduce) + "' is not supported: 'sum' and 'avg' are");
+  BW_EXPECTS(!op.sink || op.reduce == ReduceOp::kSum,
+             std::string("op '") + name_of(op.reduce) + "' does not go with a sink: 'sum' does");
+  for (size_t i = 0; i < op.segments.size(); ++i) {
+    const DType dtype = op.segments[i].full.dtype;
+    BW_EXPECTS(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
+               at(i) + "reduce_scatter of " + name_of(dtype) +
+                   " is not supported: float32 and bfloat16 are");
+  }
+}
+
+void check_segment(const Operation& op, size_t i, int world) {
+  const View& full = op.segments[i].full;
+  const View& shard = op.segments[i].shard;
+  if (full.dtype != shard.dtype) {
+    throw TypeError(at(i) + "the full buffer is " + name_of(full.dtype) + ", the shard " + name_of(shard.dtype));
+  }
+  BW_EXPECTS(shard.numel >= 0 && full.numel == world * shard.numel,
+             at(i) + "the full buffer has " + std::to_string(full.numel) + " elements, expected world (" +
+                 std::to_string(world) + ") x " + std::to_string(shard.numel) + " of the shard");
+  const bool stores_shard = op.collective == Collective::kAllGather || !op.sink;
+  BW_EXPECTS(full.numel == 0 || (full.data != nullptr && (shard.data != nullptr || !stores_shard)),
+             at(i) + "a tensor of " + std::to_string(full.numel) + " elements has no memory");
+}
+
+struct Range {
+  const std::byte* begin;
+  const std::byte* end;
+  size_t segment;
+};
+
+Range range_of(const View& view, size_t segment) {
+  const auto* begin = static_cast<const std::byte*>(view.data);
+  return {begin, begin + view.size_bytes(), segment};
+}
+
+[[noreturn]] void throw_overlap(const char* what, const Range& a, const Range& b) {
+  throw ValueError(at(a.segment) + what + (a.segment == b.segment ? "" : " of segment " + std::to_string(b.segment)) +
+                   "; a shard may only be its rank's own part of its full buffer");
+}
+
+void check_overlap(const Operation& op, int rank) {
+  const bool gathers = op.collective == Collective::kAllGather;
+  std::vector<Range> outputs;
+  for (size_t i = 0; i < op.segments.size(); ++i) {
+    const View& output = gathers ? op.segments[i].full : op.segments[i].shard;
+    if (output.numel != 0 && output.data != nullptr) {
+      outputs.push_back(range_of(output, i));
+    }
+  }
+  std::sort(outputs.begin(), outputs.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (size_t k = 1; k < outputs.size(); ++k) {
+    if (outputs[k].begin < outputs[k - 1].end) {
+      throw_overlap("the output overlaps the output", outputs[k], outputs[k - 1]);
+    }
+  }
+  for (size_t i = 0; i < op.segments.size(); ++i) {
+    const Range input = range_of(op.input_of(i), i);
+    if (input.begin == input.end) {
+      continue;
+    }
+    const auto* own_part = static_cast<const std::byte*>(op.segments[i].full.data) +
+                           static_cast<size_t>(rank) * op.segments[i].shard.size_bytes();
+    // The first output that ends behind the input's begin; outputs are disjoint, so their ends are sorted too.
+    auto output = std::upper_bound(outputs.begin(), outputs.end(), input.begin,
+                                   [](const std::byte* begin, const Range& range) { return begin < range.end; });
+    for (; output != outputs.end() && output->begin < input.end; ++output) {
+      if (output->segment != i || op.segments[i].shard.data != own_part) {
+        throw_overlap("the input overlaps the output", input, *output);
+      }
+    }
+  }
+}
+
+// FNV-1a over 64-bit words, then a final mix (of MurmurHash3): small numbers must not cancel.
+class Hash {
+ public:
+  void add(uint64_t word) {
+    state_ = (state_ ^ word) * 0x100000001b3ull;
+    state_ ^= state_ >> 29;
+  }
+  uint64_t value() const {
+    uint64_t x = state_;
+    x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
+    x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
+    return x ^ (x >> 33);
+  }
+
+ private:
+  uint64_t state_ = 0xcbf29ce484222325ull;
+};
+
+}  // namespace
+
+const char* name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAvg:
+      return "avg";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kMin:
+      return "min";
+  }
+  return "?";
+}
+
+const char* name_of(Collective collective) {
+  switch (collective) {
+    case Collective::kAllGather:
+      return "all_gather";
+    case Collective::kReduceScatter:
+      return "reduce_scatter";
+  }
+  return "?";
+}
+
+std::string Operation::text() const {
+  constexpr size_t kMostShown = 6;
+  std::string out = name_of(collective);
+  if (collective == Collective::kReduceScatter) {
+    out += std::string("(") + name_of(reduce) + ")";
+  }
+  out += " of " + std::to_string(segments.size()) + (segments.size() == 1 ? " tensor, " : " tensors, ") +
+         std::to_string(size_bytes) + " bytes:";
+  for (size_t i = 0; i < std::min(segments.size(), kMostShown); ++i) {
+    const View& full = segments[i].full;
+    out += std::string(i ? ", " : " ") + name_of(full.dtype) + "[" + std::to_string(full.numel) + "]";
+  }
+  return segments.size() > kMostShown ? out + ", ..." : out;
+}
+
+std::shared_ptr<Operation> make_operation(Collective collective, std::span<const Segment> segments, ReduceOp reduce,
+                                          std::shared_ptr<ReduceSink> sink, int rank, int world) {
+  auto op = std::make_shared<Operation>();
+  op->collective = collective;
+  op->reduce = reduce;
+  op->segments.assign(segments.begin(), segments.end());
+  op->sink = std::move(sink);
+  if (collective == Collective::kReduceScatter) {
+    check_reduction(*op);
+  }
+  Hash hash;
+  hash.add(static_cast<uint64_t>(collective) << 8 | static_cast<uint64_t>(reduce));
+  hash.add(segments.size());
+  op->inputs.reserve(segments.size());
+  for (size_t i = 0; i < segments.size(); ++i) {
+    check_segment(*op, i, world);
+    hash.add(static_cast<uint64_t>(segments[i].full.dtype));
+    hash.add(static_cast<uint64_t>(segments[i].full.numel));
+    op->size_bytes += segments[i].full.size_bytes();
+    op->inputs.push_back(static_cast<const std::byte*>(op->input_of(i).data));
+  }
+  check_overlap(*op, rank);
+  op->signature = hash.value();
+  return op;
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,284 @@
+#include "comm/shm_links.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+// A peer that takes no message for this long is stuck, not busy: its watcher does nothing else.
+constexpr std::chrono::seconds kSendPatience{60};
+// How often the watcher looks for freed slabs of ours.
+constexpr int kPollMs = 1000;
+
+// [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The descriptors
+// registered here are closed in the child at once.
+class ClosedInChild {
+ public:
+  static ClosedInChild& get() {
+    static ClosedInChild* const made = new ClosedInChild();  // never freed: fork() may be called at any time
+    return *made;
+  }
+  void add(int fd) {
+    std::lock_guard lock(mutex_);
+    fds_.push_back(fd);
+  }
+  void remove(int fd) {
+    std::lock_guard lock(mutex_);
+    std::erase(fds_, fd);
+  }
+
+ private:
+  ClosedInChild() {
+    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                   [] {
+                     for (const int fd : get().fds_) {
+                       ::close(fd);
+                     }
+                     get().fds_.clear();
+                     get().mutex_.unlock();
+                   });
+  }
+  std::mutex mutex_;
+  std::vector<int> fds_;
+};
+
+void close_registered(FileDescriptor& file) {
+  if (file.get() >= 0) {
+    ClosedInChild::get().remove(file.get());
+    file.reset();
+  }
+}
+
+}  // namespace
+
+bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline) {
+  iovec data{const_cast<LinkMessage*>(&message), sizeof(message)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  if (file >= 0) {
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+    cmsghdr* passed = CMSG_FIRSTHDR(&header);
+    passed->cmsg_level = SOL_SOCKET;
+    passed->cmsg_type = SCM_RIGHTS;
+    passed->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(passed), &file, sizeof(int));
+  }
+  for (;;) {
+    if (sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
+      return true;
+    }
+    if (errno == EINTR) {
+      continue;
+    }
+    if (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS) {
+      return false;
+    }
+    if (has_passed(deadline)) {
+      throw CommTimeout("a peer takes no messages");
+    }
+    pollfd writable{socket, POLLOUT, 0};
+    poll(&writable, 1, 10);
+  }
+}
+
+Received receive_message(int socket, LinkMessage& message, FileDescriptor& file) {
+  iovec data{&message, sizeof(message)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof(control);
+  ssize_t size;
+  do {
+    size = recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    // ECONNRESET: the peer closed without reading all of ours; its last messages can still be read.
+  } while (size < 0 && (errno == EINTR || errno == ECONNRESET));
+  if (size < 0) {
+    return errno == EAGAIN ? Received::kNothing : Received::kEnd;
+  }
+  if (size != sizeof(message)) {
+    return Received::kEnd;
+  }
+  file.reset();
+  if (cmsghdr* passed = CMSG_FIRSTHDR(&header); passed != nullptr && passed->cmsg_type == SCM_RIGHTS) {
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(passed), sizeof(int));
+    file.reset(fd);
+  }
+  if ((header.msg_flags & MSG_CTRUNC) != 0) {
+    throw CommError("a peer's memory could not be received: too many open files (raise 'ulimit -n')");
+  }
+  return Received::kMessage;
+}
+
+ShmLinks::ShmLinks(int rank, std::vector<FileDescriptor> sockets, std::vector<pid_t> pids, RankRecord& own)
+    : rank_(rank), own_(own), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_.get() < 0) {
+    throw CommError(std::string("no eventfd: ") + std::strerror(errno));
+  }
+  for (size_t r = 0; r < sockets.size(); ++r) {
+    auto peer = std::make_unique<Peer>();
+    peer->pid = pids[r];
+    if (static_cast<int>(r) != rank) {
+      peer->socket = std::move(sockets[r]);
+      ClosedInChild::get().add(peer->socket.get());
+      peer->pidfd.reset(static_cast<int>(syscall(SYS_pidfd_open, peer->pid, 0)));  // older kernels: -1, sockets do
+      if (peer->pidfd.get() >= 0) {
+        ClosedInChild::get().add(peer->pidfd.get());
+      }
+    }
+    peers_.push_back(std::move(peer));
+  }
+  // Signals are for the program's threads.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  watcher_ = std::thread([this] { watch(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(watcher_.native_handle(), "bw-watcher");
+}
+
+ShmLinks::~ShmLinks() { close(); }
+
+std::shared_ptr<Mapping> ShmLinks::slab(int rank, uint32_t id) const {
+  std::lock_guard lock(slabs_mutex_);
+  const Peer& peer = *peers_[static_cast<size_t>(rank)];
+  if (const auto found = peer.slabs.find(id); found != peer.slabs.end()) {
+    return found->second;
+  }
+  if (!peer.broken.empty()) {
+    throw CommError("memory of rank " + std::to_string(rank) + ": " + peer.broken);
+  }
+  return nullptr;
+}
+
+void ShmLinks::announce(const SlabRef& slab) {
+  std::lock_guard lock(send_mutex_);
+  if (!is_closed_) {
+    announced_[slab->id] = slab;
+    send_to_all({LinkMessage::Kind::kSlab, slab->id, slab->size_bytes}, slab->fd);
+  }
+}
+
+// Called with send_mutex_.
+void ShmLinks::send_to_all(const LinkMessage& message, int file) {
+  for (const auto& peer : peers_) {
+    if (peer->socket.get() >= 0 && !peer->is_dead) {
+      send_message(peer->socket.get(), message, file, Clock::now() + kSendPatience);  // gone: the watcher sees it
+    }
+  }
+}
+
+void ShmLinks::announce_gone() {
+  std::lock_guard lock(send_mutex_);
+  for (auto entry = announced_.begin(); entry != announced_.end();) {
+    if (entry->second.expired()) {
+      send_to_all({LinkMessage::Kind::kSlabGone, entry->first, 0}, -1);
+      entry = announced_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
+}
+
+void ShmLinks::take(Peer& peer, const LinkMessage& message, const FileDescriptor& file) {
+  std::shared_ptr<Mapping> old;  // unmapped without the lock
+  std::lock_guard lock(slabs_mutex_);
+  switch (message.kind) {
+    case LinkMessage::Kind::kSlab:
+      peer.slabs[message.slab] = Mapping::of_file(file.get(), message.size_bytes, false);
+      break;
+    case LinkMessage::Kind::kSlabGone:
+      old = std::move(peer.slabs[message.slab]);
+      peer.slabs.erase(message.slab);
+      break;
+    case LinkMessage::Kind::kControl:
+      break;
+  }
+}
+
+// Reads what has come; `has_ended`: the process is no more.
+void ShmLinks::look_at(Peer& peer, bool has_ended) noexcept {
+  for (;;) {
+    LinkMessage message;
+    FileDescriptor file;
+    try {
+      const Received received = receive_message(peer.socket.get(), message, file);
+      if (received == Received::kMessage) {
+        take(peer, message, file);
+        continue;
+      }
+      has_ended = has_ended || received == Received::kEnd;
+      break;
+    } catch (const std::exception& error) {
+      std::lock_guard lock(slabs_mutex_);
+      peer.broken = error.what();
+    }
+  }
+  if (has_ended) {
+    peer.is_dead = true;
+  }
+  ring(own_);
+}
+
+void ShmLinks::watch() noexcept {
+  std::vector<pollfd> polled;
+  std::vector<Peer*> owners;
+  while (!must_stop_) {
+    polled.assign(1, {wake_.get(), POLLIN, 0});
+    owners.assign(1, nullptr);
+    for (const auto& peer : peers_) {
+      for (const int fd : {peer->socket.get(), peer->pidfd.get()}) {
+        if (fd >= 0 && !peer->is_dead) {
+          polled.push_back({fd, POLLIN, 0});
+          owners.push_back(peer.get());
+        }
+      }
+    }
+    poll(polled.data(), polled.size(), kPollMs);
+    for (size_t i = 1; i < polled.size() && !must_stop_; ++i) {
+      if (polled[i].revents != 0 && !owners[i]->is_dead) {
+        look_at(*owners[i], polled[i].fd == owners[i]->pidfd.get());
+      }
+    }
+    try {
+      announce_gone();
+    } catch (const std::exception&) {  // a peer that takes no messages keeps a mapping longer than it must
+    }
+  }
+}
+
+void ShmLinks::close() noexcept {
+  must_stop_ = true;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+  if (watcher_.joinable()) {
+    watcher_.join();
+  }
+  std::lock_guard lock(send_mutex_);
+  is_closed_ = true;
+  for (const auto& peer : peers_) {
+    close_registered(peer->socket);
+    close_registered(peer->pidfd);
+  }
+}
+
+}  // namespace bucketwheel

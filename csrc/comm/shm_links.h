@@ -1,0 +1,86 @@
+// ShmLinks: the sockets of one rank to its peers. Over them slabs travel, and by them deaths are seen.
+//
+// [Note: liveness] A watcher thread, which never needs the GIL, sleeps in poll() on the sockets and, where the system has
+// them, on pidfds. When a process ends, however it ends, the kernel closes its sockets: the watcher marks the peer dead
+// and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it closes.
+//
+// [Note: slabs travel ahead] A rank announces a slab to every peer before anybody can use it; operations name slabs by id.
+// A peer's watcher may still be about to receive the announcement when an operation names the slab: the operation then
+// waits for the doorbell. A slab that its owner has freed is announced as gone, and unmapped when no operation reads it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "comm/control.h"
+#include "comm/mapping.h"
+#include "pool/upstream.h"
+
+namespace bucketwheel {
+
+// One message. Sockets are SOCK_SEQPACKET: a message arrives whole or not at all.
+struct LinkMessage {
+  enum class Kind : uint32_t { kControl, kSlab, kSlabGone };
+  Kind kind;
+  uint32_t slab;
+  uint64_t size_bytes;
+};
+
+// Sends, with a file descriptor (-1: none). False when the peer is gone. CommTimeout at the deadline.
+bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline);
+enum class Received { kMessage, kNothing, kEnd };
+// Never blocks. CommError when a passed file descriptor was lost (too many open files).
+Received receive_message(int socket, LinkMessage& message, FileDescriptor& file);
+
+class ShmLinks {
+ public:
+  // `sockets` by rank, our own entry unused. The watcher runs from here on. `own` must outlive this.
+  ShmLinks(int rank, std::vector<FileDescriptor> sockets, std::vector<pid_t> pids, RankRecord& own);
+  ~ShmLinks();
+
+  bool is_dead(int rank) const { return peers_[static_cast<size_t>(rank)]->is_dead; }
+  pid_t pid(int rank) const { return peers_[static_cast<size_t>(rank)]->pid; }
+  // A peer's slab, null when its announcement has not arrived. CommError when we could not receive it.
+  std::shared_ptr<Mapping> slab(int rank, uint32_t id) const;
+  // Tells all peers about a slab of ours.
+  void announce(const SlabRef& slab);
+  // Stops the watcher and closes the sockets. Idempotent.
+  void close() noexcept;
+
+ private:
+  struct Peer {
+    FileDescriptor socket;
+    FileDescriptor pidfd;
+    pid_t pid = 0;
+    std::atomic<bool> is_dead{false};
+    std::map<uint32_t, std::shared_ptr<Mapping>> slabs;
+    std::string broken;  // why slabs can no longer be received
+  };
+  void watch() noexcept;
+  void look_at(Peer& peer, bool has_ended) noexcept;
+  void take(Peer& peer, const LinkMessage& message, const FileDescriptor& file);
+  void announce_gone();
+  void send_to_all(const LinkMessage& message, int file);
+
+  const int rank_;
+  RankRecord& own_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  mutable std::mutex slabs_mutex_;  // of Peer::slabs and Peer::broken
+  std::mutex send_mutex_;           // of the two below, and of sending
+  std::map<uint32_t, std::weak_ptr<Slab>> announced_;
+  bool is_closed_ = false;
+  FileDescriptor wake_;
+  std::atomic<bool> must_stop_{false};
+  std::thread watcher_;
+};
+
+}  // namespace bucketwheel

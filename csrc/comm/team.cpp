@@ -1,0 +1,182 @@
+#include "comm/team.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/futex.h"
+#include "base/platform.h"
+
+namespace bucketwheel {
+namespace {
+
+// [Note: adaptive spin] A peer that is about to arrive is met in a microsecond by spinning, in 5 to 50 by sleeping. One
+// that computes for a millisecond should cost nothing meanwhile. So a wait spins before it sleeps, twice as long when
+// spinning would have met the peer, half as long when it did not. Where ranks outnumber cores, spinning only keeps the
+// peer from running.
+constexpr int64_t kLeastSpinNs = 1'000;
+constexpr int64_t kMostSpinNs = 50'000;
+
+// A sleeper looks around this often even if nobody rings: a killed rank cannot ring.
+constexpr std::chrono::milliseconds kSleepSlice{100};
+
+constexpr char kOrigin[] = " failed first: ";
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+Team::Team(int rank, Control control, std::unique_ptr<Transport> transport)
+    : rank_(rank),
+      control_(control),
+      transport_(std::move(transport)),
+      may_spin_(usable_cores() >= control.world()),
+      spin_ns_(kMostSpinNs / 2) {}
+
+void Team::ring_peers() const {
+  for (int r = 0; r < world(); ++r) {
+    if (r != rank_) {
+      ring(record(r));
+    }
+  }
+}
+
+void Team::await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs) {
+  if (may_spin_ && spin(is_ready)) {
+    return;
+  }
+  RankRecord& own_record = own();
+  own_record.sleepers.fetch_add(1);
+  struct Awake {
+    RankRecord& record;
+    ~Awake() { record.sleepers.fetch_sub(1); }
+  } awake{own_record};
+  const auto begin = Clock::now();
+  for (;;) {
+    const uint32_t seen = own_record.bell.load();
+    if (is_ready()) {
+      break;
+    }
+    expect_no_trouble(wait, is_ready, needs);
+    if (has_passed(wait.deadline)) {
+      throw_timeout(wait, needs);
+    }
+    futex_wait(own_record.bell, seen, earlier(wait.deadline, Clock::now() + kSleepSlice), FutexScope::kShared);
+  }
+  if (Clock::now() - begin < std::chrono::nanoseconds(kMostSpinNs)) {
+    spin_ns_ = std::min(kMostSpinNs, 2 * spin_ns_);
+  }
+}
+
+bool Team::spin(const IsReady& is_ready) {
+  const auto end = Clock::now() + std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
+  do {
+    for (int i = 0; i < 8; ++i) {
+      cpu_relax();
+      if (is_ready()) {
+        spin_ns_ = std::min(kMostSpinNs, 2 * spin_ns_);
+        return true;
+      }
+    }
+  } while (Clock::now() < end);
+  spin_ns_ = std::max(kLeastSpinNs, spin_ns_ / 2);
+  return false;
+}
+
+// After each sign of trouble we look once more: what the rank did before it left, died or failed counts.
+void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const {
+  if (is_stopped_) {
+    throw Failure(*stop_);
+  }
+  for (int r = 0; r < world(); ++r) {
+    if (r == rank_) {
+      continue;
+    }
+    const RankRecord& theirs = record(r);
+    const FailureKind kind = theirs.failure;
+    const std::string who = "rank " + std::to_string(r);
+    if (kind != FailureKind::kNone && (wait.seq == 0 || theirs.failure_seq <= wait.seq)) {
+      if (is_ready()) {
+        return;
+      }
+      const std::string text(theirs.failure_text, strnlen(theirs.failure_text, sizeof(theirs.failure_text)));
+      const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
+      throw Failure{kind, names_origin ? text : who + kOrigin + text, theirs.failure_rank, theirs.failure_seq};
+    }
+    if (!needs(r)) {
+      continue;
+    }
+    const bool has_left = theirs.has_left != 0;
+    if (has_left || transport_->is_dead(r)) {
+      if (is_ready()) {
+        return;
+      }
+      throw Failure{FailureKind::kPeer,
+                    who + " (" + transport_->describe_peer(r) + ")" + (has_left ? " has closed the communicator" : " died") +
+                        "; needed for " + wait.what,
+                    r, wait.seq};
+    }
+  }
+}
+
+void Team::throw_timeout(const Wait& wait, const Needs& needs) const {
+  std::string text = "timeout in " + wait.what + ". Not arrived:";
+  const char* separator = " ";
+  for (int r = 0; r < world(); ++r) {
+    if (r != rank_ && needs(r)) {
+      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) + ", last seen in operation " +
+              std::to_string(record(r).entered.load()) + ")";
+      separator = ", ";
+    }
+  }
+  throw Failure{FailureKind::kTimeout, std::move(text), -1, wait.seq};
+}
+
+void Team::stop(Failure failure) {
+  {
+    std::lock_guard lock(mutex_);
+    if (stop_) {
+      return;
+    }
+    stop_ = std::make_unique<const Failure>(std::move(failure));
+    is_stopped_ = true;
+  }
+  ring(own());
+}
+
+void Team::publish(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (is_published_) {
+    return;
+  }
+  is_published_ = true;
+  RankRecord& record = own();
+  const size_t length = std::min(failure.text.size(), sizeof(record.failure_text) - 1);
+  std::memcpy(record.failure_text, failure.text.data(), length);
+  record.failure_text[length] = 0;
+  record.failure_rank = failure.rank;
+  record.failure_seq = failure.seq;
+  record.failure = failure.kind;
+  ring_peers();
+}
+
+void Team::await_readers(uint64_t seq) {
+  const auto until = Clock::now() + std::chrono::seconds(1);
+  for (int r = 0; r < world(); ++r) {
+    const RankRecord& theirs = record(r);
+    while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.failure == FailureKind::kNone &&
+           theirs.has_left == 0 && !transport_->is_dead(r) && Clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
+}  // namespace bucketwheel

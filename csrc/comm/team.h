@@ -1,0 +1,79 @@
+// Team: one rank's view of the progress of all ranks, and the waiting for it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "comm/control.h"
+#include "comm/operation.h"
+#include "comm/transport.h"
+
+namespace bucketwheel {
+
+// Why the communicator cannot go on. Thrown inside comm/ only; HostComm turns it into the error that callers see.
+struct Failure {
+  FailureKind kind;
+  std::string text;
+  int rank = -1;     // kPeer: who died or left
+  uint64_t seq = 0;  // operations before this one are not affected; 0: all are
+};
+
+class Team {
+ public:
+  Team(int rank, Control control, std::unique_ptr<Transport> transport);
+
+  int rank() const { return rank_; }
+  int world() const { return control_.world(); }
+  const Control& control() const { return control_; }
+  RankRecord& own() const { return control_.record(rank_); }
+  RankRecord& record(int rank) const { return control_.record(rank); }
+  Transport& transport() const { return *transport_; }
+
+  // Wakes the ranks that sleep; to be called after a word of our own record has changed.
+  void ring_peers() const;
+
+  struct Wait {
+    uint64_t seq;             // failures at later operations do not concern this wait; 0: all do
+    Deadline deadline;        // Failure kTimeout behind it
+    const std::string& what;  // for messages
+  };
+  // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or left,
+  // a rank failed, we were stopped, or the deadline passed. Safe on several threads.
+  template <class IsReady, class Needs>
+  void await(const Wait& wait, IsReady&& is_ready, Needs&& needs) {
+    if (!is_ready()) {
+      await_slow(wait, is_ready, needs);
+    }
+  }
+
+  // Makes every wait of this rank throw, on whatever thread. The first call counts.
+  void stop(Failure failure);
+  // Tells the other ranks that this one failed. The first call counts.
+  void publish(const Failure& failure);
+  // After this rank failed in operation `seq`: waits, a second at most, until no peer can be reading our inputs.
+  void await_readers(uint64_t seq);
+
+ private:
+  using IsReady = std::function<bool()>;
+  using Needs = std::function<bool(int)>;
+  void await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs);
+  bool spin(const IsReady& is_ready);
+  void expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const;
+  [[noreturn]] void throw_timeout(const Wait& wait, const Needs& needs) const;
+
+  const int rank_;
+  const Control control_;
+  const std::unique_ptr<Transport> transport_;
+  const bool may_spin_;                 // there is a core for every rank
+  std::atomic<int64_t> spin_ns_;        // [Note: adaptive spin], team.cpp
+  std::atomic<bool> is_stopped_{false};
+  std::mutex mutex_;                    // of the two below
+  std::unique_ptr<const Failure> stop_;  // set once, before is_stopped_
+  bool is_published_ = false;
+};
+
+}  // namespace bucketwheel

@@ -1,0 +1,399 @@
+"""Train a byte-level GPT on the source code of Python's standard library, with sharded gradients and optimizer states.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py                  # two ranks on this machine
+    torchrun --nproc-per-node 2 examples/train_gpt.py --compare ddp    # the same training with DDP + AdamW beside it
+    python examples/train_gpt.py                                       # one rank, no process group
+
+The model is plain torch and carries no wrapper. What shards the training is the optimizer: `sharded_adamw` makes it and
+`train_step` uses it; the rest of the file is the model, the data and the report.
+
+The exit code is 1 when the validation loss does not fall or, with ``--compare`` in fp32, when a training loss differs from
+the peer's by more than 1e-5 relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bucketwheel as bw
+
+try:
+    import matplotlib.pyplot as plt
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}: this example needs the 'demo' extra: pip install 'bucketwheel[demo]'")
+
+LARGEST_DIFFERENCE = 1e-5
+VOCABULARY = 256  # bytes
+
+
+def option(default: object, text: str, **kwargs: object) -> object:
+    return field(default=default, metadata={"help": text, **kwargs})
+
+
+@dataclass(frozen=True)
+class Config:
+    layers: int = option(4, "transformer blocks")
+    width: int = option(256, "size of the residual stream")
+    heads: int = option(4, "attention heads")
+    context: int = option(128, "tokens (bytes) per sequence")
+    batch: int = option(4, "sequences per rank and micro-batch")
+    accumulate: int = option(2, "micro-batches per step")
+    steps: int = option(120, "optimizer steps")
+    lr: float = option(6e-4, "peak learning rate")
+    warmup: int = option(10, "steps of linear warm-up; a cosine to a tenth follows")
+    weight_decay: float = option(0.1, "weight decay of the matrices")
+    clip: float = option(1.0, "largest global gradient norm")
+    evaluate_every: int = option(20, "steps between validations")
+    evaluate_batches: int = option(4, "batches per rank and validation")
+    text_bytes: int = option(8_000_000, "upper bound of the text")
+    dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
+    threads: int = option(1, "compute threads per rank")
+    seed: int = option(0, "seed of weights and batches")
+    compare: str = option("", "train the same model a second time with this peer: ddp", choices=["", "ddp"])
+    plot: str = option("loss.png", "where --compare draws the loss curves")
+
+    @staticmethod
+    def from_command_line() -> Config:
+        summary, rest = __doc__.split("\n", 1)
+        parser = argparse.ArgumentParser(
+            description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        for f in fields(Config):
+            flag, shown = "--" + f.name.replace("_", "-"), str(f.default) or "NAME"
+            parser.add_argument(flag, type=type(f.default), default=f.default, metavar=shown, **f.metadata)
+        return Config(**vars(parser.parse_args()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Gpt(nn.Module):
+    """Pre-norm GPT. ``forward(tokens, targets)``, both int64 [batch, length], returns the mean cross-entropy in nats."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.blocks:  # what adds to the residual stream starts smaller, by how many do
+            for linear in (block.attention_out, block.mlp[2]):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.token.weight)  # the head is the embedding
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
+    """Training and validation text (uint8): the standard library's files in sorted order, every tenth for validation."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    for index, path in enumerate(sorted(p for p in root.rglob("*.py") if not skipped & {*p.relative_to(root).parts})):
+        text = path.read_bytes()[: min(64 * 1024, limit_bytes - size)]  # no file dominates
+        parts[index % 10 == 9].append(text)
+        size += len(text)
+    return tuple(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+
+
+def draw_batch(text: Tensor, config: Config, *key: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (int64 [batch, context]): a pure function of the key, so that a peer can draw the same again."""
+    seed = 0
+    for part in (config.seed, *key):
+        seed = (seed * 1_000_003 + part + 1) % 2**63
+    starts = torch.randint(len(text) - config.context, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
+    window = text[starts + torch.arange(config.context + 1)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
+    """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
+    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), overlap_param_sync=True)
+
+
+class DdpAdamW(torch.optim.AdamW):
+    """The peer, DistributedDataParallel and torch's fused AdamW, behind the same words as `bw.ShardedAdamW`."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        super().__init__(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if world() > 1 else model
+        self.parameters = list(model.parameters())
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        return self.model.no_sync() if world() > 1 else contextlib.nullcontext()
+
+    def grad_sync(self) -> None:
+        """DDP has waited at the end of backward."""
+
+    def param_sync(self) -> None:
+        """Every rank has computed all parameters itself."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def memory_summary(self) -> dict[str, int]:
+        states = [s for state in self.state.values() for s in state.values()]
+        parts = {"params": self.parameters, "grads": self.parameters, "states": states}
+        return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in parts.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return (total / world()).tolist()
+
+
+@dataclass
+class Run:
+    """One training: the model, what trains it, and what was seen of it."""
+
+    name: str
+    model: nn.Module  # what to call: for the peer, the DDP wrapper
+    optimizer: bw.ShardedAdamW | DdpAdamW
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    losses: list[float] = field(default_factory=list)  # nats per byte, one per step, mean over ranks
+    validation: list[tuple[int, float]] = field(default_factory=list)  # after how many steps, loss
+    seconds: list[dict[str, float]] = field(default_factory=list)  # one per step, by phase
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of this rank
+    last_gradient_at: float = 0.0
+
+    @staticmethod
+    def start(name: str, model: nn.Module, config: Config) -> Run:
+        optimizer = sharded_adamw(model, config) if name == "bucketwheel" else DdpAdamW(model, config)
+
+        def factor(step: int) -> float:
+            if step < config.warmup:
+                return (step + 1) / config.warmup
+            progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+            return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        run = Run(name, getattr(optimizer, "model", model), optimizer, schedule)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(run.note_gradient)
+        return run
+
+    def note_gradient(self, _: Tensor) -> None:
+        self.last_gradient_at = time.perf_counter()
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        if phase == "backward":  # what comes after the last gradient is DDP waiting for its all-reduces
+            self.seconds[-1]["exposed communication"] += end - self.last_gradient_at
+            end = self.last_gradient_at
+        self.seconds[-1][phase] += end - start
+
+
+def train_step(run: Run, text: Tensor, step: int, config: Config) -> float:
+    """One optimizer step; returns this rank's loss."""
+    run.seconds.append(defaultdict(float))
+    optimizer = run.optimizer
+    loss_sum = 0.0
+    for micro in range(config.accumulate):
+        tokens, targets = draw_batch(text, config, step, micro, rank())
+        is_last = micro == config.accumulate - 1
+        with contextlib.nullcontext() if is_last else optimizer.no_sync():
+            with run.timed("forward"):
+                loss = run.model(tokens, targets) / config.accumulate
+            with run.timed("backward"):
+                loss.backward()  # full buckets are reduced meanwhile
+        loss_sum += loss.item()
+    with run.timed("exposed communication"):
+        optimizer.grad_sync()  # for the timing only: clipping waits by itself
+    if step == config.steps - 1:
+        run.memory = optimizer.memory_summary()
+    with run.timed("optimizer"):
+        optimizer.clip_grad_norm_(config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    with run.timed("exposed communication"):
+        optimizer.param_sync()  # for the timing only: the next forward waits by itself
+    run.schedule.step()
+    return loss_sum
+
+
+@torch.no_grad()
+def validate(run: Run, text: Tensor, config: Config) -> float:
+    """Mean loss over the same batches every time, others on every rank."""
+    run.model.eval()
+    batches = [draw_batch(text, config, config.steps + 1, index, rank()) for index in range(config.evaluate_batches)]
+    loss = statistics.fmean(run.model(*batch).item() for batch in batches)
+    run.model.train()
+    return mean_over_ranks([loss])[0]
+
+
+def train(config: Config) -> list[Run]:
+    text, validation_text = read_text(config.text_bytes)
+    torch.manual_seed(config.seed)
+    model = Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
+    models = {"bucketwheel": model} | ({config.compare: copy.deepcopy(model)} if config.compare else {})
+    runs = [Run.start(name, model, config) for name, model in models.items()]
+    count = sum(p.numel() for p in model.parameters())
+    say(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)")
+    for run in runs:
+        run.validation.append((0, validate(run, validation_text, config)))
+    with tqdm(total=config.steps * len(runs), unit="step", disable=rank() != 0) as bar:
+        for begin in range(0, config.steps, config.evaluate_every):
+            end = min(begin + config.evaluate_every, config.steps)
+            # Runs take turns in blocks: a busy machine slows both alike, and yet no run's communication can hide behind
+            # the other's computation, as it could step by step.
+            for run in runs:
+                losses = []
+                for step in range(begin, end):
+                    losses.append(train_step(run, text, step, config))
+                    bar.update()
+                run.losses += mean_over_ranks(losses)
+                run.validation.append((end, validate(run, validation_text, config)))
+                bar.set_postfix_str(f"{run.name} loss {run.losses[-1]:.3f}, validation {run.validation[-1][1]:.3f}")
+    runs[0].optimizer.close()
+    return runs
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def say(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def report(runs: list[Run], config: Config) -> None:
+    """The table: medians over the steps, and the memory of rank 0."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        steps = run.seconds[min(3, len(run.seconds) - 1) :]  # the first ones warm up
+        step_s = statistics.median(sum(step.values()) for step in steps)
+        tokens = config.batch * config.context * config.accumulate * world()
+        rows["tokens/s"].append(f"{tokens / step_s:,.0f}")
+        rows["step, ms"].append(f"{1e3 * step_s:.1f}")
+        for phase in ("forward", "backward", "exposed communication", "optimizer"):
+            rows[f"  {phase}"].append(f"{1e3 * statistics.median(step[phase] for step in steps):.1f}")
+        rows["MB per rank"].append("")
+        for part in ("params", "grads", "states", "pool"):
+            rows[f"  {part}"].append(f"{run.memory[part] / 1e6:.2f}" if part in run.memory else "-")
+        rows["validation loss, first"].append(f"{run.validation[0][1]:.4f}")
+        rows["validation loss, last"].append(f"{run.validation[-1][1]:.4f}")
+    say(f"\n{'':<26}" + "".join(f"{run.name:>14}" for run in runs))
+    for label, cells in rows.items():
+        say(f"{label:<26}" + "".join(f"{cell:>14}" for cell in cells))
+
+
+def plot(runs: list[Run], path: str) -> None:
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for run, style in zip(runs, ("-", "--"), strict=False):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
+        axes.plot(*zip(*run.validation, strict=True), style, marker="o", label=f"{run.name}, validation")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def check(runs: list[Run], config: Config) -> int:
+    """The exit code: 0 when the validation loss fell and the runs agree."""
+    code = 0
+    for run in runs:
+        first, last = run.validation[0][1], run.validation[-1][1]
+        if not last < first:
+            say(f"FAILED: the validation loss of {run.name} did not fall: {first:.4f} to {last:.4f}")
+            code = 1
+    if len(runs) == 2:
+        differences = [abs(ours - peer) / abs(peer) for ours, peer in zip(*(run.losses for run in runs), strict=True)]
+        largest = max(differences)
+        say(f"largest relative difference of a training loss: {largest:.2e} at step {differences.index(largest) + 1}")
+        # In bf16 the peer has no fp32 masters: it trains something else.
+        if config.dtype == "fp32" and not largest <= LARGEST_DIFFERENCE:
+            say(f"FAILED: it must be at most {LARGEST_DIFFERENCE:g}")
+            code = 1
+    return code
+
+
+def main() -> int:
+    config = Config.from_command_line()
+    torch.set_num_threads(config.threads)
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+    runs = train(config)
+    report(runs, config)
+    if config.compare and rank() == 0:
+        plot(runs, config.plot)
+        say(f"loss curves: {config.plot}")
+    code = check(runs, config)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`Handle`: the completion of one collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """The completion of one collective; made by `all_gather` and `reduce_scatter`.
+
+    The operation keeps what it reads and writes alive until it is over: dropping the handle, the tensors or both is
+    legal, and means only that nobody learns how it ended. Errors of the operation (`PeerError`, `CommTimeout`,
+    `MismatchError`, ...) are raised by every call that asks for its outcome. Used as a context manager, the handle
+    waits at the end of the block.
+    """
+
+    __slots__ = ("_communicator", "_native")
+
+    def __init__(self, native_handle: Any, communicator: Any) -> None:
+        self._native = native_handle
+        self._communicator = communicator  # a communicator that is dropped ends the operations in flight
+
+    def wait(self, stream: Any = None) -> Handle:
+        """Make ``stream`` wait for the operation, without blocking the caller. None: the calling thread (CPU), so the
+        same as `synchronize`."""
+        self._native.wait(stream)
+        return self
+
+    def synchronize(self, timeout: float | None = None) -> Handle:
+        """Block until the operation is over. `CommTimeout` after ``timeout`` seconds, which leaves it running."""
+        self._native.synchronize(timeout)
+        return self
+
+    def query(self) -> bool:
+        """True when the operation is over. Never blocks."""
+        return self._native.query()
+
+    def elapsed_time(self, later: Handle) -> float:
+        """Milliseconds from this operation's end to ``later``'s; both made with ``timing=True`` and over."""
+        return 1e3 * self._native.elapsed_s(later._native)
+
+    @property
+    def event(self) -> Any:
+        """The event that completes when the operation is over, failed or not: what `Lease.release` takes."""
+        return self._native.event
+
+    @property
+    def seq(self) -> int:
+        """Number of the operation in its communicator, counted from 1."""
+        return self._native.seq
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full buffers."""
+        return self._native.size_bytes
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # With an exception on its way, waiting for peers that may never come would hide it.
+        if kind is None:
+            self.wait()
+
+    def __repr__(self) -> str:
+        return f"Handle(seq={self.seq}, nbytes={self.nbytes}, {self._communicator!r})"

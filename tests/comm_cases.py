@@ -1,0 +1,153 @@
+"""Collectives on one rank, checked bit for bit against numpy: what the tests of communicators run on ranks of any kind.
+
+Every rank can make every rank's data, so it knows what it must receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.testing import assert_bitwise_equal, run_threads
+from reference import from_bf16, to_bf16
+
+TIMEOUT_S = 30.0
+
+# (dtype, elements of the shard)
+Spec = tuple[torch.dtype, int]
+SIZES = [0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001]
+MEMORIES = ["foreign", "pool", "offset", "in_place", "in_place_pool", "by_rank"]
+
+
+@functools.cache
+def _values() -> torch.Tensor:
+    """Values whose sums depend on the order of the additions and on every rounding."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1 << 18, generator=generator) * torch.exp(4 * torch.randn(1 << 18, generator=generator))
+
+
+def data_of(rank: int, spec: Spec, index: int, numel: int) -> torch.Tensor:
+    """What rank ``rank`` puts into tensor ``index`` of a call."""
+    start = (7919 * rank + 104_729 * index) % 50_000
+    values = _values()
+    if start + numel > values.numel():
+        values = values.repeat((start + numel) // values.numel() + 1)
+    values = values[start : start + numel]
+    if spec[0].is_floating_point:
+        return values.to(spec[0])
+    return (values * 1000).to(torch.int64).to(spec[0])
+
+
+def expected_gather(world: int, spec: Spec, index: int) -> torch.Tensor:
+    return torch.cat([data_of(rank, spec, index, spec[1]) for rank in range(world)])
+
+
+def expected_reduce(rank: int, world: int, spec: Spec, index: int, op: str = "sum") -> torch.Tensor:
+    dtype, numel = spec
+    parts = [data_of(r, spec, index, world * numel)[rank * numel : (rank + 1) * numel] for r in range(world)]
+    if dtype == torch.float32:
+        arrays = [part.numpy() for part in parts]
+    else:
+        arrays = [from_bf16(part.view(torch.int16).numpy().view(np.uint16)) for part in parts]
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = total + array  # float32, in rank order
+    if op == "avg":
+        total = total / np.float32(world)
+    if dtype == torch.float32:
+        return torch.from_numpy(total)
+    return torch.from_numpy(to_bf16(total).view(np.int16)).view(torch.bfloat16)
+
+
+class Memory:
+    """Makes the tensors of one rank in one kind of memory, and gives the leases back."""
+
+    def __init__(self, comm: Communicator, kind: str) -> None:
+        self.comm = comm
+        self.kind = kind if kind != "by_rank" else MEMORIES[comm.rank % 3]
+        self.leases: list[Any] = []
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if self.kind in ("pool", "in_place_pool"):
+            lease = self.comm.pool.acquire("", numel * dtype.itemsize)
+            self.leases.append(lease)
+            return lease.tensor(dtype, (numel,))
+        if self.kind == "offset":  # not aligned to more than an element
+            return torch.empty(numel + 3, dtype=dtype)[3:]
+        return torch.empty(numel, dtype=dtype)
+
+    def pair(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A full buffer and a shard of ``numel`` elements."""
+        full = self.tensor(dtype, self.comm.size * numel)
+        if self.kind.startswith("in_place"):
+            return full, full[self.comm.rank * numel : (self.comm.rank + 1) * numel]
+        return full, self.tensor(dtype, numel)
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+
+@contextlib.contextmanager
+def memory_of(comm: Communicator, kind: str) -> Iterator[Memory]:
+    memory = Memory(comm, kind)
+    yield memory
+    memory.release()
+
+
+def check_all_gather(comm: Communicator, specs: Sequence[Spec], kind: str) -> None:
+    with memory_of(comm, kind) as memory:
+        pairs = [memory.pair(*spec) for spec in specs]
+        for index, (spec, (full, shard)) in enumerate(zip(specs, pairs, strict=True)):
+            full.zero_()
+            shard.copy_(data_of(comm.rank, spec, index, spec[1]))
+        handle = all_gather([full for full, _ in pairs], [shard for _, shard in pairs], comm)
+        assert handle.synchronize().query()
+        for index, (spec, (full, shard)) in enumerate(zip(specs, pairs, strict=True)):
+            assert_bitwise_equal(full, expected_gather(comm.size, spec, index), f"{kind} output {index} of {spec}")
+            assert_bitwise_equal(shard, data_of(comm.rank, spec, index, spec[1]), f"{kind} input {index} of {spec}")
+
+
+def check_reduce_scatter(comm: Communicator, specs: Sequence[Spec], kind: str, op: str = "sum") -> None:
+    with memory_of(comm, kind) as memory:
+        pairs = [memory.pair(*spec) for spec in specs]
+        for index, (spec, (full, shard)) in enumerate(zip(specs, pairs, strict=True)):
+            shard.zero_()
+            full.copy_(data_of(comm.rank, spec, index, comm.size * spec[1]))
+        handle = reduce_scatter([shard for _, shard in pairs], [full for full, _ in pairs], comm, op=op)
+        assert handle.synchronize().query()
+        for index, (spec, (_, shard)) in enumerate(zip(specs, pairs, strict=True)):
+            wanted = expected_reduce(comm.rank, comm.size, spec, index, op)
+            assert_bitwise_equal(shard, wanted, f"{kind} {op} output {index} of {spec}")
+
+
+def check_usable(comm: Communicator) -> None:
+    """The communicator works."""
+    check_all_gather(comm, [(torch.float32, 5)], "foreign")
+    check_reduce_scatter(comm, [(torch.float32, 5)], "pool")
+    assert comm.exchange(bytes([comm.rank])) == [bytes([rank]) for rank in range(comm.size)]
+
+
+def on_shm(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `RankPool.run`: ``case(comm, *args)`` on a fresh shm communicator."""
+    with Communicator(backend="shm", timeout_s=TIMEOUT_S, name=case.__name__) as comm:
+        assert (comm.rank, comm.size) == (rank, world)
+        return case(comm, *args)
+
+
+def run_local(world: int, case: Callable[..., Any], *args: Any, stages_inputs: bool = False) -> list[Any]:
+    """``case(comm, *args)`` on threads of this process."""
+    place = LocalWorld(world, stages_inputs=stages_inputs)
+
+    def body(rank: int, _: int) -> Any:
+        with Communicator(place.rank(rank), timeout_s=TIMEOUT_S, name=case.__name__) as comm:
+            return case(comm, *args)
+
+    return run_threads(body, world, timeout_s=2 * TIMEOUT_S)

@@ -1,0 +1,282 @@
+"""The Adam kernel's numbers: exact bits, error bounds, independence of threads, partition and alignment.
+
+Parameters are never compared alone: a step moves them by about lr, so a tolerance that hides lr hides everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from reference import Adam, adam_exact, adam_float64, bits, fma32, from_bf16, to_bf16
+
+from bucketwheel import ops
+
+CHUNK = 8192  # AdamTable::kChunkNumel
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def step(p, g, m, v, args: Adam, **more) -> None:
+    ops.adam_step(
+        [p],
+        [g],
+        [m],
+        [v],
+        args.step,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.eps,
+        weight_decay=args.weight_decay,
+        grad_scale=args.grad_scale,
+        decoupled=args.decoupled,
+        maximize=args.maximize,
+        **more,
+    )
+
+
+def wide_inputs(numel: int = 4099, seed: int = 0) -> list[np.ndarray]:
+    """p, g, m, v with magnitudes from denormal to huge, both signs, exact zeros, v = 0 and equal g and m."""
+    rng = np.random.default_rng(seed)
+
+    def log_uniform(low: float, high: float) -> np.ndarray:
+        return (rng.choice([-1.0, 1.0], numel) * 10.0 ** rng.uniform(low, high, numel)).astype(np.float32)
+
+    p, g, m, v = log_uniform(-3, 2), log_uniform(-30, 4), log_uniform(-30, 4), abs(log_uniform(-36, 8))
+    g[::17] = 0.0
+    g[1::17] = np.float32(3e-45) * rng.integers(1, 1000, g[1::17].size)  # denormal
+    m[2::17] = g[2::17]
+    m[3::17] = 0.0
+    v[4::17] = 0.0
+    v[5::17] = 1e30
+    p[6::17] = 0.0
+    v[7::17] = np.float32(1e-42)
+    return [p, g, m, v]
+
+
+def run(arrays: list[np.ndarray], args: Adam) -> list[torch.Tensor]:
+    p, g, m, v = (torch.from_numpy(x.copy()) for x in arrays)
+    step(p, g, m, v, args)
+    return [p, m, v]
+
+
+GRID = [
+    Adam(step=t, lr=lr, eps=eps, weight_decay=wd, decoupled=d)
+    for t, lr, eps, wd, d in itertools.product(
+        (1, 2, 10, 1000, 10**6), (1e-8, 1e-3, 1.0), (0.0, 1e-16, 1e-8), (0.0, 0.1), (True, False)
+    )
+]
+GRID += [Adam(step=3, grad_scale=0.37, maximize=m, decoupled=d) for m in (False, True) for d in (False, True)]
+GRID += [Adam(step=5, beta1=0.0, beta2=0.5), Adam(step=2, beta1=0.99, beta2=0.0), Adam(step=2**40, beta2=1 - 1e-9)]
+
+
+def test_every_operation_is_where_the_formula_says() -> None:
+    arrays = wide_inputs()
+    for args in GRID:
+        got = run(arrays, args)
+        with np.errstate(all="ignore"):
+            expected = [torch.from_numpy(x) for x in adam_exact(*arrays, args)]
+        for name, a, b in zip("pmv", got, expected, strict=True):
+            assert torch.equal(bits(a), bits(b)), f"{name} differs for {args}"
+
+
+def test_one_step_is_within_the_bounds_of_float64() -> None:
+    arrays = wide_inputs(seed=1)
+    p, g, m, _ = arrays
+    for args in GRID:
+        if args.eps == 0.0 or args.step > 1000:  # 0 / 0 has no bound
+            continue
+        got_p, got_m, got_v = (x.numpy().astype(np.float64) for x in run(arrays, args))
+        ref_p, ref_m, ref_v, update = adam_float64(*arrays, args)
+        scaled = np.abs(g * args.grad_scale) + (0 if args.decoupled else np.abs(args.weight_decay * p))
+        tiny = 2.0**-148
+        ulp_m = np.spacing(np.maximum(np.abs(m), scaled).astype(np.float32)).astype(np.float64)
+        assert np.all(np.abs(got_m - ref_m) <= 2 * ulp_m), args
+        bound_v = 2.4e-7 * np.abs(ref_v) + 4 * tiny
+        if not args.decoupled or args.grad_scale != 1:
+            # g itself is rounded, and so are its factor and the weight decay, which may cancel against it.
+            decay = 0.0 if args.decoupled else args.weight_decay * (-1 if args.maximize else 1)
+            effective = np.abs(g * args.grad_scale + decay * p.astype(np.float64))
+            bound_v += 2 * (1 - args.beta2) * effective * 1.2e-7 * scaled
+        finite = np.abs(ref_v) < 3e38
+        assert np.all((np.abs(got_v - ref_v) <= bound_v)[finite]), args
+        ulp_p = np.spacing(np.maximum(np.abs(p), np.abs(ref_p)).astype(np.float32)).astype(np.float64)
+        if args.decoupled:
+            # A gradient that cancels m leaves a difference of rounding errors, which is bounded through m above.
+            bound_p = 6e-7 * np.abs(update) + np.abs(update / np.where(ref_m == 0, 1, ref_m)) * 2 * ulp_m
+            bound_p += ulp_p * (2 if args.weight_decay else 1)
+            steady = ref_v > 1e-30  # below, v is denormal or nearly so and has few digits
+            assert np.all((np.abs(got_p - ref_p) <= bound_p)[finite & steady]), args
+
+
+def test_a_thousand_steps_stay_close_to_float64_and_as_close_as_torch() -> None:
+    torch.manual_seed(3)
+    numel, steps = 2048, 1000
+    args = Adam(lr=1e-3, weight_decay=0.01)
+    start = torch.randn(numel) * 0.02
+    ours = [start.clone(), torch.zeros(numel), torch.zeros(numel)]
+    loop = start.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([loop], lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
+    exact = [start.double().numpy(), np.zeros(numel), np.zeros(numel)]
+    path = np.zeros(numel)
+    for t in range(1, steps + 1):
+        g = torch.randn(numel) * (1 + (t % 7)) * 0.01 + 0.003
+        step(ours[0], g, ours[1], ours[2], Adam(**{**vars(args), "step": t}))
+        loop.grad = g
+        optimizer.step()
+        before = exact[0]
+        *exact, _ = adam_float64(before, g.numpy(), exact[1], exact[2], Adam(**{**vars(args), "step": t}))
+        path += np.abs(exact[0] - before)
+    error = np.abs(ours[0].double().numpy() - exact[0])
+    assert (path > 0.05).all()
+    assert np.max(error / path) <= 2e-5
+    torch_error = np.abs(loop.detach().double().numpy() - exact[0])
+    assert np.mean(error) <= 1.1 * np.mean(torch_error)
+
+
+def test_equal_to_torch_fused_adamw_bit_for_bit() -> None:
+    """Where this torch build contracts v's update into an fma and the sizes leave no scalar tail (numel % 16 == 0)."""
+    torch.manual_seed(4)
+    p, g = torch.randn(4096), torch.randn(4096)
+    ours, theirs = p.clone(), p.clone().requires_grad_()
+    m, v = torch.zeros(4096), torch.zeros(4096)
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.1, fused=True)
+    theirs.grad = g.clone()
+    optimizer.step()
+    step(ours, g, m, v, Adam(step=1, weight_decay=0.1))
+    # The probe: v of two steps with beta1 = 0, beta2 = 0.9 and the same gradient.
+    one = torch.rand(1024) + 0.5
+    x = torch.zeros(1024, requires_grad=True)
+    probe = torch.optim.AdamW([x], lr=1.0, betas=(0.0, 0.9), fused=True)
+    for _ in range(2):
+        x.grad = one.clone()
+        probe.step()
+    first, second = np.float32(1 - 0.9) * one.numpy(), np.float32(0.9)
+    v1 = fma32(first, one.numpy(), np.zeros(1024, np.float32) * second)
+    contracted = torch.from_numpy(fma32(first, one.numpy(), v1 * second))
+    if not torch.equal(probe.state[x]["exp_avg_sq"], contracted):
+        pytest.skip("this torch build computes v in another way (no fma)")
+    for t in range(2, 6):
+        theirs.grad = torch.randn(4096, generator=torch.Generator().manual_seed(t))
+        optimizer.step()
+        step(ours, theirs.grad, m, v, Adam(step=t, weight_decay=0.1))
+    state = optimizer.state[theirs]
+    assert torch.equal(state["exp_avg"], m)
+    assert torch.equal(state["exp_avg_sq"], v)
+    assert torch.equal(theirs.detach(), ours)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_parameter_is_its_master_rounded(grad_dtype: torch.dtype) -> None:
+    arrays = wide_inputs(seed=5)
+    master, g, m, v = (torch.from_numpy(x.copy()) for x in arrays)
+    g = g.to(grad_dtype)
+    p = torch.full_like(master, 77.0, dtype=torch.bfloat16)  # its old value must not matter
+    args = Adam(step=7, weight_decay=0.1, grad_scale=0.25)
+    step(p, g, m, v, args, master_params=[master])
+    with np.errstate(all="ignore"):
+        expected = adam_exact(arrays[0], g.float().numpy(), arrays[2], arrays[3], args)
+    for a, b in zip((master, m, v), expected, strict=True):
+        assert torch.equal(bits(a), bits(torch.from_numpy(b)))
+    assert torch.equal(bits(p), bits(torch.from_numpy(to_bf16(expected[0]).view(np.int16)).view(torch.bfloat16)))
+
+
+def test_bfloat16_gradient_is_widened_exactly() -> None:
+    arrays = wide_inputs(seed=6)
+    grad = to_bf16(arrays[1])
+    narrow = [torch.from_numpy(x.copy()) for x in arrays]
+    narrow[1] = torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16)
+    step(*narrow, Adam(step=2))
+    expected = run([arrays[0], from_bf16(grad), *arrays[2:]], Adam(step=2))
+    for a, b in zip((narrow[0], *narrow[2:]), expected, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def pieces(numel: int, seed: int) -> list[slice]:
+    """A division of range(numel) into pieces of all kinds of lengths, empty ones included."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(0, numel + 1, 12)).tolist()
+    edges = [0, 0, 1, 8, 17, *cuts, cuts[-1], numel, numel]
+    edges.sort()
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_partition_and_alignment_do_not_change_a_bit(threads: int, dtype: torch.dtype) -> None:
+    numel = 5 * CHUNK + 123
+    torch.manual_seed(8)
+    weights = torch.randn(numel)
+    source = [weights.to(dtype), torch.randn(numel).to(dtype), torch.randn(numel), torch.rand(numel), weights]
+
+    def after(slices: list[slice], offset: int) -> list[torch.Tensor]:
+        # Views `offset` elements into a larger tensor, one more for each role: no two of them equally aligned.
+        tensors = []
+        for role, x in enumerate(source):
+            room = torch.empty(numel + 8, dtype=x.dtype)
+            start = offset * (role + 1) % 8
+            tensors.append(room[start : start + numel].copy_(x))
+        lists = [[t[s] for s in slices] for t in tensors]
+        masters = lists[4] if dtype == torch.bfloat16 else None
+        for t in (1, 2):
+            ops.adam_step(
+                *lists[:4], [t] * len(slices), lr=1e-2, weight_decay=0.1, grad_scale=0.5, master_params=masters
+            )
+        return tensors
+
+    torch.set_num_threads(1)
+    expected = after([slice(0, numel)], 0)
+    torch.set_num_threads(threads)
+    for seed, offset in ((0, 0), (1, 1), (2, 3)):
+        for a, b in zip(after(pieces(numel, seed), offset), expected, strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+
+def test_infinities_and_nans_show_and_stay_in_their_element() -> None:
+    p, m, v = torch.ones(64), torch.zeros(64), torch.zeros(64)
+    g = torch.ones(64)
+    g[3], g[20], g[40] = float("nan"), float("inf"), float("-inf")
+    step(p, g, m, v, Adam())
+    hit = torch.tensor([i in (3, 20, 40) for i in range(64)])
+    assert torch.isnan(p)[hit].all()
+    assert torch.isnan(m[3])
+    assert torch.isnan(v[3])
+    assert torch.isposinf(v[20])
+    assert torch.isneginf(m[40])
+    assert torch.equal(p[~hit], p[:1].expand(61))
+    assert p[0] != 1.0
+
+
+def test_denormals_are_kept_whatever_mode_the_thread_is_in() -> None:
+    arrays = [x for x in wide_inputs(seed=9)]
+    arrays[1] = (arrays[1] * np.float32(1e-20)).astype(np.float32)
+    expected = run(arrays, Adam(step=2, eps=1e-30))
+    assert torch.set_flush_denormal(True)
+    try:
+        got = run(arrays, Adam(step=2, eps=1e-30))
+        assert (torch.tensor([1e-40]) * 1.0 == 0).item(), "flushing is still on for the caller"
+    finally:
+        torch.set_flush_denormal(False)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def test_power_of_two_scale_is_exact() -> None:
+    torch.manual_seed(10)
+    p, g, v = torch.randn(1000), torch.randn(1000), torch.rand(1000)
+    m = torch.randn(1000)
+    scaled = [p.clone(), g * 65536.0, m.clone(), v.clone()]
+    plain = [p.clone(), g, m.clone(), v.clone()]
+    step(*scaled, Adam(step=4, grad_scale=1 / 65536))
+    step(*plain, Adam(step=4))
+    assert torch.equal(scaled[0], plain[0])
+    assert torch.equal(scaled[3], plain[3])
+    assert not torch.equal(plain[0], p)

@@ -1,0 +1,267 @@
+"""The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bucketwheel.testing import RankFailed, RankPool, assert_bitwise_equal, run_ranks, run_threads
+
+
+def all_reduce_rank(rank, world_size, offset):
+    value = torch.tensor([rank + offset])
+    dist.all_reduce(value)
+    return rank, world_size, int(value)
+
+
+def identity_of(rank, world_size):
+    return os.getpid(), torch.rand(3)
+
+
+def raise_on_rank(rank, world_size, bad):
+    if rank == bad:
+        raise ValueError(f"planted on {rank}")
+    return rank
+
+
+def wait_for_peers_after(rank, world_size, bad):
+    if rank == bad:
+        raise ValueError("planted")
+    planted_wait(300)
+
+
+def planted_wait(seconds):
+    time.sleep(seconds)
+
+
+def hang_on_rank(rank, world_size, bad):
+    if rank == bad:
+        planted_wait(300)
+    return rank
+
+
+def die_on_rank(rank, world_size, bad, signum):
+    if rank == bad:
+        os.kill(os.getpid(), signum)
+        planted_wait(300)
+    return "alive"
+
+
+def write_then_hang(rank, world_size, directory):
+    Path(directory, str(rank)).write_text("here")
+    planted_wait(300 if rank == 1 else 0)
+    return rank
+
+
+def start_a_child_and_hang(rank, world_size, directory):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    Path(directory, "child").write_text(str(child.pid))
+    planted_wait(300)
+
+
+def exit_badly(rank, world_size):
+    import atexit
+
+    atexit.register(os._exit, 7)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, timeout_s=20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_by_rank_with_a_process_group(world_size):
+    total = sum(range(world_size)) + 10 * world_size
+    assert run_ranks(all_reduce_rank, world_size, 10) == [(r, world_size, total) for r in range(world_size)]
+
+
+def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_results():
+    with pytest.raises(RankFailed, match="planted on 1") as caught:
+        run_ranks(raise_on_rank, 3, 1)
+    assert list(caught.value.failures) == [1]
+    assert "raise_on_rank" in caught.value.failures[1]  # the traceback, not only the message
+    assert caught.value.results == {0: 0, 2: 2}
+
+
+def test_ranks_waiting_for_a_failed_one_are_killed_after_a_grace():
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="after rank 0 had failed") as caught:
+        run_ranks(wait_for_peers_after, 2, 0, timeout_s=200, backend=None)
+    assert time.monotonic() - start < 60
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown():
+    with RankPool(2, backend=None) as pool:
+        pids = [pid for pid, _ in pool.run(identity_of)]
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match=r"within 1 s(.|\n)*planted_wait") as caught:
+            pool.run(hang_on_rank, 1, timeout_s=1)
+        assert time.monotonic() - start < 15
+        assert caught.value.results == {0: 0}
+        assert not any(map(is_alive, pids))
+        assert pool.run(raise_on_rank, -1) == [0, 1]  # the pool has started new ranks
+
+
+def test_survivors_of_an_expected_death_return_their_results():
+    assert run_ranks(die_on_rank, 3, 1, signal.SIGKILL, expect_dead={1}) == ["alive", None, "alive"]
+
+
+def test_an_unexpected_death_names_the_signal_and_shows_the_stack_of_a_crash():
+    with pytest.raises(RankFailed, match="rank 1/2: died: SIGKILL"):
+        run_ranks(die_on_rank, 2, 1, signal.SIGKILL, backend=None)
+    with pytest.raises(RankFailed, match=r"rank 0/2: died: SIGSEGV(.|\n)*die_on_rank"):
+        run_ranks(die_on_rank, 2, 0, signal.SIGSEGV, backend=None)
+
+
+def test_a_rank_that_should_have_died_but_did_not_fails():
+    with pytest.raises(RankFailed, match="expected to die"):
+        run_ranks(raise_on_rank, 2, -1, backend=None, expect_dead={0})
+
+
+def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_path):
+    with RankPool(2, backend=None) as pool:
+        first, second = pool.run(identity_of), pool.run(identity_of)
+        assert [pid for pid, _ in first] == [pid for pid, _ in second]
+        assert_bitwise_equal([rand for _, rand in second], [rand for _, rand in first])
+        pool.submit(write_then_hang, str(tmp_path))
+        with pytest.raises(ValueError, match="already"):
+            pool.submit(identity_of)
+        assert wait_until((tmp_path / "1").exists)
+        pool.kill(1)
+        assert pool.collect(timeout_s=20, expect_dead={1}) == [0, None]
+        third = pool.run(identity_of)
+        assert not {pid for pid, _ in first} & {pid for pid, _ in third}
+
+
+def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path):
+    before = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("bw-ranks-*"))
+    with pytest.raises(RankFailed):
+        run_ranks(start_a_child_and_hang, 1, str(tmp_path), timeout_s=2, backend=None)
+    child = int((tmp_path / "child").read_text())
+    assert wait_until(lambda: not is_alive(child))
+    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("bw-ranks-*")) <= before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal of a parent is Linux's")
+def test_ranks_die_with_a_killed_runner(tmp_path):
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from bucketwheel.testing import run_ranks; "
+        f"from {__name__} import write_pid_and_hang as hang; run_ranks(hang, 2, {str(tmp_path)!r}, backend=None)"
+    )
+    temporary = tmp_path.parent / "temporary"  # a killed runner cannot remove its folder
+    temporary.mkdir(exist_ok=True)
+    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)})
+    try:
+        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+    finally:
+        runner.kill()
+        runner.wait(10)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def write_pid_and_hang(rank, world_size, directory):
+    Path(directory, str(os.getpid())).touch()
+    planted_wait(300)
+
+
+def test_a_rank_that_exits_badly_fails_the_close():
+    with pytest.raises(RankFailed, match="exit code 7"), RankPool(1, backend=None) as pool:
+        pool.run(exit_badly)
+
+
+def test_a_function_of_the_main_script_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from bucketwheel.testing import run_ranks\n"
+        "def double(rank, world_size): return 2 * rank\n"
+        "if __name__ == '__main__': print(run_ranks(double, 2, backend=None))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[0, 2]", done.stderr
+
+
+def test_threads_return_results_and_report_failures_and_hangs():
+    barrier = threading.Barrier(3)
+
+    def meet(rank, world_size):
+        barrier.wait(10)
+        return rank * world_size
+
+    assert run_threads(meet, 3) == [0, 3, 6]
+    with pytest.raises(RankFailed, match="planted on 1") as caught:
+        run_threads(raise_on_rank, 2, 1)
+    assert caught.value.results == {0: 0}
+    release = threading.Event()
+    try:
+        with pytest.raises(RankFailed, match="planted_thread_wait"):
+            run_threads(planted_thread_wait, 2, release, timeout_s=0.2)
+    finally:
+        release.set()
+
+
+def planted_thread_wait(rank, world_size, release):
+    release.wait(30)
+
+
+def test_equal_bits_pass():
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert_bitwise_equal(quiet, other)  # NaNs of different payload
+    assert_bitwise_equal({"a": [1.5, torch.arange(6.0).view(2, 3).t()]}, {"a": [1.5, torch.arange(6.0).view(2, 3).t()]})
+    assert_bitwise_equal(torch.empty(0, 3), torch.empty(0, 3))
+    assert_bitwise_equal(torch.tensor([True, False]), torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_the_first_difference_is_shown(dtype):
+    expected = torch.zeros(3, 4, dtype=dtype)
+    actual = expected.clone()
+    actual[1, 2] = 2
+    actual[2, 0] = -3
+    with pytest.raises(AssertionError, match=r"weights: 2 of 12 .* first at \[1, 2\] \(flat 6\).*difference 3"):
+        assert_bitwise_equal(actual, expected, "weights")
+
+
+def test_differences_show_both_values_in_decimal_and_hex():
+    one = torch.tensor([0.0, 1.0])
+    with pytest.raises(AssertionError, match=r"1\.0000001\d* \(0x3f800001\), expected 1\.0 \(0x3f800000\)"):
+        assert_bitwise_equal(torch.nextafter(one, torch.tensor([0.0, 2.0])), one)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        (torch.tensor([-0.0]), torch.tensor([0.0]), "0x80000000"),
+        (torch.tensor(float("nan")), torch.tensor(1.0), r"first at \[\]"),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.float64), "float32.*float64"),
+        (torch.zeros(3), torch.zeros(1, 3), r"\(3,\).*\(1, 3\)"),
+        ({"a": 1}, {"b": 1}, "keys"),
+        ({"a": [1, 2]}, {"a": [1, 3]}, r"\['a'\]\[1\]"),
+        ([1], [1, 2], "length"),
+    ],
+)
+def test_every_kind_of_difference_is_an_error(actual, expected, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_bitwise_equal(actual, expected)
