@@ -61,7 +61,8 @@ void adam_chunk(const AdamPointers& at, int64_t n, const AdamScalars& scalars) {
   float* master = at.master;
   const AdamScalars s = scalars;
   const auto step_to = [&](int64_t begin, int64_t numel) {
-    adam_range<P, G, kDecoupled>(p + begin, g + begin, m + begin, v + begin, kHasMaster ? master + begin : nullptr, numel, s);
+    adam_range<P, G, kDecoupled>(p + begin, g + begin, m + begin, v + begin, kHasMaster ? master + begin : nullptr,
+                                 numel, s);
   };
   int64_t i = 0;
   for (; i + kBlockNumel <= n; i += kBlockNumel) {
