@@ -22,7 +22,7 @@ import time
 from argparse import ArgumentParser
 from typing import Any
 
-import bench_clip
+import clip_step
 import torch
 from gpt_systems import PEERS, SYSTEMS, Gpt, GptConfig, Plain, build, token_batches
 from harness import Memory, Rank, Results, Timing, parse_args, rotation, run_ranks, slowest
@@ -30,7 +30,9 @@ from harness import Memory, Rank, Results, Timing, parse_args, rotation, run_ran
 WORLD = 2
 CHECKED_STEPS = 4
 LOSS_TOLERANCE = 1e-5
-UPDATE_TOLERANCE = 1e-2  # relative L2 of the whole update: where a gradient is near 0, Adam's first steps follow its sign
+UPDATE_TOLERANCE = (
+    1e-2  # relative L2 of the whole update: where a gradient is near 0, Adam's first steps follow its sign
+)
 REFERENCE = "ddp"
 
 
@@ -69,7 +71,9 @@ def check_agreement(name: str, losses: dict[str, list[float]], updates: dict[str
             raise RuntimeError(f"{name}: loss {got!r} at step {step}, {reference} has {want!r}")
     error = ((updates[name] - updates[reference]).norm() / updates[reference].norm()).item()
     if not error <= UPDATE_TOLERANCE:
-        raise RuntimeError(f"{name}: update differs from {reference}'s by {error:.2e} relative after {len(losses[name])} steps")
+        raise RuntimeError(
+            f"{name}: update differs from {reference}'s by {error:.2e} relative after {len(losses[name])} steps"
+        )
 
 
 def memory_job(rank: Rank, name: str | None, config: GptConfig, steps: int) -> None:
@@ -113,7 +117,9 @@ def profile_job(rank: Rank, name: str, config: GptConfig, steps: int) -> dict[st
         rank.barrier()
         profiler.runcall(system.train_step, tokens)
     if rank.rank == 0:
-        print(f"cProfile of rank 0, {steps} steps (hooks run inside run_backward; the profiler itself adds to small calls)")
+        print(
+            f"cProfile of rank 0, {steps} steps (hooks run inside run_backward; the profiler itself adds to small calls)"
+        )
         pstats.Stats(profiler, stream=sys.stdout).strip_dirs().sort_stats("tottime").print_stats(25)
         sys.stdout.flush()
     system.close()
@@ -169,7 +175,9 @@ def print_gpt(
     def mib(size_bytes: int) -> str:
         return f"{size_bytes / 2**20:8.0f}"
 
-    print("system          fwd+bwd ms   step ms  overhead ms  spread    peak PSS MiB     anon    shmem   (summed over ranks)")
+    print(
+        "system          fwd+bwd ms   step ms  overhead ms  spread    peak PSS MiB     anon    shmem   (summed over ranks)"
+    )
     for name in names:
         row = f"{name:14s}  {base[name].median_s * 1e3:10.1f}  {step[name].median_s * 1e3:8.1f}"
         row += f"  {overhead[name].median_s * 1e3:11.1f}  {overhead[name].spread * 100:4.0f} %"
@@ -205,7 +213,7 @@ def main() -> None:
     shapes = [tuple(p.shape) for p in Gpt(config).parameters()]
     print(f"GPT: {sum(torch.Size(s).numel() for s in shapes):,} parameters in {len(shapes)} tensors, {config}")
     if options.part in ("all", "clip"):
-        bench_clip.run(results, shapes, repeats=7 if options.quick else 21)
+        clip_step.run(results, shapes, repeats=7 if options.quick else 21)
     if options.part in ("all", "gpt"):
         repeats = options.repeats or (8 if options.quick else 31)
         run_gpt(results, names, config, repeats=repeats, memory_steps=0 if options.quick else 4)

@@ -44,7 +44,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
@@ -211,9 +213,7 @@ class Ours(System):
         from bucketwheel import ShardedAdamW
 
         super().__init__(config)
-        self.optimizer = ShardedAdamW(
-            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
-        )
+        self.optimizer = ShardedAdamW(self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
     def clip(self) -> None:
         self.optimizer.clip_grad_norm_(MAX_NORM)
@@ -300,7 +300,10 @@ class Bare(System):
         self.loops.bare_exchange_and_step(
             pointer(self.control),
             self.rank,
-            *(pointer(t[mine]) for t in (self.grads[self.rank], self.grads[peer], self.flat[self.rank], self.flat[peer])),
+            *(
+                pointer(t[mine])
+                for t in (self.grads[self.rank], self.grads[peer], self.flat[self.rank], self.flat[peer])
+            ),
             pointer(self.m),
             pointer(self.v),
             ctypes.c_int64(self.half),
@@ -329,5 +332,3 @@ def build(name: str, config: GptConfig) -> System:
         return SYSTEMS[name](config)
     except ImportError as error:
         raise RuntimeError(f"system {name!r} cannot run here: {error}; leave it out with --systems") from error
-
-

@@ -29,6 +29,8 @@ class PlainOwner:
 
     def accumulate(self, index, grad):
         self.calls.append(("accumulate", index))
+        held = self.grads[index]
+        assert type(grad) is Tensor and grad.shape == held.shape and grad.dtype == held.dtype
         self.grads[index].add_(grad)
 
     def norms(self, indices, ord):

@@ -37,8 +37,9 @@ PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_build", "_cpu"],
     ["plan", "handle", "pool", "comm", "ops"],
-    ["schedule", "bucket", "flat", "reduced"],
+    ["schedule", "bucket", "flat", "reduced", "gather", "rows"],
     ["grad", "grad_owner", "hooks"],
+    ["local", "sharded"],
     ["optim", "shard", "state_dict"],
     ["report", "testing"],
     ["__init__", "__main__"],
@@ -47,7 +48,7 @@ PYTHON_LAYERS = [
 PURE = {"_version", "errors", "plan", "schedule", "_toolchain", "_build"}
 
 MAX_LINES = 440  # about 400
-MAX_FUNCTION_LINES = 75  # about 60, and the docstring
+MAX_FUNCTION_LINES = 66  # about 60, without signature and docstring
 
 PLATFORM = re.compile(
     r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*\b(__x86_64__|__i386__|__aarch64__|__arm__|__linux__|__APPLE__|_WIN32|"
@@ -58,11 +59,12 @@ PLATFORM_SUFFIXES = ("_cpu", "_cuda", "_sim", "_avx2", "_avx512", "_isa")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 # Folders of one machine, which mean nothing to a reader on another one.
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:work|root|tmp/w|home/\w+|opt/\w+)/\w")
-TEXT = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".yaml", ".cmake", ".jsonl", ""}
+NATIVE = {".h", ".cpp", ".cu"}
+TEXT = NATIVE | {".py", ".pyi", ".md", ".toml", ".txt", ".yaml", ".cmake", ".jsonl", ""}
 
 
 def native_files() -> list[Path]:
-    return sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp", ".cu"})
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in NATIVE)
 
 
 def texts() -> Iterator[Path]:
@@ -133,7 +135,7 @@ def test_headers_have_a_guard_and_the_namespace() -> None:
         text = path.read_text()
         if path.suffix == ".h" and "#pragma once" not in text:
             problems.append(f"{path}: no #pragma once")
-        if re.search(r"^\s*using namespace (?!std::\w*literals)", text, re.MULTILINE) and path.suffix == ".h":
+        if re.search(r"^using namespace", text, re.MULTILINE) and path.suffix == ".h":
             problems.append(f"{path}: `using namespace` in a header")
     report(problems)
 
@@ -154,8 +156,22 @@ def headers_compile(headers: list[Path]) -> None:
         report([problem for problem in pool.map(compile_alone, headers) if problem])
 
 
-def test_headers_compile_alone() -> None:
+def first_include(path: Path) -> str:
+    found = INCLUDE.search(path.read_text())
+    return found[2] if found else ""
+
+
+def test_a_source_includes_its_own_header_first() -> None:
+    """So the build itself shows that this header compiles alone."""
+    pairs = [(path, path.with_suffix(".h")) for path in native_files() if path.suffix == ".cpp"]
+    wrong = [cpp for cpp, header in pairs if header.is_file() and first_include(cpp) != str(header.relative_to(CSRC))]
+    report([f"{path}: its first include is {first_include(path)!r}" for path in wrong])
+
+
+@pytest.mark.timeout_s(300)
+def test_other_headers_compile_alone() -> None:
     headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name != "bindings"]
+    headers = [path for path in headers if not path.with_suffix(".cpp").is_file()]
     assert headers
     headers_compile(headers)
 
@@ -245,7 +261,7 @@ def test_init_only_re_exports() -> None:
 def test_files_and_functions_are_short() -> None:
     problems = []
     for path in texts():
-        if path.suffix not in {".h", ".cpp", ".cu", ".py"}:
+        if path.suffix not in NATIVE | {".py"}:
             continue
         text = path.read_text()
         if (lines := text.count("\n")) > MAX_LINES:
@@ -253,7 +269,8 @@ def test_files_and_functions_are_short() -> None:
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    body = node.body[1:] if ast.get_docstring(node) else node.body
+                    length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                     if length > MAX_FUNCTION_LINES:
                         problems.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
     report(problems)
@@ -270,7 +287,7 @@ def test_no_paths_of_one_machine() -> None:
 def test_todos_carry_their_issue() -> None:
     problems = []
     for path in texts():
-        if path.suffix in {".h", ".cpp", ".cu", ".py"} and path != Path(__file__).resolve():
+        if path.suffix in NATIVE | {".py"} and path != Path(__file__).resolve():
             text = path.read_text()
             for found in re.finditer(r"\b(?:TODO|FIXME|XXX)\b(?!\(#\d+\))", text):
                 problems.append(f"{path}:{line_of(text, found.start())}: {found[0]} without (#issue)")

@@ -127,6 +127,13 @@ class PyAdamTable {
     }
   }
 
+  // Lets go of the gradients; set_grads() must come before the next step.
+  void clear_grads() {
+    for (int64_t row = 0; row < table_.rows(); ++row) {
+      put_grad(row, std::nullopt, py::none());
+    }
+  }
+
   void step(const std::vector<AdamGroup>& groups, py::handle steps, py::handle used, py::handle gscale,
             int64_t first_row, int64_t last_row, bool decoupled, bool maximize, py::handle noop) {
     AdamStep step;
@@ -285,6 +292,7 @@ inline void bind_adam(py::module_& m) {
       .def("add", &PyAdamTable::add, py::arg("p"), py::arg("g").none(true), py::arg("m"), py::arg("v"),
            py::arg("master").none(true), py::arg("group"))
       .def("set_grads", &PyAdamTable::set_grads, py::arg("grads"), py::arg("first_row") = 0)
+      .def("clear_grads", &PyAdamTable::clear_grads)
       .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("steps"), py::arg("used") = py::none(),
            py::arg("gscale") = py::none(), py::arg("first_row") = 0, py::arg("last_row") = -1, py::kw_only(),
            py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("noop") = py::none())

@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,14 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
+inline std::vector<std::pair<double, bool>> pairs_of(std::span<const SumSquares> results) {
+  std::vector<std::pair<double, bool>> out;
+  for (const SumSquares& result : results) {
+    out.emplace_back(result.sumsq, result.bad);
+  }
+  return out;
+}
+
 inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
   dlpack::Described tensor = dlpack::describe_item(object, name);
   dlpack::expect_float_or_bfloat16(tensor, name);
@@ -23,30 +33,17 @@ inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
   return tensor;
 }
 
-// ([sum of squares of each tensor], [has it a non-finite element], total): the elements of a tensor in memory order,
-// the total in the order of the list.
-inline py::tuple sumsq_of_list(const py::sequence& tensors) {
+// For each tensor (sum of squares, has it a non-finite element); its elements are taken in memory order.
+inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::sequence& tensors) {
   std::vector<NormRow> rows;
-  std::vector<py::object> keep;  // the list may be a generator's, or changed by another thread
+  std::vector<py::object> keep;  // another thread may change the list while the GIL is released
   for (size_t i = 0; i < py::len(tensors); ++i) {
     keep.push_back(tensors[i]);
     const dlpack::Described tensor = norm_tensor(keep.back(), {"tensors", static_cast<int64_t>(i)});
     rows.push_back({tensor.data, tensor.numel, tensor.dtype});
   }
-  std::vector<SumSquares> results;
-  {
-    py::gil_scoped_release unlocked;
-    results = sumsq(rows);
-  }
-  py::list sums(results.size());
-  py::list bad(results.size());
-  double total = 0.0;
-  for (size_t i = 0; i < results.size(); ++i) {
-    total += results[i].sumsq;
-    sums[i] = results[i].sumsq;
-    bad[i] = results[i].bad;
-  }
-  return py::make_tuple(std::move(sums), std::move(bad), total);
+  py::gil_scoped_release unlocked;
+  return pairs_of(sumsq(rows));
 }
 
 // A block of float32 values, for the accumulators.
@@ -74,13 +71,7 @@ class PyShardAccumulator {
     const std::span<const float> block = float_block(values, {"values", 0});
     accumulator_->consume(begin, block.data(), static_cast<int64_t>(block.size()));
   }
-  std::vector<std::pair<double, bool>> results() const {
-    std::vector<std::pair<double, bool>> out;
-    for (const SumSquares& result : accumulator_->results()) {
-      out.emplace_back(result.sumsq, result.bad);
-    }
-    return out;
-  }
+  std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_->results()); }
 
  private:
   std::shared_ptr<void> owner_;

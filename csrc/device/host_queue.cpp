@@ -141,7 +141,7 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
   expect_not_inside();
   bool has_spun = false;
   for (;;) {
-    uint32_t progress;
+    uint32_t progress = 0;
     {
       std::unique_lock lock(mutex_);
       if (is_done(ticket)) {

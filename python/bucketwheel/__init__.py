@@ -4,5 +4,58 @@ Importing compiles nothing; the native module builds itself at first use.
 """
 
 from bucketwheel._version import __version__
+from bucketwheel.comm import Communicator, LocalRank, LocalWorld
+from bucketwheel.errors import (
+    BuildError,
+    ClosedError,
+    CommError,
+    CommTimeout,
+    DeviceError,
+    Error,
+    KeyBusy,
+    LeaseLeak,
+    MismatchError,
+    PeerError,
+    PoolError,
+    ReleasedTwice,
+    ShardedGradError,
+    UseAfterRelease,
+)
+from bucketwheel.handle import Handle
+from bucketwheel.ops import adam_step, all_gather, l2_norm, reduce_scatter
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.plan import Packing, PackItem, pack
+from bucketwheel.pool import Lease, Pool, PoolStats
 
-__all__ = ["__version__"]
+__all__ = [
+    "BuildError",
+    "ClosedError",
+    "CommError",
+    "CommTimeout",
+    "Communicator",
+    "DeviceError",
+    "Error",
+    "Handle",
+    "KeyBusy",
+    "Lease",
+    "LeaseLeak",
+    "LocalRank",
+    "LocalWorld",
+    "MismatchError",
+    "PackItem",
+    "Packing",
+    "PeerError",
+    "Pool",
+    "PoolError",
+    "PoolStats",
+    "ReleasedTwice",
+    "ShardedAdamW",
+    "ShardedGradError",
+    "UseAfterRelease",
+    "__version__",
+    "adam_step",
+    "all_gather",
+    "l2_norm",
+    "pack",
+    "reduce_scatter",
+]

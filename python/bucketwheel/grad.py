@@ -91,7 +91,7 @@ class ShardedGrad(Tensor):
         return owner
 
     def refusal(self, operation: str) -> ShardedGradError:
-        """Return (not raise) the error that says ``operation`` cannot be done on this gradient."""
+        """Return the error that says ``operation`` cannot be done on this gradient."""
         hint = next((text for key, text in _HINTS if key in operation), "")
         return ShardedGradError(
             f"{operation} needs the values of the gradient of {self.param_name!r} (shape {tuple(self.shape)}, "
@@ -156,10 +156,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 # Methods that read memory in C++ without passing the dispatcher, or fail with a message that names no parameter.
-for _name in (
-    "item tolist numpy data_ptr storage untyped_storage share_memory_ pin_memory __array__ __dlpack__ __deepcopy__ "
-    "__reduce_ex__ __bool__ __float__ __int__ __index__ __complex__"
-).split():
+for _name in """item tolist numpy data_ptr storage untyped_storage share_memory_ pin_memory __array__ __dlpack__
+    __deepcopy__ __reduce_ex__ __bool__ __float__ __int__ __index__ __complex__""".split():
     setattr(ShardedGrad, _name, _refusing(_name))
 
 _HINTS = (
@@ -240,9 +238,9 @@ def _foreach_norm(op: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: tor
             norms[place] = norm
     for owner, indices, places in shares:
         answer = owner.norms(indices, float(ord))
-        # A copy per dtype (there is one, but for odd callers): callers may write to what they get.
+        # One copy per dtype, which callers may write to; torch.nn.utils passes lists of one dtype.
         dtypes = [dtype or tensors[place].dtype for place in places]
-        copies = {dtype: answer.to(dtype, copy=True).unbind() for dtype in set(dtypes)}
+        copies = {each: answer.to(each, copy=True).unbind() for each in set(dtypes)}
         for row, place in enumerate(places):
             norms[place] = copies[dtypes[row]][row]
     return norms

@@ -1,7 +1,8 @@
 """Hooks: gradients on their way from autograd into buckets and shards. Carries out what `schedule` decides.
 
 A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there (`grad`).
-Plain tensors stay in ``p.grad`` inside `no_sync`, and are taken when a later backward or the end of the window finds them.
+Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so that
+stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the window ends.
 
 [Note: what the placeholder in p.grad means] After any call here ``p.grad`` is one of: None (no gradient; whatever the
 shards hold is void), the parameter's placeholder (its gradient is in the buckets or shards), or a plain tensor (a new
@@ -58,6 +59,7 @@ class GradSync:
         self._inflight: list[tuple[Handle, Lease]] = []
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._no_sync_depth = 0
+        self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
         self._lock = threading.RLock()
         self._schedule = Schedule(
             [[b.index for b in self.buckets if i in b.parts] for i in range(len(self.infos))], len(self.buckets)
@@ -76,11 +78,14 @@ class GradSync:
         if grad is None or grad is self._placeholders[index] or self._no_sync_depth:
             return
         with self._lock, torch.no_grad():
+            self._kept.pop(index, None)  # replaced
             self._arrive(index, grad, add=False, launch=self._overlap)
             param.grad = self._placeholders[index]
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         with self._lock, torch.no_grad():
+            kept = self._kept.pop(index, None)
+            grad = grad if kept is None else kept.add_(grad)
             self._arrive(index, grad, add=True, launch=self._overlap and not self._no_sync_depth)
 
     def _arrive(self, index: int, grad: Tensor, *, add: bool, launch: bool) -> None:
@@ -176,7 +181,7 @@ class GradSync:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self) -> Agreement:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
         Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank if ranks disagree on
@@ -200,12 +205,17 @@ class GradSync:
                 self._wait_inflight()
                 self._is_open = False
             self._settle(agreement)
+            return agreement
 
     def _sweep(self) -> None:
-        """Takes plain gradients that no hook took: from `no_sync`, or assigned by hand."""
+        """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand."""
+        kept, self._kept = self._kept, {}
         for info in self.infos:
             grad = info.param.grad
-            if grad is not None and grad is not self._placeholders[info.index]:
+            if grad is self._placeholders[info.index]:
+                if info.index in kept:
+                    self._arrive(info.index, kept[info.index], add=True, launch=self._overlap)
+            elif grad is not None:
                 self._arrive(info.index, grad, add=False, launch=self._overlap)
                 info.param.grad = self._placeholders[info.index]
 
@@ -214,7 +224,7 @@ class GradSync:
         for drop in self._schedule.drops(held):
             assert isinstance(drop, Drop)
             self.buckets[drop.bucket].drop(drop.param)
-        agreement = self._schedule.agree(self.comm.exchange(self._schedule.notes(held)))
+        agreement = self._schedule.agree(self._exchange(b"end of window", self._schedule.notes(held)))
         if agreement.conflicts:
             names = ", ".join(repr(self.infos[i].name) for i in agreement.conflicts[:5])
             raise RuntimeError(
@@ -234,6 +244,7 @@ class GradSync:
     def zero_grad(self) -> None:
         """Drops every gradient. Local."""
         with self._lock:
+            self._kept.clear()
             self._schedule.discard()
             for bucket in self.buckets:
                 bucket.drop_late()
@@ -242,20 +253,59 @@ class GradSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._no_sync_depth += 1
+        with self._lock:
+            self._no_sync_depth += 1
+            if self._no_sync_depth == 1:
+                for index, grad in self._kept.items():  # so that autograd adds to it by itself
+                    if self.infos[index].param.grad is self._placeholders[index]:
+                        self.infos[index].param.grad = grad
+                self._kept.clear()
         try:
             yield
         finally:
             self._no_sync_depth -= 1
+        with self._lock, torch.no_grad():
+            if not self._no_sync_depth:
+                self._keep()
+
+    def _keep(self) -> None:
+        """Puts placeholders where `no_sync` has left plain gradients."""
+        for info in self.infos:
+            i, grad = info.index, info.param.grad
+            if grad is None or grad is self._placeholders[i]:
+                continue
+            self._expect_plain(info, grad)
+            if self._is_open and (self._schedule.has_stored(i) or self.reduced.has_content(i)):
+                self._arrive(i, grad, add=False, launch=False)
+            else:
+                if self.reduced.has_content(i):
+                    self.reduced.drop(i)  # replaced
+                self._kept[i] = grad
+            info.param.grad = self._placeholders[i]
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
+    def _exchange(self, doing: bytes, payload: bytes) -> list[bytes]:
+        """Everyone's payloads by rank. RuntimeError on every rank unless all are ``doing`` the same."""
+        everyone = [other.split(b":", 1) for other in self.comm.exchange(doing + b":" + payload)]
+        if any(other[0] != doing for other in everyone):
+            raise RuntimeError(
+                f"ranks use their gradients differently, by rank: {', '.join(str(other[0], 'ascii') for other in everyone)}; "
+                "step, clip_grad_norm_ and what stock code does to gradients are called by all ranks in the same order. "
+                "Where ranks use different parameters call optimizer.grad_sync() before stock code"
+            )
+        return [other[1] for other in everyone]
+
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
-        """Closes the window and verifies that all ranks ask for the same gradients."""
-        self.close()
+        """Closes the window and verifies that all ranks ask for the same gradients.
+
+        Code that asks for one gradient after the other made its list before it began: where lists differ, the first question
+        is the time to say so, for the last ones have no counterpart on some ranks.
+        """
+        is_uneven = self.close().is_uneven
         asked = struct.pack(f"<{len(indices)}q", *indices)
-        everyone = self.comm.exchange(asked)
-        if any(other != asked for other in everyone):
+        everyone = self._exchange(what.encode(), asked)
+        if any(other != asked for other in everyone) or (is_uneven and len(indices) == 1):
             only = sorted(set(range(len(self.infos))) & set(indices))
             missing = [self.infos[i].name for i, is_held in enumerate(self.held) if is_held and i not in only]
             hint = f" This rank had no gradient for {missing[:3]} when it asked." if missing else ""
@@ -274,17 +324,25 @@ class GradSync:
             factor = float(factor)
             if factor == 0.0:
                 self.zero(indices)
-            else:
-                self.reduced.scale(indices, factor)
+                return
+            for index in indices:
+                if index in self._kept:
+                    self._kept[index].mul_(factor)
+            self.reduced.scale([i for i in indices if i not in self._kept], factor)
 
     def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """Every gradient that any rank has, whether this rank could list it or not."""
+        """Every gradient of the same dtypes that any rank has, whether this rank could list it or not.
+
+        The scaler makes one call per dtype.
+        """
+        dtypes = {self.infos[i].dtype for i in indices}
         with self._lock:
             self.close()
-            everyone = self.comm.exchange(struct.pack("<d", float(found_inf)))
+            everyone = self._exchange(f"unscale {sorted(map(str, dtypes))}".encode(), struct.pack("<d", float(found_inf)))
             found = max(struct.unpack("<d", payload)[0] for payload in everyone)
             found_inf.fill_(max(found, float(self.reduced.has_nonfinite())))
-            self.reduced.scale([i for i, is_held in enumerate(self.held) if is_held], float(inv_scale))
+            held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
+            self.reduced.scale(held, float(inv_scale))
 
     def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
         with self._lock, torch.no_grad():
@@ -295,7 +353,9 @@ class GradSync:
     def zero(self, indices: Sequence[int]) -> None:
         with self._lock, torch.no_grad():
             for index in indices:
-                if self._is_open:
+                if index in self._kept:
+                    self._kept[index].zero_()
+                elif self._is_open:
                     self._arrive(index, torch.zeros_like(self.infos[index].param), add=False, launch=False)
                 else:
                     self.reduced.zero(index)

@@ -144,7 +144,7 @@ class LocalEngine:
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad
-        return None if grad is None else grad.detach() * self._clip_of(self.infos[index], grad)
+        return None if grad is None else grad.detach().float() * self._clip_of(self.infos[index], grad)
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]

@@ -62,6 +62,8 @@ class ShardedAdamW(Optimizer):
         RuntimeError: ranks disagree on the parameters or options.
     """
 
+    steps_sharded_grads = True  # `bucketwheel.grad` refuses the step of any other optimizer
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -224,7 +226,7 @@ class ShardedAdamW(Optimizer):
         return torch.tensor(self._engine.total_norm(self._indices(parameters), float(norm_type)), dtype=torch.float32)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole averaged (and clipped) gradient of ``param`` on every rank; None if no rank has one. Collective."""
+        """The whole averaged (and clipped) gradient of ``param``, fp32, on every rank; None if no rank has one. Collective."""
         if param not in self._index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
         return self._engine.full_grad(self._index_of[param])

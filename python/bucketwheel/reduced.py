@@ -132,7 +132,8 @@ class ReducedGrads:
         if not state.has_content or not state.pieces:
             return 0.0
         if state.is_edited:
-            rows = native().sumsq([piece.grad for piece in state.pieces])
+            sums, are_bad, _ = native().sumsq([piece.grad for piece in state.pieces])
+            rows = list(zip(sums, are_bad, strict=True))
         else:
             rows = [piece.accumulator.results()[piece.row] for piece in state.pieces]
         return sum(sumsq if not is_bad or not math.isfinite(sumsq) else math.nan for sumsq, is_bad in rows)

@@ -62,7 +62,8 @@ class Agreement:
 
     ``is_dirty``: some rank has new gradients. ``held``: parameters with a gradient on any rank. ``void``: parameters whose
     first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced and
-    others did not, which has no meaning and is an error on every rank.
+    others did not, which has no meaning and is an error on every rank. ``is_uneven``: a parameter of ``held`` had no gradient
+    on some rank, which could not list it.
     """
 
     is_dirty: bool
@@ -70,6 +71,7 @@ class Agreement:
     void: list[int]
     late: list[int]
     conflicts: list[int]
+    is_uneven: bool
 
 
 class Schedule:
@@ -175,14 +177,16 @@ class Schedule:
         """The facts that follow from all ranks' `notes`; the same on every rank."""
         count = len(self._buckets_of)
         held, void, conflicts = [], [], []
+        is_uneven = False
         for param in range(count):
             flags = [note[1 + param] for note in notes]
             held.append(any(f & _HELD for f in flags))
+            is_uneven = is_uneven or (held[-1] and not all(f & _HELD for f in flags))
             if any(f & _VOID for f in flags):
                 kept = any(f & _STORED and not f & _VOID for f in flags)
                 (conflicts if kept else void).append(param)
         late = [b for b in range(len(self._params_of)) if any(note[1 + count + b] for note in notes)]
-        return Agreement(any(note[0] for note in notes), held, void, late, conflicts)
+        return Agreement(any(note[0] for note in notes), held, void, late, conflicts, is_uneven)
 
     def close(self, agreement: Agreement) -> tuple[list[Launch], list[Launch]]:
         """The launches that end the window, first round and late round; then a new window begins."""

@@ -39,6 +39,8 @@ __all__ = ["RankFailed", "RankPool", "assert_bitwise_equal", "run_ranks", "run_t
 _START_TIMEOUT_S = 120.0
 # How long the others may still run once a rank has failed: they mostly wait for the failed one.
 _GRACE_S = 5.0
+# How long an orderly exit may take: tearing down torch is seconds of work on a busy machine.
+_EXIT_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
@@ -175,9 +177,9 @@ class RankPool:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
         for index, rank in enumerate(self._ranks):
-            code = rank.end_of(_GRACE_S)
+            code = rank.end_of(_EXIT_TIMEOUT_S)
             if code is None:
-                failures[index] = f"did not exit within {_GRACE_S:g} s after its last function\n{rank.dump_stacks()}"
+                failures[index] = f"did not exit within {_EXIT_TIMEOUT_S:g} s after its last function\n{rank.dump_stacks()}"
             elif code != 0:
                 failures[index] = rank.obituary()
         self._stop()

@@ -9,6 +9,13 @@
 #include <unistd.h>
 #include <vector>
 
+// ThreadSanitizer cannot follow threads that a forked child starts.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kMayStartThreadsAfterFork = false;
+#else
+inline constexpr bool kMayStartThreadsAfterFork = true;
+#endif
+
 #define CHECK(condition)                                                                 \
   do {                                                                                   \
     if (!(condition)) {                                                                  \

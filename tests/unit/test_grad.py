@@ -185,7 +185,7 @@ def test_manual_accumulation_and_scaling_equal_plain():
             p.grad.data.mul_(1.5)
             p.grad.add_(p.detach(), alpha=0.5)  # exact: torch may fuse alpha into the sum
             p.grad += p.detach().double()
-            p.grad.clamp_(max=2.0).clamp_min_(-1.0)
+            p.grad.clamp_(max=2.0).clamp_min_(-1.0).clamp_max_(1.5)
         torch._foreach_mul_([p.grad for p in params], [0.5 + i for i in range(len(params))])
         torch._foreach_div_([p.grad for p in params], 8.0)
         torch._foreach_mul_([p.grad for p in params], [torch.tensor(0.1 * (i + 1)) for i in range(len(params))])

@@ -52,6 +52,9 @@ READS = {
     "mask": lambda g: g.mul_(torch.ones(5, 3)),
     "masks": lambda g: torch._foreach_mul_([g, torch.ones(2)], [torch.ones(5, 3), torch.ones(2)]),
     "broadcast add": lambda g: g.add_(1.0),
+    "row add": lambda g: g.add_(torch.ones(3)),
+    "complex add": lambda g: g.add_(torch.ones(5, 3, dtype=torch.complex64)),
+    "add sharded": lambda g: g.add_(g),
     "add to plain": lambda g: torch.ones(5, 3).add_(g),
     "mul plain": lambda g: torch.ones(5, 3).mul_(g),
     "foreach plain": lambda g: torch._foreach_mul_([torch.ones(5, 3)], [g]),
@@ -61,6 +64,7 @@ READS = {
     "format": lambda g: f"{g:.3f}",
     "set data": lambda g: setattr(g, "data", torch.ones(5, 3)),
     "norm of rows": lambda g: g.norm(dim=0),
+    "norm keepdim": lambda g: torch.linalg.vector_norm(g, keepdim=True),
 }
 
 
@@ -73,6 +77,22 @@ def test_reading_values_raises_naming_the_parameter(read):
     assert type(sharded[0].grad) is ShardedGrad and not owner.calls
     for i, old in before.items():
         assert_same_bits(owner.grads[i], old)
+
+
+def test_native_code_gets_no_address():
+    _, sharded, _ = make_twins()
+    for g in (sharded[0].grad, torch._C.TensorBase.detach(sharded[0].grad)):
+        with pytest.raises(RuntimeError):
+            torch._C.TensorBase.data_ptr(g)
+
+
+def test_a_factor_must_not_have_more_dimensions_than_the_gradient():
+    _, sharded, owner = make_twins()
+    with pytest.raises(ShardedGradError, match=r"aten\.mul_.*'p2'"):
+        sharded[2].grad.mul_(torch.ones(1))
+    with pytest.raises(ShardedGradError, match=r"aten\._foreach_mul_.*'p0'"):
+        torch._foreach_mul_([sharded[0].grad, sharded[2].grad], torch.ones(1))
+    assert not owner.calls
 
 
 OPTIMIZERS = {
@@ -155,6 +175,15 @@ def test_it_has_the_metadata_of_its_parameter():
         assert p.grad is g and g.detach() is g and g.data is g and g.requires_grad_(False) is g
         assert g.cpu() is g and g.to(p.dtype) is g
         assert g.detach_() is g
+
+
+def test_an_alias_from_native_code_is_the_same_gradient():
+    _, sharded, owner = make_twins()
+    alias = torch._C.TensorBase.detach(sharded[4].grad)
+    assert alias is not sharded[4].grad and repr(alias) == repr(sharded[4].grad)
+    assert alias.stride() == sharded[4].stride()
+    alias.mul_(2.0)
+    assert owner.calls == [("scale", (4,), 2.0)]
 
 
 def test_repr_and_format():
@@ -248,9 +277,30 @@ def test_a_ddp_wrapper_leaves_the_gradients_to_the_owner(world_of_one, options):
             x = torch.full((5, 3), 0.5 + step)
             wrapped(x).square().sum().backward()
             plain(x).square().sum().backward()
+    assert not any(g.is_in_reducer for g in owner.placeholders)
     assert len([w for w in caught if "bucketwheel" in str(w.message)]) == 1
     assert_same_grads(owner, list(plain.parameters()))
     assert all(p.grad is g for p, g in zip(sharded.parameters(), owner.placeholders, strict=True))
+
+
+def test_a_reducer_reads_zeros_and_writes_back_once():
+    _, sharded, owner = make_twins()
+    want = owner.grads[0] + sharded[0].detach() * 6
+    bucket, seen = torch.ones(20), []
+
+    def reduce(p):
+        view = bucket[:15].view(5, 3)
+        torch.mul(p.grad, 0.5, out=view)
+        seen.append(bucket.clone())
+        assert p.grad.copy_(view) is p.grad
+        with pytest.raises(ShardedGradError, match=r"aten\.copy_"):
+            p.grad.copy_(view)
+        seen.append(p.grad)
+
+    sharded[0].register_post_accumulate_grad_hook(reduce)
+    (sharded[0].square() * 3).sum().backward()
+    assert seen[0].tolist() == [0.0] * 15 + [1.0] * 5 and seen[1] is owner.placeholders[0]
+    assert_same_bits(owner.grads[0], want)
 
 
 def test_ddp_that_replaces_gradients_is_refused_at_the_next_backward(world_of_one):

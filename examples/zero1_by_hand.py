@@ -1,0 +1,52 @@
+"""Sharded optimizer states (ZeRO-1) from the primitives: reduce-scatter, norm, Adam, all-gather. No optimizer class.
+
+torchrun --nproc-per-node 2 examples/zero1_by_hand.py
+"""
+
+import math
+import struct
+
+import torch
+import torch.distributed as dist
+
+import bucketwheel as bw
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)  # the same weights on all ranks
+    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    with bw.Communicator(name="zero1") as comm:
+        # Parameters and gradients become views of two flat buffers that the ranks can read of each other.
+        numel = math.ceil(sum(p.numel() for p in model.parameters()) / comm.size) * comm.size
+        leases = [comm.pool.acquire(key, 4 * numel) for key in ("params", "grads")]
+        params, grads = (lease.tensor(torch.float32, numel).zero_() for lease in leases)
+        begin = 0
+        for p in model.parameters():
+            params[begin : begin + p.numel()] = p.detach().flatten()
+            p.data = params[begin : begin + p.numel()].view_as(p)
+            p.grad = grads[begin : begin + p.numel()].view_as(p)
+            begin += p.numel()
+        param_shard, grad_shard = (flat.view(comm.size, -1)[comm.rank] for flat in (params, grads))
+        exp_avg, exp_avg_sq = torch.zeros_like(param_shard), torch.zeros_like(param_shard)
+
+        data = torch.Generator().manual_seed(comm.rank)
+        for step in range(1, 201):
+            grads.zero_()
+            x = torch.randn(256, 32, generator=data)
+            loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            bw.reduce_scatter(grad_shard, grads, comm).wait()  # sums; the division by the world size is folded below
+            mine = bw.l2_norm([grad_shard]).item() ** 2
+            total = sum(struct.unpack("d", theirs)[0] for theirs in comm.exchange(struct.pack("d", mine)))
+            norm = math.sqrt(total) / comm.size
+            scale = min(1.0, 1.0 / (norm + 1e-6)) / comm.size
+            bw.adam_step([param_shard], [grad_shard], [exp_avg], [exp_avg_sq], step, lr=3e-3, grad_scale=scale)
+            bw.all_gather(params, param_shard, comm).wait()
+            if comm.rank == 0 and (step == 1 or step % 40 == 0):
+                print(f"step {step:3} loss {loss.item():.3f} gradient norm {norm:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

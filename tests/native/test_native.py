@@ -1,0 +1,143 @@
+"""Builds and runs the C++ tests: plain, under sanitizers, and with the streams' test modes.
+
+Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. Objects
+and binaries are kept in build/native for as long as their sources do not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bucketwheel import _toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "native"
+OUT = ROOT / "build" / "native"
+
+TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
+SANITIZERS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"],
+    "thread": ["-fsanitize=thread", "-O1", "-g"],
+}
+RUN_ENV = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    # The fork tests start a thread in the child.
+    "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
+}
+BUILD_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 100.0
+
+
+def run_checked(argv: list[str], timeout_s: float, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)} ended with {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def stored(stem: str, inputs: list[Path], argv: list[str]) -> Path:
+    """``argv + ["-o", path]`` run once for each content of ``inputs``; the path."""
+    digest = hashlib.sha256(repr((_toolchain.find_toolchain().identity, argv)).encode())
+    for path in inputs:
+        digest.update(path.read_bytes())
+    place = OUT / f"{stem}-{digest.hexdigest()[:16]}"
+    if not place.exists():
+        OUT.mkdir(parents=True, exist_ok=True)
+        for stale in OUT.glob(f"{stem}-*"):
+            stale.unlink(missing_ok=True)
+        unfinished = OUT / f".{place.name}.{os.getpid()}"
+        run_checked([*argv, "-o", str(unfinished)], BUILD_TIMEOUT_S)
+        unfinished.rename(place)
+    return place
+
+
+def build(test: str, sanitizer: str) -> Path:
+    """The binary of one test, from build/native or compiled now."""
+    source = HERE / f"{test}.cpp"
+    needs = re.search(r"^// needs: (.*)$", source.read_text(), re.MULTILINE)
+    assert needs, f"{source} does not say what it needs"
+    folders = needs.group(1).split()
+    recipe = _toolchain.read_recipe(ROOT / "csrc")
+    cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *SANITIZERS[sanitizer]]
+    compile_argv = [*cxx, f"-I{recipe.csrc}", f"-I{HERE}", "-c"]
+    headers = sorted(path for folder in folders for path in (recipe.csrc / folder).glob("*.h"))
+
+    def compile_part(path: Path, flags: tuple[str, ...]) -> Path:
+        # A folder's own headers and those below it: "base" is compiled once for all tests.
+        seen = headers[: 1 + max(i for i, header in enumerate(headers) if header.parent == path.parent)]
+        return stored(f"{path.stem}-{sanitizer}", [path, *seen], [*compile_argv, str(path), *flags])
+
+    parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        main = pool.submit(
+            stored, f"{test}-{sanitizer}", [source, HERE / "check.h", *headers], [*compile_argv, str(source)]
+        )
+        objects = list(pool.map(lambda part: compile_part(*part), parts))
+        objects.append(main.result())
+    return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects)])
+
+
+def run(test: str, sanitizer: str, **env: str) -> None:
+    out = run_checked([str(build(test, sanitizer))], RUN_TIMEOUT_S, {**os.environ, **RUN_ENV, **env})
+    assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
+
+
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("test", TESTS)
+def test_plain(test: str) -> None:
+    run(test, "plain")
+
+
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("test", TESTS)
+def test_threads(test: str) -> None:
+    run(test, "thread")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("test", TESTS)
+def test_address(test: str) -> None:
+    run(test, "address")
+
+
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("test", TESTS)
+def test_inline_streams(test: str) -> None:
+    run(test, "plain", BW_HOST_STREAM="inline")
+
+
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("test", TESTS)
+def test_fuzzed_streams(test: str) -> None:
+    run(test, "plain", BW_HOST_STREAM_FUZZ="1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(900)
+@pytest.mark.parametrize("seed", ["2", "3", "4"])
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("test", TESTS)
+def test_fuzzed_streams_under_sanitizers(test: str, sanitizer: str, seed: str) -> None:
+    run(test, sanitizer, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    done = subprocess.run(
+        [build("test_device", "plain"), "preconditions"],
+        env={**os.environ, "BW_HOST_STREAM": "inlined"},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "BW_HOST_STREAM='inlined': expected 'thread' or 'inline'" in done.stderr

@@ -1,0 +1,319 @@
+"""Rows of the Adam kernel: what is stepped, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from reference import bits
+
+from bucketwheel import ops
+from bucketwheel._build import native
+
+CHUNK = 8192  # AdamTable::kChunkNumel
+LR = 1e-2
+
+
+def group(**changes):
+    return native().AdamGroup(**{"lr": LR, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, **changes})
+
+
+def rows_of(sizes: list[int], seed: int = 0) -> list[list[torch.Tensor]]:
+    """[p, g, m, v] for each size."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(n, generator=generator) for _ in range(3)] + [torch.rand(n, generator=generator)] for n in sizes
+    ]
+
+
+def table_of(rows: list[list[torch.Tensor]], groups: list[int] | None = None):
+    table = native().AdamTable()
+    for index, (p, g, m, v) in enumerate(rows):
+        assert table.add(p, g, m, v, None, groups[index] if groups else 0) == index
+    return table
+
+
+def clone(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [[x.clone() for x in row] for row in rows]
+
+
+def one_by_one(rows: list[list[torch.Tensor]], step: int = 1, grad_scale: float = 1.0) -> list[list[torch.Tensor]]:
+    """Each row stepped alone by the op, on copies."""
+    out = clone(rows)
+    for row in out:
+        ops.adam_step(*([x] for x in row), step, lr=LR, weight_decay=0.1, grad_scale=grad_scale)
+    return out
+
+
+def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        for name, x, y in zip("pgmv", a, b, strict=True):
+            assert torch.equal(bits(x), bits(y)), f"{name} of row {index}"
+
+
+def numbers(rows: list, value: int = 1) -> torch.Tensor:
+    return torch.full((len(rows),), value, dtype=torch.int64)
+
+
+SIZES = {
+    "one": [1],
+    "edges": [1, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5],
+    "zero first": [0, 0, 5, 3],
+    "zero middle": [5, 0, 0, CHUNK, 0, 3],
+    "zero last": [CHUNK, 3, 0, 0],
+    "zero only": [0, 0],
+    "none": [],
+    "3,000 tensors": [i % 97 for i in range(3000)],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_table_steps_every_row_as_if_alone(sizes: list[int], threads: int) -> None:
+    rows = rows_of(sizes)
+    expected = one_by_one(rows)
+    native().set_num_threads(threads)
+    try:
+        table = table_of(rows)
+        assert (table.rows, table.numel) == (len(sizes), sum(sizes))
+        table.step([group()], numbers(rows))
+    finally:
+        native().set_num_threads(1)
+    assert_equal(rows, expected)
+    assert all(not torch.equal(a[0], b[0]) for a, b in zip(rows, rows_of(sizes), strict=True) if a[0].numel())
+
+
+def test_each_row_has_its_own_step_use_factor_and_group() -> None:
+    rows = rows_of([100, 50, CHUNK + 3, 70, 30, 30])
+    before = clone(rows)
+    expected = clone(rows)
+    steps, factors, groups = [1, 5, 9, 2, 2, 2], [1.0, 0.5, 0.25, 1.0, 1.0, 2.0], [0, 1, 0, 1, 1, 1]
+    hyper = [{"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.01, "weight_decay": 0.2}]
+    for row, step, factor, g in zip(expected, steps, factors, groups, strict=True):
+        ops.adam_step(*([x] for x in row), step, grad_scale=factor, **hyper[g])
+    used = torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8)
+    expected[2] = before[2]
+    rows[2][1].fill_(float("nan"))  # an unused row is not even looked at
+    expected[2][1].fill_(float("nan"))
+    table = table_of(rows, groups)
+    table.step([group(**h) for h in hyper], torch.tensor(steps), used, torch.tensor(factors))
+    assert_equal(rows, expected)
+
+
+def test_row_ranges_together_are_one_step() -> None:
+    rows = rows_of([10, 0, CHUNK * 2 + 1, 33, 0, 5])
+    expected = one_by_one(rows, step=3)
+    table = table_of(rows)
+    for first, last in itertools.pairwise([0, 2, 2, 3, 5, 6]):
+        before = clone(rows)
+        table.step([group()], numbers(rows, 3), None, None, first, last)
+        outside = [*range(first), *range(last, len(rows))]
+        assert_equal([rows[i] for i in outside], [before[i] for i in outside])
+    assert_equal(rows, expected)
+
+
+def test_one_factor_for_all_rows() -> None:
+    rows = rows_of([10, 20])
+    expected = one_by_one(rows, grad_scale=0.5)
+    table_of(rows).step([group()], numbers(rows), None, torch.tensor([0.5]))
+    assert_equal(rows, expected)
+
+
+@pytest.mark.parametrize("flag", [1.0, -2.0, float("inf"), float("nan")])
+def test_noop_changes_nothing(flag: float) -> None:
+    rows = rows_of([100, CHUNK + 1])
+    before = clone(rows)
+    count = torch.tensor(4.0)
+    table = table_of(rows)
+    table.step([group()], numbers(rows), noop=torch.tensor(flag))
+    ops.adam_step(*zip(*rows, strict=True), [count, count], lr=LR, noop=torch.tensor([flag]))
+    assert_equal(rows, before)
+    assert count == 4.0
+    assert rows[0][0]._version == before[0][0]._version
+    table.step([group()], numbers(rows), noop=torch.tensor(0.0))
+    assert not torch.equal(rows[1][0], before[1][0])
+    with pytest.raises(ValueError, match="noop has 2 elements"):
+        table.step([group()], numbers(rows), noop=torch.zeros(2))
+
+
+def test_noop_of_a_bool_tensor() -> None:
+    rows = rows_of([8])
+    ops.adam_step(*zip(*rows, strict=True), 1, lr=LR, noop=torch.tensor(True))
+    assert_equal(rows, rows_of([8]))
+
+
+def test_gradients_can_be_exchanged() -> None:
+    rows = rows_of([100, 0, 50])
+    fresh = [[p, torch.randn(len(g)), m, v] for p, g, m, v in rows]
+    fresh[2][1] = fresh[2][1].bfloat16()
+    expected = clone(fresh)
+    for row in expected:
+        ops.adam_step(*([x] for x in row), 1, lr=LR, weight_decay=0.1)
+    table = native().AdamTable()
+    for p, _, m, v in rows:
+        table.add(p, None, m, v, None, 0)
+    with pytest.raises(ValueError, match="row 0 has no gradient"):
+        table.step([group()], numbers(rows))
+    table.set_grads([row[1] for row in fresh[:2]])
+    table.set_grads([fresh[2][1]], 2)
+    table.step([group()], numbers(rows))
+    assert_equal(fresh, expected)
+    # None for a row that is not used; a bad one changes none of them.
+    with pytest.raises(ValueError, match=r"grads\[2\] has shape \[49\], params\[2\] has \[50\]"):
+        table.set_grads([None, None, torch.zeros(49)])
+    before = clone(fresh)
+    table.step([group()], numbers(rows, 2))
+    assert not torch.equal(fresh[0][0], before[0][0])
+    table.clear_grads()
+    with pytest.raises(ValueError, match="row 0 has no gradient"):
+        table.step([group()], numbers(rows, 2))
+
+
+def test_a_table_keeps_its_tensors_alive() -> None:
+    table = native().AdamTable()
+    p = torch.ones(1 << 20)
+    table.add(p, torch.ones(1 << 20), torch.zeros(1 << 20), torch.zeros(1 << 20), None, 0)
+    others = [torch.full((1 << 20,), 5.0) for _ in range(3)]  # would take over the memory of anything freed
+    table.step([group(weight_decay=0.0)], numbers([0]))
+    torch.testing.assert_close(p, torch.full_like(p, 1 - LR))
+    assert all(torch.equal(x, torch.full_like(x, 5.0)) for x in others)
+
+
+def test_step_refuses_what_does_not_fit_the_table() -> None:
+    rows = rows_of([10, 20])
+    before = clone(rows)
+    table = table_of(rows, [0, 1])
+    two = [group(), group()]
+    for message, call in {
+        "steps has 1 entries for 2 rows": lambda: table.step(two, numbers([0])),
+        "used has 1 entries for 2 rows": lambda: table.step(two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
+        "gscale has 3 entries for 2 rows": lambda: table.step(two, numbers(rows), None, torch.ones(3)),
+        "row 1 is of group 1 of 1": lambda: table.step([group()], numbers(rows)),
+        "row 0 takes step 0": lambda: table.step(two, numbers(rows, 0)),
+        r"rows \[1, 3\) of 2": lambda: table.step(two, numbers(rows), None, None, 1, 3),
+        r"rows \[2, 1\) of 2": lambda: table.step(two, numbers(rows), None, None, 2, 1),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="steps is float32, expected int64"):
+        table.step(two, torch.ones(2))
+    assert_equal(rows, before)
+
+
+def good() -> dict[str, list[torch.Tensor]]:
+    return dict(
+        zip(
+            ("params", "grads", "exp_avgs", "exp_avg_sqs"), map(list, zip(*rows_of([6, 4, 5]), strict=True)), strict=True
+        )
+    )
+
+
+BAD = [
+    ("exp_avgs", lambda x: torch.zeros(3), ValueError, r"exp_avgs\[1\] has shape \[3\], params\[1\] has \[4\]"),
+    ("exp_avg_sqs", lambda x: torch.zeros(2, 2), ValueError, r"exp_avg_sqs\[1\] has shape \[2, 2\], params\[1\] has \[4\]"),
+    ("grads", lambda x: torch.zeros(8)[::2], ValueError, r"grads\[1\] has strides \[2\], params\[1\] has \[1\]"),
+    ("params", lambda x: torch.zeros(8)[::2], ValueError, r"params\[1\] has gaps or overlaps itself"),
+    ("params", lambda x: torch.zeros(1).expand(4), ValueError, r"params\[1\] has gaps or overlaps itself"),
+    ("exp_avgs", lambda x: x.double(), TypeError, r"exp_avgs\[1\] is float64, expected float32"),
+    ("exp_avg_sqs", lambda x: x.bfloat16(), TypeError, r"exp_avg_sqs\[1\] is bfloat16, expected float32"),
+    ("params", lambda x: x.half(), TypeError, r"params\[1\] is float16, expected float32 or bfloat16"),
+    ("grads", lambda x: x.half(), TypeError, r"grads\[1\] is float16, expected float32 or bfloat16"),
+    ("params", lambda x: x.bfloat16(), TypeError, r"params\[1\] is bfloat16 and needs a float32 tensor in master_params"),
+    ("grads", lambda x: None, TypeError, r"grads\[1\]: expected a torch.Tensor, got NoneType"),
+    ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory on the cpu"),
+    ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory on the cpu"),
+    ("params", lambda x: x.to(torch.complex64), TypeError, r"params\[1\]: unsupported dtype"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), BAD, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD)])
+def test_op_refuses_bad_lists_and_changes_nothing(name, change, error, message) -> None:
+    lists = good()
+    lists[name][1] = change(lists[name][1])
+    count = [torch.tensor(3.0) for _ in range(3)]
+    before = clone(rows_of([6, 4, 5]))
+    with pytest.raises(error, match=message):
+        ops.adam_step(**lists, steps=count, lr=LR)
+    for index in (0, 2):  # the good ones beside it
+        got = [lists[key][index] for key in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
+        assert_equal([got], [before[index]])
+        assert got[0]._version == 0
+    assert [float(c) for c in count] == [3.0] * 3
+
+
+def test_op_refuses_bad_counts_masters_steps_and_overlap() -> None:
+    for key in ("grads", "exp_avgs", "exp_avg_sqs"):
+        lists = good()
+        lists[key].pop()
+        with pytest.raises(ValueError, match=f"{key} has 2 tensors, params has 3"):
+            ops.adam_step(**lists, steps=1, lr=LR)
+    cases = [
+        ({"steps": [1, 2]}, ValueError, "steps has 2 tensors, params has 3"),
+        ({"steps": 0}, ValueError, r"steps\[0\] is 0: steps count from 1"),
+        ({"steps": [1, torch.zeros(2), 1]}, ValueError, r"steps\[1\] has shape \[2\]"),
+        ({"steps": [1, torch.zeros(1, dtype=torch.int32), 1]}, TypeError, r"steps\[1\] is int32"),
+        ({"steps": [1, 1, torch.tensor(-2.0)]}, ValueError, r"steps\[2\] is negative"),
+        ({"master_params": [None, torch.zeros(4), None]}, TypeError, r"params\[1\] is float32 and takes no master_params"),
+        ({"master_params": [None]}, ValueError, "master_params has 1 tensors, params has 3"),
+    ]
+    for change, error, message in cases:
+        lists = good()
+        with pytest.raises(error, match=message):
+            ops.adam_step(**{"steps": 1, **lists, **change}, lr=LR)
+        assert torch.equal(lists["params"][0], good()["params"][0])
+    lists = good()
+    lists["exp_avg_sqs"][2] = lists["exp_avgs"][2]
+    with pytest.raises(ValueError, match=r"exp_avgs\[2\] and exp_avg_sqs\[2\] share memory"):
+        ops.adam_step(**lists, steps=1, lr=LR)
+    whole = torch.zeros(9)
+    lists = good()
+    lists["params"][1], lists["grads"][1] = whole[:4], whole[3:7]
+    with pytest.raises(ValueError, match=r"params\[1\] and grads\[1\] share memory"):
+        ops.adam_step(**lists, steps=1, lr=LR)
+
+
+def test_any_dense_layout_is_stepped_element_by_element() -> None:
+    shape = (2, 3, 4, 5)
+    torch.manual_seed(0)
+    plain = [torch.randn(shape) for _ in range(3)] + [torch.rand(shape)]
+    for layout in (
+        lambda x: x.to(memory_format=torch.channels_last),
+        lambda x: x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+    ):
+        other = [layout(x.clone()) for x in plain]
+        assert not other[0].is_contiguous()
+        expected = [x.clone() for x in plain]
+        ops.adam_step(*([x] for x in other), 1, lr=LR)
+        ops.adam_step(*([x] for x in expected), 1, lr=LR)
+        for a, b in zip(other, expected, strict=True):
+            assert torch.equal(a, b)
+        with pytest.raises(ValueError, match=r"grads\[0\] has strides"):
+            ops.adam_step([other[0]], [plain[1]], [other[2]], [other[3]], 1, lr=LR)
+    row = [torch.randn(4, 1), torch.randn(1, 4).t(), torch.randn(4, 1), torch.rand(4, 1)]  # a stride of one element
+    ops.adam_step(*([x] for x in row), 1, lr=LR)
+
+
+def test_steps_are_counted_as_in_torch_and_versions_move() -> None:
+    rows = rows_of([6, 4, 5])
+    expected = clone(rows)
+    counts = [torch.tensor(4.0), torch.tensor(7), torch.tensor([2.0])]
+    ops.adam_step(*zip(*rows, strict=True), counts, lr=LR)
+    for row, t in zip(expected, (5, 8, 3), strict=True):
+        ops.adam_step(*([x] for x in row), t, lr=LR)
+    assert_equal(rows, expected)
+    assert [c.item() for c in counts] == [5, 8, 3]
+    for p, g, m, v in rows:
+        assert (p._version, g._version, m._version, v._version) == (1, 0, 1, 1)
+    assert [c._version for c in counts] == [1, 1, 1]
+    shared = torch.tensor(0.0)
+    ops.adam_step(*zip(*rows, strict=True), [shared] * 3, lr=LR)
+    assert shared == 1.0
+    # A write between forward and backward is noticed.
+    w = rows[0][0].requires_grad_()
+    loss = (w * w).sum()
+    ops.adam_step([w.detach()], *([x] for x in rows[0][1:]), 1, lr=LR)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    ops.adam_step([], [], [], [], 1, lr=LR)
+    ops.adam_step([], [], [], [], [], lr=LR)

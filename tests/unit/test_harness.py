@@ -1,0 +1,214 @@
+"""benchmarks/: the arithmetic, the order of the samples, the result lines, memory and ranks, and what compare.py flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import compare
+import harness
+from harness import Rank, Results, Timing
+
+
+def test_median_and_spread() -> None:
+    timing = Timing((5.0, 1.0, 3.0, 2.0, 4.0))
+    assert timing.median_s == 3.0
+    assert timing.spread == pytest.approx((4.0 - 2.0) / 3.0)
+    assert Timing((1.0, 2.0)).median_s == 1.5
+    assert Timing((7.0,)).spread == 0.0
+    assert Timing((-4.0, -2.0, -3.0)).spread == pytest.approx(
+        1.0 / 3.0
+    )  # overheads may be negative: the sign is not spread
+
+
+def test_paired_differences_keep_the_pairs() -> None:
+    steps, base = Timing((10.0, 30.0, 20.0)), Timing((9.0, 10.0, 18.0))
+    assert steps.minus(base).samples_s == (1.0, 20.0, 2.0)
+    with pytest.raises(ValueError):
+        steps.minus(Timing((1.0,)))
+
+
+def test_slowest_rank_counts_sample_by_sample() -> None:
+    assert harness.slowest([Timing((1.0, 5.0)), Timing((2.0, 3.0))]).samples_s == (2.0, 5.0)
+
+
+def test_rotation_gives_every_case_every_place() -> None:
+    orders = [harness.rotation(["a", "b", "c"], repeat) for repeat in range(3)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert harness.rotation(["a", "b", "c"], 3) == orders[0]
+
+
+def test_measure_interleaves_and_prepares_each_sample() -> None:
+    log: list[str] = []
+    cases = {name: (lambda name=name: log.append(name)) for name in "ab"}
+    timings = harness.measure(cases, repeats=3, warmup=1, inner=2, before=lambda name: log.append(f"before {name}"))
+    a, b = ["before a", "a", "a"], ["before b", "b", "b"]
+    assert log == [*a, *b, *a, *b, *b, *a, *a, *b]
+    assert {name: len(t.samples_s) for name, t in timings.items()} == {"a": 3, "b": 3}
+
+
+def test_measure_repeats_short_calls_until_a_sample_is_long_enough() -> None:
+    calls = []
+    timings = harness.measure({"short": lambda: calls.append(None)}, repeats=3, warmup=1, min_sample_s=0.002)
+    assert len(calls) > 100
+    assert timings["short"].median_s < 0.002  # per call, not per sample
+
+
+def test_measure_stops_at_its_budget_but_not_before_three_samples() -> None:
+    assert len(harness.measure({"x": lambda: None}, repeats=50, budget_s=0.0)["x"].samples_s) == 3
+
+
+def test_result_lines_hold_the_agreed_fields(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = Results("demo", path, commit="abc", machine="m")
+    results.add("case", Timing((0.5, 0.5)), peer="torch", peer_timing=Timing((1.0, 1.0)), limit_s=0.4, size_bytes=8)
+    results.add("alone", Timing((0.5,)))
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {
+        "bench": "demo",
+        "case": "case",
+        "ours_s": 0.5,
+        "peer": "torch",
+        "peer_s": 1.0,
+        "ratio": 2.0,
+        "limit_s": 0.4,
+        "of_limit": 0.8,
+        "spread": 0.0,
+        "peer_spread": 0.0,
+        "samples": 2,
+        "commit": "abc",
+        "machine": "m",
+        "size_bytes": 8,
+    }
+    assert second["ratio"] is None and second["of_limit"] is None and second["peer"] is None
+
+
+def test_table_shows_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results("demo", commit="abc", machine="m")
+    results.add("case", Timing((0.5,)), peer="torch", peer_timing=Timing((1.0,)), limit_s=0.4)
+    results.add("without ours", None, peer="torch", peer_timing=Timing((1.0,)))
+    results.print_table()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[2] == ["case", "500.000", "0", "%", "torch", "1000.000", "2.00", "400.000", "80", "%"]
+    assert rows[3] == ["without", "ours", "-", "-", "torch", "1000.000", "-", "-", "-"]
+
+
+def test_commit_and_machine_name_this_checkout() -> None:
+    assert harness.commit() == "unknown" or len(harness.commit().removesuffix("-dirty")) == 12
+    assert torch.__version__ in harness.machine()
+
+
+def test_pss_counts_what_is_touched() -> None:
+    before = harness.pss()
+    block = b"x" * (64 << 20)
+    grown = harness.pss().anon_bytes - before.anon_bytes
+    assert len(block) <= grown + (1 << 20)
+    assert harness.pss(os.getpid()).total_bytes >= harness.pss(os.getpid()).anon_bytes
+
+
+def touch(rank: Rank, size_bytes: int) -> tuple[int, int]:
+    early = b"x" * (3 * size_bytes)  # released before the window: not part of the peak
+    del early
+    before_bytes = harness.pss().anon_bytes
+    with rank.memory_window():
+        inside = b"x" * size_bytes
+        time.sleep(0.3)
+    return rank.rank, before_bytes + len(inside)
+
+
+def test_run_ranks_samples_the_peak_over_all_ranks() -> None:
+    size_bytes = 96 << 20
+    run = harness.run_ranks(2, touch, size_bytes, timeout_s=60)
+    assert run.memory_samples > 5
+    assert [rank for rank, _ in run.values] == [0, 1]
+    assert run.peak.anon_bytes == pytest.approx(sum(expected for _, expected in run.values), rel=0.05)
+    assert run.peak.total_bytes > run.peak.anon_bytes
+
+
+def fail_on_rank_one(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise ValueError("on purpose")
+    rank.barrier()
+
+
+def exit_on_rank_one(rank: Rank) -> None:
+    if rank.rank == 1:
+        os._exit(7)
+    rank.barrier()
+
+
+def sleep_long(rank: Rank) -> None:
+    time.sleep(600)
+
+
+def test_run_ranks_ends_the_job_when_a_rank_fails() -> None:
+    with pytest.raises(RuntimeError, match=r"on purpose|Connection closed|rank 0 failed"):
+        harness.run_ranks(2, fail_on_rank_one, timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"exit code 7|rank 0 failed"):
+        harness.run_ranks(2, exit_on_rank_one, timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] did not finish in time"):
+        harness.run_ranks(1, sleep_long, timeout_s=5)
+
+
+def test_memcpy_and_threads() -> None:
+    done: list[int] = []
+    harness.on_threads(done.append, 3)
+    assert sorted(done) == [0, 1, 2]
+    assert 1e-5 < harness.memcpy_s(4 << 20, repeats=3) < 1.0
+
+
+# ------------------------------------------------------------------------------------------------------ compare.py
+
+
+def line(case: str, ours_s: float | None, peer_s: float | None, spread: float = 0.05) -> dict[str, object]:
+    ratio = peer_s / ours_s if ours_s and peer_s else None
+    return {
+        "bench": "b",
+        "case": case,
+        "peer": "torch" if peer_s else None,
+        "ours_s": ours_s,
+        "peer_s": peer_s,
+        "ratio": ratio,
+        "spread": spread,
+        "peer_spread": 0.02,
+    }
+
+
+def verdicts(old: list[dict[str, object]], new: list[dict[str, object]]) -> list[tuple[str, str]]:
+    return [(change.key[1], change.verdict) for change in compare.compare(old, new)]
+
+
+def test_compare_flags_what_is_larger_than_the_spread() -> None:
+    old = [line("slower", 1.0, 2.0), line("within", 1.0, 2.0), line("faster", 1.0, 2.0), line("gone", 1.0, 2.0)]
+    new = [line("slower", 1.2, 2.0), line("within", 1.04, 2.0), line("faster", 0.8, 2.0), line("added", 1.0, 2.0)]
+    assert verdicts(old, new) == [("slower", "REGRESSION"), ("within", "same"), ("faster", "gain")]
+
+
+def test_compare_uses_ratios_where_there_are_peers_and_times_elsewhere() -> None:
+    slow_day = compare.compare([line("x", 1.0, 2.0)], [line("x", 1.5, 3.0)])
+    assert [(c.measure, c.verdict) for c in slow_day] == [("ratio", "same")]
+    alone = compare.compare([line("x", 1.0, None)], [line("x", 1.5, None)])
+    assert [(c.measure, c.verdict, c.speed) for c in alone] == [("time", "REGRESSION", pytest.approx(1 / 1.5))]
+
+
+def test_compare_takes_the_larger_spread_and_the_median_of_repeated_lines() -> None:
+    assert verdicts([line("x", 1.0, 2.0, spread=0.3)], [line("x", 1.2, 2.0)]) == [("x", "same")]
+    old = [line("x", ours_s, 2.0) for ours_s in (1.0, 1.0, 9.0)]
+    assert verdicts(old, [line("x", 1.0, 2.0)]) == [("x", "same")]
+
+
+def test_compare_exits_with_one_on_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text(json.dumps(line("x", 1.0, 2.0)) + "\n")
+    new.write_text(json.dumps(line("x", 2.0, 2.0)) + "\n")
+    assert compare.main([str(old), str(new)]) == 1
+    assert "REGRESSION" in capsys.readouterr().out
+    assert compare.main([str(old), str(old)]) == 0

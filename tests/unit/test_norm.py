@@ -1,0 +1,201 @@
+"""Sums of squares: their exact order, their error, and that streaming them changes nothing."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from reference import sum_squares, sum_squares_in_order
+
+from bucketwheel import ops
+from bucketwheel._build import native
+
+CHUNK = 32768  # kNormChunkNumel
+SIZES = [0, 1, 7, 127, 128, 129, 1023, 1024, 1025, 5000, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4097]
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def values(numel: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 6, (numel,), generator=generator)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_the_order_is_the_one_written_down(numel: int) -> None:
+    x = values(numel)
+    assert native().sumsq([x]) == [(sum_squares_in_order(x.numpy()), False)]
+    y = x.bfloat16()
+    assert native().sumsq([y]) == [(sum_squares_in_order(y.float().numpy()), False)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_company_and_alignment_do_not_change_a_bit(threads: int) -> None:
+    tensors = [values(n, seed) for seed, n in enumerate([*SIZES, 7 * CHUNK + 5])]
+    expected = [native().sumsq([x])[0] for x in tensors]
+    assert native().sumsq([]) == []
+    native().set_num_threads(threads)
+    try:
+        assert native().sumsq(tensors) == expected
+        room = torch.empty(8 * CHUNK)
+        for offset in (1, 2, 3, 7):
+            shifted = [room[offset : offset + x.numel()].copy_(x) for x in tensors[-1:]]
+            assert native().sumsq(shifted) == expected[-1:]
+        assert native().sumsq([x for x in tensors for _ in range(300)]) == [e for e in expected for _ in range(300)]
+    finally:
+        native().set_num_threads(1)
+
+
+def test_error_against_the_exact_sum() -> None:
+    tensors = [values(n, 9) for n in (1000, 5 * CHUNK + 3, 17)]
+    exact = [sum_squares(x) for x in tensors]
+    chunks = 8
+    for (got, _), want in zip(native().sumsq(tensors), exact, strict=True):
+        assert abs(got - want) <= 4e-16 * math.sqrt(chunks) * 40 * want
+    assert math.isclose(ops.l2_norm(tensors).item(), math.sqrt(math.fsum(exact)), rel_tol=4e-15)
+    per = ops.l2_norm(tensors, per_tensor=True)
+    assert per.shape == (3,)
+    assert per.dtype == torch.float64
+    for got, want in zip(per.tolist(), exact, strict=True):
+        assert math.isclose(got, math.sqrt(want), rel_tol=4e-15)
+
+
+def test_no_overflow_and_no_underflow_of_finite_elements() -> None:
+    big = torch.full((100_000,), 1e30)
+    largest = torch.full((10,), torch.finfo(torch.float32).max)
+    least = torch.full((10,), 1e-45)
+    norms, bad = ops.l2_norm([big, largest, least], per_tensor=True, return_nonfinite=True)
+    assert not bad.any()
+    assert math.isclose(norms[0].item(), float(big[0]) * math.sqrt(100_000), rel_tol=1e-14)
+    assert math.isclose(norms[1].item(), float(largest[0]) * math.sqrt(10), rel_tol=1e-14)
+    assert math.isclose(norms[2].item(), float(least[0].double()) * math.sqrt(10), rel_tol=1e-14)
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = ops.l2_norm([least])
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed == norms[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_bad_element_anywhere_is_seen(value: float, dtype: torch.dtype) -> None:
+    numel = 2 * CHUNK + 100
+    x = torch.ones(numel, dtype=dtype)
+    for place in (0, 1, 1023, 1024, CHUNK - 1, CHUNK, numel - 1):
+        x[place] = value
+        norms, bad = ops.l2_norm([torch.ones(5), x, torch.ones(0)], per_tensor=True, return_nonfinite=True)
+        assert bad.tolist() == [False, True, False]
+        assert torch.isnan(norms[1]) if math.isnan(value) else torch.isposinf(norms[1])
+        norm, any_bad = ops.l2_norm([torch.ones(5), x], return_nonfinite=True)
+        assert any_bad.item() is True
+        assert any_bad.shape == norm.shape == ()
+        x[place] = 1.0
+    assert not ops.l2_norm([x], return_nonfinite=True)[1]
+
+
+def test_empty_lists_and_layouts() -> None:
+    assert ops.l2_norm([]).item() == 0.0
+    assert ops.l2_norm([], per_tensor=True).shape == (0,)
+    x = torch.randn(4, 6, 2, 2)
+    assert ops.l2_norm([x.to(memory_format=torch.channels_last)]).item() == pytest.approx(x.double().norm().item(), rel=1e-14)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has gaps or overlaps itself: shape \[3\], strides \[2\]"):
+        ops.l2_norm([x, torch.ones(6)[::2]])
+    with pytest.raises(ValueError, match=r"tensors\[0\] has gaps"):
+        ops.l2_norm([torch.ones(1).expand(3)])
+    with pytest.raises(TypeError, match=r"tensors\[1\] is float64, expected float32 or bfloat16"):
+        ops.l2_norm([x, x.double()])
+    with pytest.raises(TypeError, match=r"tensors\[0\]: expected a torch.Tensor, got int"):
+        ops.l2_norm([3])
+
+
+@pytest.mark.parametrize("blocks", [[4096] * 30, [CHUNK, 1, 1023, 5000, 70000], [1] * 40 + [4096] * 20])
+def test_streamed_blocks_give_the_same_bits(blocks: list[int]) -> None:
+    x = values(sum(blocks), 4)
+    accumulator = native().SumsqAccumulator()
+    begin = 0
+    for numel in blocks:
+        accumulator.consume(x[begin : begin + numel])
+        begin += numel
+        assert accumulator.result() == native().sumsq([x[:begin]])[0]
+
+
+def cut(numel: int, block: int) -> list[tuple[int, int]]:
+    return [(begin, min(block, numel - begin)) for begin in range(0, numel, block)]
+
+
+@pytest.mark.parametrize("block", [4096, 8192, 40960, 10**6])
+def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(block: int) -> None:
+    numel = 3 * CHUNK + 5000
+    # Segments at any offset: one inside a block, one over many, one empty, gaps before, between and after.
+    segments = [(3, 50), (50, 50), (51, 51 + CHUNK), (CHUNK + 2000, CHUNK + 2001), (CHUNK + 2001, numel - 77)]
+    first, second = values(numel, 1), values(numel, 2)
+    shard = torch.full((numel,), 1e9)
+    accumulator = native().ShardAccumulator(shard, segments)
+    for add, source, expected in ((False, first, first), (True, second, first + second)):
+        accumulator.start(add)
+        for begin, n in cut(numel, block):
+            accumulator.consume(begin, source[begin : begin + n])
+        assert torch.equal(shard, expected)
+        assert accumulator.results() == native().sumsq([expected[a:b] for a, b in segments])
+    accumulator.start(False)  # overwrites again, and forgets the sums
+    assert accumulator.results() == [(0.0, False)] * len(segments)
+    first[60] = float("nan")
+    first[0] = float("inf")  # padding: stored, not summed
+    for begin, n in cut(numel, block):
+        accumulator.consume(begin, first[begin : begin + n])
+    assert [bad for _, bad in accumulator.results()] == [False, False, True, False, False]
+    assert torch.isposinf(shard[0])
+
+
+def test_a_shard_without_segments_is_stored() -> None:
+    shard = torch.zeros(100)
+    accumulator = native().ShardAccumulator(shard, [])
+    accumulator.start(False)
+    accumulator.consume(0, torch.ones(100))
+    accumulator.start(True)
+    accumulator.consume(0, torch.ones(100))
+    assert torch.equal(shard, torch.full((100,), 2.0))
+    assert accumulator.results() == []
+
+
+def test_a_shard_refuses_bad_segments_and_blocks_out_of_order() -> None:
+    shard = torch.zeros(100)
+    for segments in ([(-1, 5)], [(5, 4)], [(0, 101)], [(0, 10), (9, 20)], [(20, 30), (0, 10)]):
+        with pytest.raises(ValueError, match="segment"):
+            native().ShardAccumulator(shard, segments)
+    with pytest.raises(TypeError, match="float64"):
+        native().ShardAccumulator(shard.double(), [])
+    accumulator = native().ShardAccumulator(shard, [(0, 100)])
+    accumulator.start(False)
+    accumulator.consume(0, torch.ones(40))
+    for begin, numel in ((0, 10), (41, 10), (40, 61)):
+        with pytest.raises(ValueError, match=f"block of {numel} at {begin}, expected at 40 in a shard of 100"):
+            accumulator.consume(begin, torch.ones(numel))
+    accumulator.consume(40, torch.ones(60))
+    assert accumulator.results() == [(100.0, False)]
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements() -> None:
+    """A sparse mapping: only the pages that are written exist, the rest reads as zero."""
+    numel = 2**31 + 3 * CHUNK + 11
+    try:
+        memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.getattr(mmap, "MAP_NORESERVE", 0x4000))
+    except OSError as error:
+        pytest.skip(f"cannot map {numel * 4} bytes: {error}")
+    x = torch.from_numpy(np.frombuffer(memory, dtype=np.float32))
+    places = {0: 1.0, 2**31 - 1: 2.0, 2**31: 4.0, 2**31 + CHUNK: 8.0, numel - 1: 16.0}
+    for place, value in places.items():
+        x[place] = value
+    assert native().sumsq([x]) == [(1.0 + 4.0 + 16.0 + 64.0 + 256.0, False)]
+    assert native().sumsq([x[1:], x[2**31 + 1 :]]) == [(4.0 + 16.0 + 64.0 + 256.0, False), (64.0 + 256.0, False)]

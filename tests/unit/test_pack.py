@@ -1,0 +1,125 @@
+"""Copies, casts and sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from reference import bits, from_bf16, to_bf16
+
+from bucketwheel._build import native
+
+CHUNK = 32768
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    native().set_num_threads(2)
+    yield
+    native().set_num_threads(1)
+
+
+def bf16(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def test_bfloat16_rounds_to_nearest_even_at_every_pattern() -> None:
+    """All 2^16 values of the upper half, with the lower halves where rounding changes its mind."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x = (upper | np.uint32(lower)).view(np.float32)
+        out = torch.empty(x.size, dtype=torch.bfloat16)
+        native().copy_all([out], [torch.from_numpy(x)])
+        got = out.view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(got, to_bf16(x)), hex(lower)
+        assert (got[np.isnan(x)] == 0x7FC0).all()
+        finite = torch.isfinite(torch.from_numpy(x))
+        assert torch.equal(out[finite], torch.from_numpy(x).bfloat16()[finite])
+
+
+def test_bfloat16_widens_exactly() -> None:
+    source = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    out = torch.empty(2**16)
+    native().copy_all([out], [bf16(source)])
+    assert np.array_equal(out.numpy().view(np.uint32), from_bf16(source).view(np.uint32))
+
+
+SIZES = [0, 1, 7, 8, 9, CHUNK - 1, 0, CHUNK, CHUNK + 1, 5 * CHUNK + 3, 0]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+PAIRS = [(a, a) for a in DTYPES] + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize(("to", "source"), PAIRS, ids=lambda d: str(d)[6:])
+def test_many_tensors_into_a_bucket_and_back(to: torch.dtype, source: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [(torch.randn(n) * 50).to(source) for n in SIZES]
+    bucket = torch.full((sum(SIZES) + len(SIZES) + 1,), 77).to(to)
+    slots, begin = [], 1  # one element between slots, which must stay
+    for n in SIZES:
+        slots.append(bucket[begin : begin + n])
+        begin += n + 1
+    native().copy_all(slots, [t.reshape(-1, 1) for t in tensors])
+    for slot, tensor in zip(slots, tensors, strict=True):
+        assert torch.equal(slot, tensor.to(to))
+    inside = torch.zeros(bucket.numel(), dtype=torch.bool)
+    begin = 1
+    for n in SIZES:
+        inside[begin : begin + n] = True
+        begin += n + 1
+    assert (bucket[~inside] == 77).all()
+    back = [torch.empty_like(t) for t in tensors]
+    native().copy_all(back, slots)
+    for a, b in zip(back, tensors, strict=True):
+        assert torch.equal(a, b.to(to).to(source))
+
+
+def test_copy_refuses_and_changes_nothing() -> None:
+    ok, x = torch.zeros(4), torch.ones(4)
+    for error, message, to, source in (
+        (ValueError, "outputs has 2 tensors, inputs has 1", [ok, ok], [x]),
+        (ValueError, r"outputs\[1\] has shape \[3\], inputs\[1\] has \[4\]", [ok, torch.zeros(3)], [x, x]),
+        (ValueError, r"outputs\[1\] is not contiguous", [ok, torch.zeros(8)[::2]], [x, x]),
+        (ValueError, r"inputs\[1\] is not contiguous", [ok, torch.zeros(4)], [x, torch.ones(8)[::2]]),
+        (TypeError, "item 1: cannot copy float16 to float32", [ok, torch.zeros(4)], [x, x.half()]),
+        (TypeError, "item 1: cannot copy float64 to bfloat16", [ok, torch.zeros(4).bfloat16()], [x, x.double()]),
+        (TypeError, r"inputs\[1\]: expected a torch.Tensor, got NoneType", [ok, ok], [x, None]),
+    ):
+        with pytest.raises(error, match=message):
+            native().copy_all(to, source)
+        assert torch.equal(ok, torch.zeros(4))
+    native().copy_all([], [])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("numel", [0, 1, 15, 1023, 1024, 4096, 10_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_go_in_rank_order_with_one_rounding(world: int, numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(world)
+    inputs = [(torch.randn(numel) * 10.0 ** torch.randint(-4, 4, (numel,))).to(dtype) for _ in range(world)]
+    expected = inputs[0].float().clone()
+    for x in inputs[1:]:
+        expected = expected + x.float()
+    if world > 2 and numel > 1000:  # the data is such that another order shows
+        backward = inputs[-1].float()
+        for x in inputs[-2::-1]:
+            backward = backward + x.float()
+        assert not torch.equal(backward, expected)
+    out = torch.full((numel,), float("nan"))
+    native().reduce_sum(out, inputs)
+    assert torch.equal(bits(out), bits(expected))
+    rounded = torch.full((numel,), float("nan"), dtype=dtype)
+    native().reduce_sum(rounded, inputs)
+    assert torch.equal(bits(rounded), bits(expected.to(dtype)))
+    for place in range(world):  # in place of any rank
+        copies = [x.clone() for x in inputs]
+        native().reduce_sum(copies[place], copies)
+        assert torch.equal(bits(copies[place]), bits(expected.to(dtype)))
+        for other in range(world):
+            assert other == place or torch.equal(copies[other], inputs[other])
+
+
+def test_sum_refuses_other_dtypes() -> None:
+    with pytest.raises(TypeError, match="cannot sum float64: float32 and bfloat16 are supported"):
+        native().reduce_sum(torch.zeros(3).double(), [torch.zeros(3).double()] * 2)
