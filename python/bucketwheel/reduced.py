@@ -151,8 +151,7 @@ class ReducedGrads:
         if not state.has_content or not state.pieces:
             return 0.0
         if state.is_edited:
-            sums, are_bad, _ = native().sumsq([piece.grad for piece in state.pieces])
-            rows = list(zip(sums, are_bad, strict=True))
+            rows = native().sumsq([piece.grad for piece in state.pieces])
         else:
             rows = [piece.accumulator.results()[piece.row] for piece in state.pieces]
         return sum(sumsq if not is_bad or not math.isfinite(sumsq) else math.nan for sumsq, is_bad in rows)
