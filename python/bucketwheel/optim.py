@@ -349,7 +349,7 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                     f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu are implemented"
                 )
             infos.append(
-                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), dtype=param.dtype)
+                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), param.dtype, param.stride())
             )
     for key in ("maximize", "amsgrad", "capturable", "differentiable"):
         values = {bool(group[key]) for group in param_groups}

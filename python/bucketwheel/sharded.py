@@ -240,7 +240,8 @@ class ShardedEngine:
         return self.reduced.total_norm([i for i in chosen if held[i]], ord)
 
     def scale(self, indices: Sequence[int] | None, factor: float) -> None:
-        self.grads.scale(range(len(self.infos)) if indices is None else indices, factor)
+        chosen = range(len(self.infos)) if indices is None else indices
+        self.grads.scale([i for i in chosen if self.grads.held[i]], factor)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.grads.no_sync()
