@@ -43,7 +43,7 @@ def main() -> None:
             scale = min(1.0, 1.0 / (norm + 1e-6)) / comm.size
             bw.adam_step([param_shard], [grad_shard], [exp_avg], [exp_avg_sq], step, lr=3e-3, grad_scale=scale)
             bw.all_gather(params, param_shard, comm).wait()
-            if comm.rank == 0 and step % 40 == 0:
+            if comm.rank == 0 and (step == 1 or step % 40 == 0):
                 print(f"step {step:3} loss {loss.item():.3f} gradient norm {norm:.2f}")
     dist.destroy_process_group()
 

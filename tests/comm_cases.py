@@ -37,7 +37,9 @@ def data_of(rank: int, spec: Spec, index: int, numel: int) -> torch.Tensor:
     """What rank ``rank`` puts into tensor ``index`` of a call."""
     start = (7919 * rank + 104_729 * index) % 50_000
     values = _values()
-    values = values.repeat((start + numel) // values.numel() + 1)[start : start + numel]
+    if start + numel > values.numel():
+        values = values.repeat((start + numel) // values.numel() + 1)
+    values = values[start : start + numel]
     if spec[0].is_floating_point:
         return values.to(spec[0])
     return (values * 1000).to(torch.int64).to(spec[0])

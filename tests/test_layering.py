@@ -48,7 +48,7 @@ PYTHON_LAYERS = [
 PURE = {"_version", "errors", "plan", "schedule", "_toolchain", "_build"}
 
 MAX_LINES = 440  # about 400
-MAX_FUNCTION_LINES = 75  # about 60, and the docstring
+MAX_FUNCTION_LINES = 66  # about 60, without signature and docstring
 
 PLATFORM = re.compile(
     r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*\b(__x86_64__|__i386__|__aarch64__|__arm__|__linux__|__APPLE__|_WIN32|"
@@ -156,8 +156,22 @@ def headers_compile(headers: list[Path]) -> None:
         report([problem for problem in pool.map(compile_alone, headers) if problem])
 
 
-def test_headers_compile_alone() -> None:
+def first_include(path: Path) -> str:
+    found = INCLUDE.search(path.read_text())
+    return found[2] if found else ""
+
+
+def test_a_source_includes_its_own_header_first() -> None:
+    """So the build itself shows that this header compiles alone."""
+    pairs = [(path, path.with_suffix(".h")) for path in native_files() if path.suffix == ".cpp"]
+    wrong = [cpp for cpp, header in pairs if header.is_file() and first_include(cpp) != str(header.relative_to(CSRC))]
+    report([f"{path}: its first include is {first_include(path)!r}" for path in wrong])
+
+
+@pytest.mark.timeout_s(300)
+def test_other_headers_compile_alone() -> None:
     headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name != "bindings"]
+    headers = [path for path in headers if not path.with_suffix(".cpp").is_file()]
     assert headers
     headers_compile(headers)
 
@@ -255,7 +269,8 @@ def test_files_and_functions_are_short() -> None:
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    body = node.body[1:] if ast.get_docstring(node) else node.body
+                    length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                     if length > MAX_FUNCTION_LINES:
                         problems.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
     report(problems)

@@ -99,9 +99,16 @@ inline Described describe_item(py::handle object, Name name) {
   if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
     throw TypeError(name.text() + ": expected a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
   }
-  Described tensor = describe(object);
-  expect_cpu(tensor, name);
-  return tensor;
+  try {
+    Described tensor = describe(object);
+    expect_cpu(tensor, name);
+    return tensor;
+  } catch (const py::error_already_set& error) {  // sparse, meta, conjugated: whatever has no plain memory
+    const std::string what = error.what();
+    throw TypeError(name.text() + " has no strided memory on the cpu: " + what.substr(0, what.find('\n')));
+  } catch (const TypeError& error) {
+    throw TypeError(name.text() + ": " + error.what());
+  }
 }
 
 }  // namespace bucketwheel::dlpack

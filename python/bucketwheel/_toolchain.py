@@ -348,7 +348,7 @@ def _run_threads(steps: list[_Step], link: _Step, timeout_s: float) -> tuple[_St
 
 
 def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
-    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would keep the pipe open.
+    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the pipe open.
     with subprocess.Popen(
         argv,
         cwd=cwd,
@@ -361,10 +361,18 @@ def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return False, f"{output}\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
+            return False, f"{_end(process)}\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             raise
     return process.returncode == 0, output
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a process and what it started; returns its output. ninja ends its compilers, each a group, on SIGTERM only."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]

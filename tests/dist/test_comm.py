@@ -28,11 +28,10 @@ from comm_cases import (
 )
 
 pytestmark = pytest.mark.dist
-WORLDS = [2, 3, 4]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.fixture(params=["shm 2", "shm 3", "shm 4", "local 1", "local 2", "local 3", "local 8", "local staged 3"])
+@pytest.fixture(params=["shm 2", "shm 3", "shm 4", "local 1", "local 4", "local staged 3"])
 def run(request, rank_pool):
     """``run(case, *args)`` runs ``case(comm, *args)`` on all ranks and returns the results."""
     kind, *options, world = request.param.split()
@@ -51,6 +50,17 @@ def all_sizes(comm: Communicator, kind: str) -> None:
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_every_size_in_every_memory(run, kind):
     run(all_sizes, kind)
+
+
+def some_sizes(comm: Communicator) -> None:
+    for kind in MEMORIES:
+        check_all_gather(comm, [(F32, 1), (BF16, 5000)], kind)
+        check_reduce_scatter(comm, [(F32, 1), (BF16, 5000)], kind)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_every_world_size(world):
+    run_local(world, some_sizes)
 
 
 def coalesced(comm: Communicator, kind: str) -> None:

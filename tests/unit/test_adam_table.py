@@ -221,7 +221,9 @@ BAD = [
     ("grads", lambda x: x.half(), TypeError, r"grads\[1\] is float16, expected float32 or bfloat16"),
     ("params", lambda x: x.bfloat16(), TypeError, r"params\[1\] is bfloat16 and needs a float32 tensor in master_params"),
     ("grads", lambda x: None, TypeError, r"grads\[1\]: expected a torch.Tensor, got NoneType"),
-    ("grads", lambda x: x.to("meta"), (ValueError, TypeError, RuntimeError, BufferError, NotImplementedError), ""),
+    ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory on the cpu"),
+    ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory on the cpu"),
+    ("params", lambda x: x.to(torch.complex64), TypeError, r"params\[1\]: unsupported dtype"),
 ]
 
 

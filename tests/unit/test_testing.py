@@ -169,7 +169,9 @@ def test_ranks_die_with_a_killed_runner(tmp_path):
         f"import sys; sys.path[:] = {sys.path!r}; from bucketwheel.testing import run_ranks; "
         f"from {__name__} import write_pid_and_hang as hang; run_ranks(hang, 2, {str(tmp_path)!r}, backend=None)"
     )
-    runner = subprocess.Popen([sys.executable, "-c", code])
+    temporary = tmp_path.parent / "temporary"  # a killed runner cannot remove its folder
+    temporary.mkdir(exist_ok=True)
+    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)})
     try:
         assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
     finally:

@@ -26,6 +26,8 @@ link: -shared
 bindings/module.cpp
 base/second.cpp  # after the slow one
 """
+# Waiters report at once, so that a test knows when they wait.
+WAIT = "from bucketwheel import _build; _build._REPORT_S = 0.0; print(_build.native().answer, flush=True)"
 LOAD = "from bucketwheel import _build; print(_build.native().answer, flush=True)"
 
 
@@ -47,6 +49,7 @@ class TinyTree:
         self.write("base/second.cpp", "int second() { return 2; }\n")
         self.write("sources.txt", SOURCES)
         self.compiler = root / "counting-c++"
+        self.gate = root / "gate"
         self.make_compiler()
 
     def write(self, path: str, text: str) -> None:
@@ -56,8 +59,17 @@ class TinyTree:
     def make_compiler(self, before: str = "") -> None:
         """$CXX of the children: writes down each call, runs the shell line ``before``, then the real compiler."""
         version = 'case " $* " in *" --version "*) exec c++ "$@";; esac'
-        self.compiler.write_text(f'#!/bin/sh\n{version}\necho "$*" >> {self.calls}\n{before}\nexec c++ "$@"\n')
-        self.compiler.chmod(0o755)
+        script = self.root / "script"
+        script.write_text(f'#!/bin/sh\n{version}\necho "$*" >> {self.calls}\n{before}\nexec c++ "$@"\n')
+        script.chmod(0o755)
+        script.replace(self.compiler)  # shells that run the old one keep it
+
+    def hold_compiler(self) -> None:
+        """Compilers started from now on wait for `release_compiler`."""
+        self.make_compiler(before=f"while [ ! -e {self.gate} ]; do sleep 0.05; done")
+
+    def release_compiler(self) -> None:
+        self.gate.touch()
 
     def compiled(self) -> list[str]:
         """The sources compiled so far, in order; linking is 'link'."""

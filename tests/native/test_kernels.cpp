@@ -1,0 +1,154 @@
+// kernels/: index arithmetic beyond 2^31, and bounds of every kernel (under the address sanitizer). Run by test_native.py.
+// needs: base device kernels
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "base/error.h"
+#include "base/thread_pool.h"
+#include "check.h"
+#include "kernels/adam.h"
+#include "kernels/cpu_kernels.h"
+#include "kernels/norm.h"
+#include "kernels/pack.h"
+#include "kernels/reduce.h"
+#include "kernels/segment_table.h"
+
+using namespace bucketwheel;
+
+TEST(chunks_cover_every_row_once) {
+  SegmentTable table(100);
+  const std::vector<int64_t> sizes = {0, 1, 99, 100, 101, 0, 0, 250, 1, 0};
+  for (int64_t size : sizes) {
+    table.add(size);
+  }
+  CHECK(table.rows() == 10 && table.chunks() == 1 + 1 + 1 + 2 + 3 + 1);
+  std::vector<int64_t> seen(sizes.size());
+  SegmentTable::Chunk walked{};
+  for (int64_t i = 0; i < table.chunks(); ++i) {
+    const SegmentTable::Chunk chunk = table.chunk(i);
+    walked = i == 0 ? chunk : table.next(walked);
+    CHECK(walked.row == chunk.row && walked.begin == chunk.begin && walked.numel == chunk.numel);
+    CHECK(chunk.begin == seen[static_cast<size_t>(chunk.row)]);
+    CHECK(chunk.numel > 0 && chunk.numel <= 100);
+    seen[static_cast<size_t>(chunk.row)] += chunk.numel;
+  }
+  CHECK(seen == sizes);
+  CHECK_THROWS(ValueError, "-1 elements", table.add(-1));
+}
+
+TEST(tables_larger_than_32_bits) {
+  SegmentTable table(8192);
+  constexpr int64_t kHuge = (int64_t{1} << 40) + 5;
+  for (int i = 0; i < 10; ++i) {
+    table.add(i % 3 == 0 ? 3 : kHuge);
+  }
+  CHECK(table.first_element(10) == 6 * kHuge + 4 * 3);
+  CHECK(table.chunks() == 6 * ((kHuge + 8191) / 8192) + 4);
+  const SegmentTable::Chunk last_of_row_1 = table.chunk(table.first_chunk(2) - 1);
+  CHECK(last_of_row_1.row == 1 && last_of_row_1.begin == kHuge - 5 && last_of_row_1.numel == 5);
+  const SegmentTable::Chunk first_of_row_2 = table.next(last_of_row_1);
+  CHECK(first_of_row_2.row == 2 && first_of_row_2.begin == 0 && first_of_row_2.numel == 8192);
+  const SegmentTable::Chunk middle = table.chunk(table.first_chunk(2) + (int64_t{1} << 26));
+  CHECK(middle.row == 2 && middle.begin == int64_t{1} << 39);
+  SegmentTable limit(8192);
+  limit.add(std::numeric_limits<int64_t>::max());
+  CHECK(limit.chunk(limit.chunks() - 1).numel == 8191);
+}
+
+TEST(grains_give_each_thread_about_the_target) {
+  CHECK(SegmentTable::grain(0, 0, 1000) == 1);
+  CHECK(SegmentTable::grain(5, 1000, 1000) == 5);     // all at once
+  CHECK(SegmentTable::grain(10, 10'000, 1000) == 1);
+  CHECK(SegmentTable::grain(1000, 10'000, 1000) == 100);
+  CHECK(SegmentTable::grain(int64_t{1} << 40, int64_t{1} << 53, 16384) == 2);
+}
+
+namespace {
+
+// Exactly n elements on the heap: the address sanitizer sees the first one beyond.
+template <class T>
+std::unique_ptr<T[]> exactly(int64_t n, T value) {
+  auto out = std::make_unique<T[]>(static_cast<size_t>(n));
+  std::fill_n(out.get(), n, value);
+  return out;
+}
+
+}  // namespace
+
+TEST(adam_stays_within_its_rows) {
+  set_num_threads(2);
+  for (const bool is_bf16 : {false, true}) {
+    AdamTable table;
+    std::vector<std::unique_ptr<float[]>> keep;
+    std::vector<std::unique_ptr<uint16_t[]>> keep_bf16;
+    const auto floats = [&](int64_t n) { return keep.emplace_back(exactly<float>(n, 1.0F)).get(); };
+    const auto halves = [&](int64_t n) { return keep_bf16.emplace_back(exactly<uint16_t>(n, 0x3f80)).get(); };
+    for (int64_t n : {0, 1, 2, 7, 15, 16, 17, 31, 33, 63, 64, 65, 8191, 8192, 8193, 20001}) {
+      AdamRow row;
+      row.p = is_bf16 ? static_cast<void*>(halves(n)) : floats(n);
+      row.g = is_bf16 ? static_cast<const void*>(halves(n)) : floats(n);
+      row.m = floats(n);
+      row.v = floats(n);
+      row.master = is_bf16 ? floats(n) : nullptr;
+      row.numel = n;
+      row.p_dtype = row.g_dtype = is_bf16 ? DType::kBFloat16 : DType::kFloat32;
+      table.add(row);
+    }
+    const AdamGroup group;
+    const std::vector<int64_t> steps(static_cast<size_t>(table.rows()), 1);
+    AdamStep step;
+    step.groups = {&group, 1};
+    step.steps = steps;
+    step.last_row = table.rows();
+    table.step(step);
+    for (int64_t r = 0; r < table.rows(); ++r) {
+      for (int64_t i = 0; i < table.row(r).numel; ++i) {
+        CHECK(table.row(r).v[i] == table.row(table.rows() - 1).v[0]);
+        CHECK(table.row(r).m[i] == 1.0F);
+      }
+    }
+  }
+}
+
+TEST(sums_copies_and_reductions_stay_within_their_memory) {
+  set_num_threads(2);
+  for (int64_t n : {0, 1, 7, 15, 16, 17, 33, 127, 1023, 1025, 4097, 33000}) {
+    const auto a = exactly<float>(n, 2.0F);
+    const auto b = exactly<float>(n, 3.0F);
+    const auto h = exactly<uint16_t>(n, 0x4000);  // 2
+    const auto out = exactly<float>(n, 0.0F);
+    const auto out_bf16 = exactly<uint16_t>(n, 0);
+    const NormRow rows[] = {{a.get(), n, DType::kFloat32}, {h.get(), n, DType::kBFloat16}};
+    for (const SumSquares& sum : sumsq(rows)) {
+      CHECK(sum.sumsq == 4.0 * static_cast<double>(n) && !sum.bad);
+    }
+    for (int world : {1, 2, 3, 4, 5}) {
+      const void* floats[] = {a.get(), b.get(), a.get(), b.get(), a.get()};
+      const void* halves[] = {h.get(), h.get(), h.get(), h.get(), h.get()};
+      reduce_sum_fp32(floats, world, DType::kFloat32, n, out.get());
+      const float expected[] = {2, 5, 7, 10, 12};
+      CHECK(n == 0 || (out[0] == expected[world - 1] && out[n - 1] == expected[world - 1]));
+      reduce_sum_fp32(halves, world, DType::kBFloat16, n, out.get());
+      reduce_sum(halves, world, DType::kBFloat16, n, out_bf16.get());
+      CHECK(n == 0 || out[n - 1] == 2.0F * static_cast<float>(world));
+    }
+    const CopyItem items[] = {{out.get(), h.get(), n, DType::kFloat32, DType::kBFloat16},
+                              {out_bf16.get(), a.get(), n, DType::kBFloat16, DType::kFloat32}};
+    copy_all(items);
+    CHECK(n == 0 || (out[n - 1] == 2.0F && out_bf16[n - 1] == 0x4000));
+    store_fp32(out_bf16.get(), DType::kBFloat16, b.get(), n);
+    store_fp32(out.get(), DType::kFloat32, b.get(), n);
+    CHECK(n == 0 || (out[n - 1] == 3.0F && out_bf16[n - 1] == 0x4040));
+    ShardAccumulator shard(out.get(), n, {{n / 3, n - n / 4}});
+    for (const bool add : {false, true}) {
+      shard.start(add);
+      shard.consume(0, a.get(), n / 2);
+      shard.consume(n / 2, a.get() + n / 2, n - n / 2);
+      CHECK(shard.results()[0].sumsq == (add ? 16.0 : 4.0) * static_cast<double>(n - n / 4 - n / 3));
+    }
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -1,0 +1,185 @@
+// base/thread_pool: every range once, several callers, resizing, fork, idle helpers. Run by test_native.py.
+// needs: base
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "base/platform.h"
+#include "base/thread_pool.h"
+#include "check.h"
+
+using namespace bucketwheel;
+
+namespace {
+
+// Counts how often each element is visited, and checks the ranges.
+void check_loop(int64_t count, int64_t grain) {
+  std::vector<std::atomic<int>> visits(static_cast<size_t>(count));
+  parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+    CHECK(begin % grain == 0 && begin < end && end <= count);
+    CHECK(end == count || end - begin == grain);
+    for (int64_t i = begin; i < end; ++i) {
+      visits[static_cast<size_t>(i)].fetch_add(1);
+    }
+  });
+  for (const auto& visit : visits) {
+    CHECK(visit == 1);
+  }
+}
+
+double cpu_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+         1e-6 * static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+}
+
+void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+}  // namespace
+
+TEST(every_range_runs_once) {
+  for (int threads : {1, 2, 3, 8}) {
+    set_num_threads(threads);
+    CHECK(num_threads() == threads);
+    for (int64_t count : {0, 1, 2, 7, 100, 1001}) {
+      for (int64_t grain : {1, 2, 7, 1000, 2000}) {
+        check_loop(count, grain);
+      }
+    }
+  }
+}
+
+TEST(sizes_are_clamped) {
+  set_num_threads(-5);
+  CHECK(num_threads() == 1);
+  set_num_threads(1 << 20);
+  CHECK(num_threads() == kMaxThreads);
+  set_num_threads(1);
+}
+
+TEST(one_thread_or_one_range_stays_on_the_caller) {
+  const auto self = std::this_thread::get_id();
+  set_num_threads(1);
+  parallel_for(50, 1, [&](int64_t, int64_t) { CHECK(std::this_thread::get_id() == self); });
+  set_num_threads(4);
+  parallel_for(50, 50, [&](int64_t, int64_t) { CHECK(std::this_thread::get_id() == self); });
+}
+
+TEST(helpers_take_part) {
+  set_num_threads(3);
+  // Each range waits for another one to start: only more than one thread gets through.
+  std::atomic<int> started{0};
+  parallel_for(2, 1, [&](int64_t, int64_t) {
+    started.fetch_add(1);
+    while (started < 2) {
+      std::this_thread::yield();
+    }
+  });
+  CHECK(started == 2);
+}
+
+TEST(several_callers_at_once) {
+  set_num_threads(3);
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 4; ++c) {
+    callers.emplace_back([c] {
+      for (int i = 0; i < 150; ++i) {
+        check_loop(1 + (i * 7 + c) % 50, 1 + i % 4);
+      }
+    });
+  }
+  for (auto& caller : callers) {
+    caller.join();
+  }
+}
+
+TEST(loops_may_nest) {
+  set_num_threads(3);
+  std::atomic<int64_t> sum{0};
+  parallel_for(8, 1, [&](int64_t begin, int64_t) {
+    parallel_for(20, 3, [&](int64_t a, int64_t b) { sum.fetch_add(begin * (b - a)); });
+  });
+  CHECK(sum == 28 * 20);
+}
+
+TEST(resizing_while_loops_run) {
+  std::atomic<bool> is_over{false};
+  std::thread resizer([&] {
+    for (int i = 0; !is_over; ++i) {
+      set_num_threads(1 + i % 5);
+      std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < 400; ++i) {
+    check_loop(40, 1 + i % 3);
+  }
+  is_over = true;
+  resizer.join();
+  set_num_threads(4);
+  for (int i = 0; i < 50; ++i) {
+    check_loop(40, 1);
+  }
+}
+
+TEST(idle_helpers_use_no_cpu) {
+  set_num_threads(4);
+  check_loop(100, 1);
+  nap(20);  // more than the time they spin
+  const double before = cpu_seconds();
+  nap(300);
+  CHECK(cpu_seconds() - before < 0.1);
+}
+
+TEST(a_forked_child_has_a_pool_of_its_own) {
+#if defined(__SANITIZE_THREAD__)
+  std::fprintf(stderr, "skipped: the thread sanitizer takes the child's threads for the parent's (equal pthread ids)\n");
+  return;
+#endif
+  set_num_threads(3);
+  check_loop(100, 1);
+  std::atomic<bool> is_over{false};
+  std::thread busy([&] {  // the parent's pool is in use at the fork, perhaps its lock held
+    while (!is_over) {
+      check_loop(30, 1);
+    }
+  });
+  for (int i = 0; i < 5; ++i) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      alarm(20);
+      CHECK(num_threads() == 3);
+      std::atomic<int> started{0};
+      parallel_for(2, 1, [&](int64_t, int64_t) {
+        started.fetch_add(1);
+        while (started < 2) {
+          std::this_thread::yield();
+        }
+      });
+      check_loop(100, 3);
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  is_over = true;
+  busy.join();
+  check_loop(100, 1);
+}
+
+TEST(ranges_compute_by_ieee_rules_on_every_thread) {
+  set_num_threads(3);
+  volatile float small = 1e-30F;
+  std::atomic<int> kept{0};
+  parallel_for(64, 1, [&](int64_t, int64_t) { kept.fetch_add(small * 1e-10F != 0.0F ? 1 : 0); });
+  CHECK(kept == 64);
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
