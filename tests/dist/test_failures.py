@@ -72,7 +72,7 @@ def die(directory: str) -> None:
 
 def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -> tuple[int, float, str]:
     """The rank that the survivor's error names, when it came, and its message."""
-    params, opt = make_run(None if where == "default" else Communicator(timeout_s=60), overlap_param_sync=where == "step")
+    params, opt = make_run(Communicator(timeout_s=60), overlap_param_sync=where == "step")
     victim = world - 1
     for step in range(3):
         train_step(params, opt, step, rank, world)
@@ -84,6 +84,7 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
             if where == "step":
                 # The window is closed, the update begins: the others wait for this rank's parameters.
                 opt._engine._rows.step = lambda *_: die(directory)  # type: ignore[method-assign,union-attr]
+                opt.clip_grad_norm_(0.5)
                 opt.step()
             die(directory)
         if where == "idle" and rank == 0:
@@ -95,7 +96,7 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
             train_step(params, opt, step, rank, world)
     except PeerError as error:
         seen = time.monotonic()
-        for call in (opt.step, opt.grad_sync, lambda: opt.clip_grad_norm_(1.0), opt.param_sync):
+        for call in (opt.step, opt.grad_sync, lambda: opt.clip_grad_norm_(1.0)):
             began = time.monotonic()
             with pytest.raises(PeerError):
                 call()
@@ -104,7 +105,8 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
         values = [p.detach().clone() for p in params]
         with pytest.raises(PeerError):
             opt.close()
-        assert_bitwise_equal([p.detach() for p in params], values)  # memory of their own, still readable
+        opt.close()
+        assert_bitwise_equal([p.detach() for p in params], values)  # in memory of their own
         loss_of(params, dyadic(params, 0)).backward()  # no hook is left
         assert all(type(p.grad) is Tensor for p in params)
         return error.rank, seen, str(error)
@@ -209,8 +211,8 @@ def train_until_a_rank_hangs(rank: int, world: int, where: str) -> str:
         with pytest.raises(CommError):  # the others have given up
             train_step(params, opt, 1, rank, world)
         return ""
-    loss_of(params, dyadic(params, 1)).backward()
     began = time.monotonic()
+    loss_of(params, dyadic(params, 1)).backward()
     with pytest.raises(CommTimeout) as caught:
         opt.clip_grad_norm_(1.0) if where == "clip" else opt.step()
     assert 0.9 < time.monotonic() - began < 3.0
@@ -221,7 +223,8 @@ def train_until_a_rank_hangs(rank: int, world: int, where: str) -> str:
 def test_a_rank_that_stops_calling_is_a_timeout_on_the_others(where: str, rank_pool: Any) -> None:
     """The user's timeout is that of the communicator."""
     message = rank_pool(2).run(train_until_a_rank_hangs, where, timeout_s=40)[0]
-    assert message.startswith(f"[bucketwheel rank 0/2 comm 'hangs in {where}' seq") and "1 s" in message, message
+    assert message.startswith(f"[bucketwheel rank 0/2 comm 'hangs in {where}' seq")
+    assert "Not arrived: rank 1" in message
 
 
 def wait_until_interrupted(rank: int, world: int) -> None:
@@ -236,13 +239,11 @@ def wait_until_interrupted(rank: int, world: int) -> None:
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             opt.step()
-        assert time.monotonic() - began < 3.0
-        comm.abort("interrupted by the user")
+        assert time.monotonic() - began < 2.0
     else:
-        with pytest.raises(CommError, match="interrupted by the user"):
-            while True:
-                time.sleep(2.0)
-                train_step(params, opt, 1, rank, world)
+        time.sleep(5.0)
+        with pytest.raises(CommError, match="KeyboardInterrupt"):
+            train_step(params, opt, 1, rank, world)
 
 
 def test_ctrl_c_ends_a_wait(rank_pool: Any) -> None:
