@@ -181,15 +181,16 @@ class GradSync:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self) -> Agreement:
+    def close(self, why: str) -> Agreement:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
-        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank if ranks disagree on
+        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the window stays
+        open, if ranks close it for different reasons ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on
         what a gradient is (one replaced or scaled it, another did not).
         """
         with self._lock, torch.no_grad():
             self._sweep()
-            agreement = self._agree()
+            agreement = self._agree(why)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
@@ -221,7 +222,7 @@ class GradSync:
                 self._arrive(info.index, grad, add=False, launch=self._overlap)
                 info.param.grad = self._placeholders[info.index]
 
-    def _agree(self) -> Agreement:
+    def _agree(self, why: str) -> Agreement:
         held = [info.param.grad is not None for info in self.infos]
         for drop in self._schedule.drops(held):
             assert isinstance(drop, Drop)
@@ -231,7 +232,7 @@ class GradSync:
             for info, placeholder in zip(self.infos, self._placeholders, strict=True)
         ]
         notes = self._schedule.notes(held, older, self.reduced.factors())
-        agreement = self._schedule.agree(self._exchange(b"end of window", notes))
+        agreement = self._schedule.agree(self._exchange(why, notes))
         if agreement.conflicts:
             raise RuntimeError(
                 f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not; drop "
@@ -301,14 +302,15 @@ class GradSync:
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
-    def _exchange(self, doing: bytes, payload: bytes) -> list[bytes]:
-        """Everyone's payloads by rank. RuntimeError on every rank unless all are ``doing`` the same."""
-        everyone = [other.split(b":", 1) for other in self.comm.exchange(doing + b":" + payload)]
-        if any(other[0] != doing for other in everyone):
+    def _exchange(self, why: str, payload: bytes) -> list[bytes]:
+        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason."""
+        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + payload)]
+        reasons = [str(other[0], "utf-8") for other in everyone]
+        if len(set(reasons)) > 1:
             raise RuntimeError(
-                f"ranks use their gradients differently, by rank: {', '.join(str(other[0], 'ascii') for other in everyone)}; "
-                "step, clip_grad_norm_ and what stock code does to gradients are called by all ranks in the same order. "
-                "Where ranks use different parameters call optimizer.grad_sync() before stock code"
+                f"ranks did different things with their gradients: {', '.join(reasons)} (by rank). All ranks must call step, "
+                "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different parameters, "
+                "call optimizer.grad_sync() before stock code"
             )
         return [other[1] for other in everyone]
 
@@ -318,9 +320,9 @@ class GradSync:
         Code that asks for one gradient after the other made its list before it began: where lists differ, the first question
         is the time to say so, for the last ones have no counterpart on some ranks.
         """
-        is_uneven = self.close().is_uneven
+        is_uneven = self.close(what).is_uneven
         asked = struct.pack(f"<{len(indices)}q", *indices)
-        everyone = self._exchange(what.encode(), asked)
+        everyone = self._exchange(what, asked)
         if any(other != asked for other in everyone) or (is_uneven and len(indices) == 1):
             only = sorted(set(range(len(self.infos))) & set(indices))
             missing = [self.infos[i].name for i, is_held in enumerate(self.held) if is_held and i not in only]
@@ -356,9 +358,10 @@ class GradSync:
         The scaler makes one call per dtype.
         """
         dtypes = {self.infos[i].dtype for i in indices}
+        why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
-            self.close()
-            everyone = self._exchange(f"unscale {sorted(map(str, dtypes))}".encode(), struct.pack("<d", float(found_inf)))
+            self.close(why)
+            everyone = self._exchange(why, struct.pack("<d", float(found_inf)))
             found = max(struct.unpack("<d", payload)[0] for payload in everyone)
             found_inf.fill_(max(found, float(self.reduced.has_nonfinite())))
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
@@ -383,7 +386,7 @@ class GradSync:
     def full(self, index: int) -> Tensor | None:
         """The whole gradient of a parameter, None where no rank has one. Collective."""
         with self._lock, torch.no_grad():
-            self.close()
+            self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
 
     def remove(self) -> None:

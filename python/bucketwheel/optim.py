@@ -127,6 +127,7 @@ class ShardedAdamW(Optimizer):
         super().__init__(params, defaults)
         infos = _collect(self.param_groups)
         comm = _communicator(process_group)
+        self._is_closed = False
         self._owns_comm = comm is not None and comm is not process_group
         self._engine: LocalEngine | ShardedEngine
         if comm is None:
@@ -287,10 +288,18 @@ class ShardedAdamW(Optimizer):
         return self._engine.memory()
 
     def close(self) -> None:
-        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective."""
-        self._engine.close()
-        if self._owns_comm and isinstance(self._engine, ShardedEngine):
-            self._engine.comm.close()
+        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective.
+
+        If the communicator has failed its error is raised, after all of this has been done. Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._engine.close()
+        finally:
+            if self._owns_comm and isinstance(self._engine, ShardedEngine):
+                self._engine.comm.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")

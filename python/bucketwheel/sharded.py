@@ -194,7 +194,7 @@ class ShardedEngine:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self.grads.close()
+        self.grads.close("step")
         self.param_sync()
         self._follow_edits()
         used = self.grads.held
@@ -232,10 +232,10 @@ class ShardedEngine:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def close_window(self) -> None:
-        self.grads.close()
+        self.grads.close("grad_sync")
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
-        self.grads.close()
+        self.grads.close("norm")
         held = self.grads.held
         chosen = range(len(self.infos)) if indices is None else indices
         return self.reduced.total_norm([i for i in chosen if held[i]], ord)
@@ -293,12 +293,14 @@ class ShardedEngine:
         return lines
 
     def close(self) -> None:
-        self.grads.close()
-        self.param_sync()
-        self.grads.remove()
-        self._gathers.detach()
-        for space in self._spaces:
-            space.flat.release()
+        try:
+            self.grads.close("close")
+            self.param_sync()
+        finally:  # a communicator that has failed must not keep the parameters
+            self.grads.remove()
+            self._gathers.detach()
+            for space in self._spaces:
+                space.flat.release()
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,30 @@ TEST(stream_may_be_dropped_with_work_by_anyone) {
   CHECK(is_over);
 }
 
+// A task drops the last reference to a stream that waits for what comes after the task: joining would wait for ever.
+TEST(stream_may_be_dropped_by_a_task_it_waits_for) {
+  if (is_inline()) {
+    return;
+  }
+  Gate gate;
+  std::atomic<bool> is_over{false};
+  auto a = cpu_device().new_stream("a");
+  auto b = std::make_shared<StreamRef>(cpu_device().new_stream("b"));
+  a->run([b, &gate] {
+    gate.wait();
+    b->reset();
+  });
+  a->run([] {});
+  (*b)->wait(a->record());
+  (*b)->run([&] { is_over = true; });
+  EventRef last = (*b)->record();
+  b.reset();
+  gate.open();
+  CHECK(a->synchronize(deadline_in(30)));
+  CHECK(last->synchronize(deadline_in(30)));
+  CHECK(is_over);
+}
+
 TEST(preconditions) {
   auto stream = cpu_device().new_stream("bad");
   CHECK_THROWS(ValueError, "got no task", stream->run(nullptr));
