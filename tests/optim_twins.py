@@ -79,7 +79,8 @@ class TorchTwin(torch.optim.AdamW):
         self, max_norm: float, norm_type: float = 2.0, *, parameters: Collection[Parameter] | None = None, **options: Any
     ) -> Tensor:
         chosen = [p for group in self.param_groups for p in group["params"]] if parameters is None else parameters
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, **options)
+        not_empty = [p for p in chosen if p.numel()]  # torch has no inf norm of nothing
+        return torch.nn.utils.clip_grad_norm_(not_empty, max_norm, norm_type, **options)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         return None if param.grad is None else param.grad.float()
@@ -234,16 +235,16 @@ def assert_as_local(
 
 def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, atol: float = 1e-7) -> None:
     for i, (p, q) in enumerate(zip(outcome.params, expected.params, strict=True)):
-        torch.testing.assert_close(p, q, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}")
+        torch.testing.assert_close(p, q.to(p.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}")
     for i, (state, theirs) in enumerate(zip(outcome.states, expected.states, strict=True)):
         for name in ("step", "exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                state[name], theirs[name], rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i, n=name: f"{n} of {i}: {m}"
+                state[name], theirs[name].float(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i, n=name: f"{n} of {i}: {m}"
             )
     assert len(outcome.seen) == len(expected.seen)
     for i, (mine, theirs) in enumerate(zip(outcome.seen, expected.seen, strict=True)):
         if isinstance(mine, Tensor):
-            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"seen {i}: {m}")
+            torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"seen {i}: {m}")
         else:
             assert mine == theirs, f"seen {i}: {mine!r}, torch {theirs!r}"
 

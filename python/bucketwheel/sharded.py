@@ -68,6 +68,7 @@ class ShardedEngine:
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)
+            torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
             if space.master is not None:
                 self._read_master(space, space.first_param)
