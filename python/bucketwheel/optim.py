@@ -143,7 +143,7 @@ class ShardedAdamW(Optimizer):
                 max_inflight_buckets=max_inflight_buckets,
             )
             self._engine = ShardedEngine(comm, infos, options)
-        self._index_of = {info.param: info.index for info in infos}
+        self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
 
     def _publish_state(self) -> None:
