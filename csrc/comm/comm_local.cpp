@@ -27,6 +27,7 @@ class LocalTransport final : public Transport {
     return true;
   }
 
+  bool shares_inputs() const override { return true; }
   bool is_dead(int) const override { return false; }
   std::string describe_peer(int) const override { return "a thread of this process"; }
   void leave() noexcept override {}

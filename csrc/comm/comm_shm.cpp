@@ -73,6 +73,7 @@ class ShmTransport final : public Transport {
     return true;
   }
 
+  bool shares_inputs() const override { return false; }  // peers have mappings of their own
   bool is_dead(int peer) const override { return links_->is_dead(peer); }
   std::string describe_peer(int peer) const override { return "pid " + std::to_string(links_->pid(peer)); }
   void leave() noexcept override { links_->close(); }

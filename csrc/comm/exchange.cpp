@@ -96,6 +96,7 @@ void Exchange::meet(int rank) {
   if (theirs.entered != op_.seq || theirs.signature != op_.signature) {
     throw_mismatch();
   }
+  team_.expect_not_failed(wait(), rank);  // [Note: failing with readers]
   peer.is_direct = theirs.is_direct != 0;
   if (peer.is_direct) {
     team_.await(

@@ -24,12 +24,19 @@ constexpr int64_t kMostSpinNs = 50'000;
 // A sleeper looks around this often even if nobody rings: a killed rank cannot ring.
 constexpr std::chrono::milliseconds kSleepSlice{100};
 
+// A reader finishes its copy, or sees the failure, in much less.
+constexpr std::chrono::seconds kReadersPatience{30};
+
 constexpr char kOrigin[] = " failed first: ";
 
 int usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+bool has_failed(const RankRecord& record, const Team::Wait& wait) {
+  return record.failure != FailureKind::kNone && (wait.seq == 0 || record.failure_seq <= wait.seq);
 }
 
 }  // namespace
@@ -100,31 +107,35 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
     if (r == rank_) {
       continue;
     }
-    const RankRecord& theirs = record(r);
-    const FailureKind kind = theirs.failure;
-    const std::string who = "rank " + std::to_string(r);
-    if (kind != FailureKind::kNone && (wait.seq == 0 || theirs.failure_seq <= wait.seq)) {
+    if (has_failed(record(r), wait)) {
       if (is_ready()) {
         return;
       }
-      const std::string text(theirs.failure_text, strnlen(theirs.failure_text, sizeof(theirs.failure_text)));
-      const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
-      throw Failure{kind, names_origin ? text : who + kOrigin + text, theirs.failure_rank, theirs.failure_seq};
+      expect_not_failed(wait, r);
     }
-    if (!needs(r)) {
-      continue;
-    }
-    const bool has_left = theirs.has_left != 0;
-    if (has_left || transport_->is_dead(r)) {
+    const bool has_left = record(r).has_left != 0;
+    if (needs(r) && (has_left || transport_->is_dead(r))) {
       if (is_ready()) {
         return;
       }
       throw Failure{FailureKind::kPeer,
-                    who + " (" + transport_->describe_peer(r) + ")" + (has_left ? " has closed the communicator" : " died") +
-                        "; needed for " + wait.what,
+                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" +
+                        (has_left ? " has closed the communicator" : " died") + "; needed for " + wait.what,
                     r, wait.seq};
     }
   }
+}
+
+void Team::expect_not_failed(const Wait& wait, int rank) const {
+  const RankRecord& theirs = record(rank);
+  if (!has_failed(theirs, wait)) {
+    return;
+  }
+  const FailureKind kind = theirs.failure;
+  const std::string text(theirs.failure_text, strnlen(theirs.failure_text, sizeof(theirs.failure_text)));
+  const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
+  throw Failure{kind, names_origin ? text : "rank " + std::to_string(rank) + kOrigin + text, theirs.failure_rank,
+                theirs.failure_seq};
 }
 
 void Team::throw_timeout(const Wait& wait, const Needs& needs) const {
@@ -169,7 +180,10 @@ void Team::publish(const Failure& failure) {
 }
 
 void Team::await_readers(uint64_t seq) {
-  const auto until = Clock::now() + std::chrono::seconds(1);
+  if (!transport_->shares_inputs()) {
+    return;
+  }
+  const auto until = Clock::now() + kReadersPatience;
   for (int r = 0; r < world(); ++r) {
     const RankRecord& theirs = record(r);
     while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.failure == FailureKind::kNone &&

@@ -54,8 +54,12 @@ class Team {
   void stop(Failure failure);
   // Tells the other ranks that this one failed. The first call counts.
   void publish(const Failure& failure);
-  // After this rank failed in operation `seq`: waits, a second at most, until no peer can be reading our inputs.
+  // [Note: failing with readers] A rank that fails frees its inputs while peers may be reading them. So it first says that
+  // it failed and then waits for the peers that have entered the operation; a peer first says that it has entered and
+  // then looks whether the rank failed. One of the two sees the other.
   void await_readers(uint64_t seq);
+  // Throws when `rank` has failed in `wait` or before.
+  void expect_not_failed(const Wait& wait, int rank) const;
 
  private:
   using IsReady = std::function<bool()>;

@@ -28,6 +28,8 @@ class Transport {
   // Finds the inputs that a peer described; false when a slab has not arrived yet (its arrival rings our doorbell).
   // CommError when the description makes no sense.
   virtual bool find_inputs(int peer, const RankRecord& theirs, const Operation& op, PeerInputs& out) = 0;
+  // Whether the memory of our inputs goes away for the peers too when we free it.
+  virtual bool shares_inputs() const = 0;
   // Ended without leave(). The doorbell rings when this turns true.
   virtual bool is_dead(int peer) const = 0;
   // For messages: "pid 1234".

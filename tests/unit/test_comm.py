@@ -1,0 +1,196 @@
+"""Bad arguments: the named error, nothing enqueued, and a communicator that works afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comm_cases import check_usable, run_local
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.errors import ClosedError
+from bucketwheel.ops import all_gather, reduce_scatter
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def memory(numel: int) -> torch.Tensor:
+    return torch.zeros(numel)
+
+
+BASE = memory(64)
+
+# What is wrong: (outputs, inputs) of an all_gather in a world of 2 on rank 0, the error, and what its message names.
+BAD_GATHERS = {
+    "fewer outputs": ([zeros(4)], [zeros(2), zeros(2)], ValueError, r"outputs has 1 tensors, inputs has 2"),
+    "output too short": (
+        [zeros(4), zeros(3)],
+        [zeros(2), zeros(1, 2)],
+        ValueError,
+        r"outputs\[1\] has shape \[3\], expected world \(2\) x the 2 elements of inputs\[1\], shape \[1, 2\]",
+    ),
+    "output too long": (zeros(8), zeros(3), ValueError, r"outputs\[0\] has shape \[8\].*shape \[3\]"),
+    "other dtype": (
+        zeros(4),
+        zeros(2, dtype=BF16),
+        TypeError,
+        r"outputs\[0\] is torch.float32, inputs\[0\] is torch.bfloat16",
+    ),
+    "same bytes, other dtype": (zeros(4, dtype=torch.int8), zeros(2, dtype=torch.bool), TypeError, r"outputs\[0\]"),
+    "gaps in the output": (
+        zeros(4, 4)[:, ::2],
+        zeros(4),
+        ValueError,
+        r"outputs\[0\] is not contiguous: shape \[4, 2\], strides \[4, 2\]",
+    ),
+    "gaps in the input": (zeros(4), zeros(4)[::2], ValueError, r"inputs\[0\] is not contiguous"),
+    "not a tensor": ([zeros(4)], [[1.0, 2.0]], TypeError, r"inputs\[0\]: expected a torch.Tensor, got list"),
+    "other device": (
+        zeros(4),
+        torch.zeros(2, device="meta"),
+        TypeError,
+        r"inputs\[0\] has no strided memory on the cpu",
+    ),
+    "input in another rank's part": (BASE[:4], BASE[2:4], ValueError, r"segment 0: the input overlaps the output"),
+    "input half in its own part": (BASE[:4], BASE[1:3], ValueError, r"segment 0: the input overlaps the output"),
+    "outputs overlap": (
+        [BASE[:4], BASE[3:7]],
+        [zeros(2), zeros(2)],
+        ValueError,
+        r"segment 1: the output overlaps the output of segment 0",
+    ),
+    "same output twice": ([BASE[:4], BASE[:4]], [zeros(2), zeros(2)], ValueError, r"the output overlaps the output"),
+    "input in another output": (
+        [zeros(4), BASE[:4]],
+        [BASE[3:5], zeros(2)],
+        ValueError,
+        r"segment 0: the input overlaps the output of segment 1",
+    ),
+}
+
+# The same for a reduce_scatter: (outputs, inputs, op, ...).
+BAD_REDUCTIONS = {
+    "fewer inputs": ([zeros(2), zeros(2)], [zeros(4)], "sum", ValueError, r"inputs has 1 tensors, outputs has 2"),
+    "input not divisible": (
+        zeros(2),
+        zeros(5),
+        "sum",
+        ValueError,
+        r"inputs\[0\] has shape \[5\], expected world \(2\) x the 2 elements of outputs\[0\]",
+    ),
+    "other dtype": (zeros(2), zeros(4, dtype=BF16), "sum", TypeError, r"inputs\[0\] is bfloat16, expected float32"),
+    "unsupported dtype": (
+        zeros(2, dtype=torch.float64),
+        zeros(4, dtype=torch.float64),
+        "sum",
+        ValueError,
+        r"float64 is not supported: float32 and bfloat16 are",
+    ),
+    "unknown dtype": (zeros(2, dtype=torch.int8), zeros(4, dtype=torch.int8), "sum", TypeError, r"unsupported dtype"),
+    "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum' and 'avg' are"),
+    "gaps in the output": (zeros(4)[::2], zeros(4), "sum", ValueError, r"outputs\[0\] is not contiguous"),
+    "output in another rank's part": (
+        BASE[2:4],
+        BASE[:4],
+        "sum",
+        ValueError,
+        r"segment 0: the input overlaps the output",
+    ),
+    "output half in its own part": (
+        BASE[1:3],
+        BASE[:4],
+        "sum",
+        ValueError,
+        r"segment 0: the input overlaps the output",
+    ),
+    "outputs overlap": (
+        [BASE[:2], BASE[1:3]],
+        [zeros(4), zeros(4)],
+        "sum",
+        ValueError,
+        r"the output overlaps the output",
+    ),
+}
+
+
+def rejects_gather(comm: Communicator, outputs, inputs, error, message) -> None:
+    if comm.rank == 0:
+        with pytest.raises(error, match=message):
+            all_gather(outputs, inputs, comm)
+    check_usable(comm)
+
+
+def rejects_reduction(comm: Communicator, outputs, inputs, op, error, message) -> None:
+    if comm.rank == 0:
+        with pytest.raises(error, match=message):
+            reduce_scatter(outputs, inputs, comm, op=op)
+    check_usable(comm)
+
+
+@pytest.mark.parametrize("case", BAD_GATHERS)
+def test_all_gather_rejects(case):
+    run_local(2, rejects_gather, *BAD_GATHERS[case])
+
+
+@pytest.mark.parametrize("case", BAD_REDUCTIONS)
+def test_reduce_scatter_rejects(case):
+    run_local(2, rejects_reduction, *BAD_REDUCTIONS[case])
+
+
+def test_inputs_may_overlap_each_other():
+    with Communicator() as comm:
+        shared = torch.arange(6.0)
+        outputs = [zeros(4), zeros(4)]
+        all_gather(outputs, [shared[:4], shared[2:]], comm).wait()
+        assert [out.tolist() for out in outputs] == [[0, 1, 2, 3], [2, 3, 4, 5]]
+
+
+def test_rejected_outputs_are_not_touched():
+    with Communicator() as comm:
+        good, bad = torch.full((2,), 7.0), zeros(3)
+        with pytest.raises(ValueError, match=r"outputs\[1\]"):
+            all_gather([good, bad], [zeros(2), zeros(2)], comm)
+        assert good.tolist() == [7, 7] and good._version == 0
+
+
+def test_rejected_arguments_of_communicator():
+    with pytest.raises(ValueError, match="backend must be .* got 'mpi'"):
+        Communicator(backend="mpi")
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        Communicator(timeout_s=0)
+    with pytest.raises(ValueError, match="'shm' takes a process group"):
+        Communicator(LocalWorld(1).rank(0), backend="shm")
+    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
+        LocalWorld(0)
+    world = LocalWorld(2)
+    with pytest.raises(ValueError, match="rank 2 is not in a world of 2"):
+        world.rank(2)
+    with Communicator(world.rank(0)), pytest.raises(ValueError, match="rank 0 has joined already"):
+        Communicator(world.rank(0))
+
+
+def test_closed():
+    comm = Communicator(name="over")
+    handle = all_gather(out := zeros(2), torch.ones(2), comm)
+    comm.close()
+    assert handle.query() and out.tolist() == [1, 1]
+    for call in (lambda: all_gather(out, out, comm), lambda: comm.post(b""), comm.collect):
+        with pytest.raises(
+            ClosedError, match=r"^\[bucketwheel rank 0/1 comm 'over' seq 1\] the communicator is closed"
+        ):
+            call()
+    comm.abort("too late")
+    comm.close()
+
+
+def test_the_pool_outlives_the_communicator():
+    comm = Communicator()
+    lease = comm.pool.acquire("kept", 64)
+    values = lease.tensor(F32, (16,)).fill_(3)
+    comm.close()
+    del comm
+    assert values.sum() == 48
+    lease.release()
