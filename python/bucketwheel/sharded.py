@@ -68,6 +68,7 @@ class ShardedEngine:
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)
+            torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
             if space.master is not None:
                 self._read_master(space, space.first_param)
@@ -213,7 +214,9 @@ class ShardedEngine:
         moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
         for space in self._spaces:
             if space.master is not None:
-                edited = [i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]]
+                edited = [
+                    i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]
+                ]
                 self._read_master(space, edited)
 
     def follow_loaded_state(self) -> None:
@@ -288,7 +291,9 @@ class ShardedEngine:
         for bucket in self._buckets:
             names = [self.infos[i].name for i in bucket.grads.parts]
             size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
-            lines.append(f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}")
+            lines.append(
+                f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}"
+            )
         return lines
 
     def close(self) -> None:

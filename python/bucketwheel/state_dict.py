@@ -61,7 +61,7 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         engine.steps[info.index] = step
         for name, tensor in engine.states[info.index].items():
             if name in loaded:
-                tensor.copy_(loaded[name].reshape(tensor.shape))
+                tensor.copy_(loaded[name].contiguous().as_strided(tensor.shape, tensor.stride()))  # memory order
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
     engine.follow_loaded_state()
@@ -91,7 +91,7 @@ def _plan(
                     f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns {list(ranges)}: it is "
                     "another rank's, or was saved at another world size or bucket_cap_mb"
                 )
-            part = value
+            part = value.flatten()
         else:
             if value.shape != info.param.shape:
                 raise ValueError(
