@@ -81,11 +81,11 @@ class TensorSegments {
 
  private:
   dlpack::Described take(const py::object& object, dlpack::Name name) {
-    dlpack::Described tensor = dlpack::describe_item(object, name);
-    BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
-                                           dlpack::text_of(tensor.strides));
-    owners_.push_back(dlpack::hold(object).owner);
-    return tensor;
+    dlpack::Held held = dlpack::hold_item(object, name);
+    BW_EXPECTS(held.tensor.is_contiguous(), name.text() + " is not contiguous: shape " + held.tensor.shape_text() +
+                                                ", strides " + dlpack::text_of(held.tensor.strides));
+    owners_.push_back(std::move(held.owner));
+    return std::move(held.tensor);
   }
 
   std::vector<Segment> segments_;
@@ -122,7 +122,8 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
 inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, Stream* stream,
                                         const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Name name{"full", 0};
-  const dlpack::Described tensor = dlpack::describe_item(full, name);
+  const dlpack::Held held = dlpack::hold_item(full, name);
+  const dlpack::Described& tensor = held.tensor;
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
              "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) + "), got shape " +
                  tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
@@ -134,7 +135,7 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
     options.after.push_back(handle->event());
   }
   options.timing = timing;
-  options.keepalive.push_back(dlpack::hold(full).owner);
+  options.keepalive.push_back(held.owner);
   py::gil_scoped_release unlocked;
   return comm.reduce_scatter({&segment, 1}, ReduceOp::kSum, std::move(sink), options);
 }

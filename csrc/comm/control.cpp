@@ -22,7 +22,7 @@ size_t payload_at(int world) {
 
 size_t Control::staging_bytes(int world) {
   // A reduce-scatter stages a window for each peer: room for at least one block of the largest type in each.
-  constexpr size_t kLeastBytes = size_t{1} << 20;
+  constexpr size_t kLeastBytes = size_t{256} << 10;
   constexpr size_t kWindowBytes = size_t{32} << 10;
   return std::max(kLeastBytes, kWindowBytes * static_cast<size_t>(world));
 }

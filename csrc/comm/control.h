@@ -52,7 +52,16 @@ struct RankRecord {
   alignas(kCacheLineBytes) uint64_t signature;
   uint64_t inputs_address;  // local: the array of input pointers
   uint32_t is_direct;       // peers read the inputs where they are; else from the staging buffers
-  char text[500];
+  // For messages: what the operation is, with its first tensors.
+  uint8_t collective;
+  uint8_t reduce;
+  uint64_t tensors;
+  uint64_t size_bytes;
+  static constexpr size_t kShown = 6;
+  struct Shown {
+    uint8_t dtype;
+    int64_t numel;
+  } shown[kShown];
   // shm: where the inputs are. Longer lists are staged.
   static constexpr size_t kMaxParts = 4096;
   alignas(kCacheLineBytes) InputPart parts[kMaxParts];

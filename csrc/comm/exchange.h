@@ -49,12 +49,11 @@ class Exchange {
   bool gathers() const { return op_.collective == Collective::kAllGather; }
   const std::byte* part_of(int rank, size_t segment) const;  // what this rank shall own of a direct rank's input
   size_t window_of(int owner, int reader) const;             // offset in the owner's staging slot
-  Team::Wait wait() const { return {op_.seq, deadline_, what_}; }
+  Team::Wait wait() const { return {op_.seq, deadline_}; }
 
   Team& team_;
   const Operation& op_;
   const Deadline deadline_;
-  const std::string what_;
   const size_t window_bytes_;
   std::unique_ptr<const Chunks> chunks_;  // made when something is staged
   bool is_staged_ = false;                // our own inputs

@@ -37,9 +37,8 @@ class Team {
   void ring_peers() const;
 
   struct Wait {
-    uint64_t seq;             // failures at later operations do not concern this wait; 0: all do
-    Deadline deadline;        // Failure kTimeout behind it
-    const std::string& what;  // for messages
+    uint64_t seq;       // of the operation; failures at later ones do not concern this wait. 0: not an operation, all do
+    Deadline deadline;  // Failure kTimeout behind it
   };
   // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or left,
   // a rank failed, we were stopped, or the deadline passed. Safe on several threads.
@@ -67,6 +66,7 @@ class Team {
   void await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs);
   bool spin(const IsReady& is_ready);
   void expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const;
+  std::string text_of_wait(const Wait& wait) const;
   [[noreturn]] void throw_timeout(const Wait& wait, const Needs& needs) const;
 
   const int rank_;

@@ -168,10 +168,12 @@ def all_gather(
         CommError: the communicator had failed (the error it failed with) or is closed.
     """
     outs, ins = _listed(outputs), _listed(inputs)
-    _expect_equal_dtypes(outs, ins)
-    native_outs, native_ins = [_as_native(t) for t in outs], [_as_native(t) for t in ins]
     events = [handle._native for handle in after]
-    handle = comm._native.all_gather(native_outs, native_ins, stream=stream, after=events, timing=timing)
+    try:
+        handle = comm._native.all_gather(outs, ins, stream, events, timing)
+    except TypeError:
+        native_outs, native_ins = _by_bytes(outs, ins)
+        handle = comm._native.all_gather(native_outs, native_ins, stream, events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
@@ -199,7 +201,7 @@ def reduce_scatter(
     """
     outs, ins = _listed(outputs), _listed(inputs)
     events = [handle._native for handle in after]
-    handle = comm._native.reduce_scatter(outs, ins, op, stream=stream, after=events, timing=timing)
+    handle = comm._native.reduce_scatter(outs, ins, op, stream, events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
@@ -208,15 +210,15 @@ def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _expect_equal_dtypes(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Of what is gathered by bytes; native code checks the rest."""
+def _by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same lists with tensors of dtypes that native code does not know as bytes: gathering does not look at values."""
     for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
             raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
+    return [_bytes_of(tensor) for tensor in outputs], [_bytes_of(tensor) for tensor in inputs]
 
 
-def _as_native(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or its bytes when native code does not know the dtype: gathering does not look at values."""
+def _bytes_of(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or not tensor.is_contiguous():
         return tensor
     return tensor.detach().view(-1).view(torch.uint8)
