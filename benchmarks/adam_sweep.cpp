@@ -7,7 +7,8 @@
 namespace {
 
 // Reads p, g, m, v and writes p, m, v: 28 bytes an element.
-void sweep_float(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, int64_t numel) {
+void sweep_float(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
+                 int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     m[i] += g[i];
     v[i] += 1.0f;
@@ -31,7 +32,8 @@ void sweep_bf16(uint16_t* __restrict p, const uint16_t* __restrict g, float* __r
 extern "C" void adam_sweep(void* p, const void* g, float* m, float* v, float* master, int64_t numel, int threads) {
   const auto part = [=](int64_t begin, int64_t end) {
     if (master == nullptr) {
-      sweep_float(static_cast<float*>(p) + begin, static_cast<const float*>(g) + begin, m + begin, v + begin, end - begin);
+      sweep_float(static_cast<float*>(p) + begin, static_cast<const float*>(g) + begin, m + begin, v + begin,
+                  end - begin);
     } else {
       sweep_bf16(static_cast<uint16_t*>(p) + begin, static_cast<const uint16_t*>(g) + begin, m + begin, v + begin,
                  master + begin, end - begin);

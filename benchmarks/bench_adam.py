@@ -23,7 +23,9 @@ from harness import Results, load_native, measure, parse_args
 from bucketwheel import ops
 from bucketwheel._build import native
 
-SIZES = {f"{n >> 10} K": [n] for n in (4096, 16384, 65536, 262144)} | {f"{n >> 20} M": [n] for n in (1 << 20, 1 << 22, 1 << 24)}
+SIZES = {f"{n >> 10} K": [n] for n in (4096, 16384, 65536, 262144)} | {
+    f"{n >> 20} M": [n] for n in (1 << 20, 1 << 22, 1 << 24)
+}
 SIZES |= {"1000 x 1 K": [1024] * 1000, "300 x 16 K": [16384] * 300}
 QUICK = ("4 K", "64 K", "1 M", "16 M", "1000 x 1 K")
 ADAM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
@@ -109,7 +111,9 @@ def check(sizes: list[int]) -> None:
     for a, b, p in zip(ours.p, theirs.p, before, strict=True):
         torch.testing.assert_close(a - p, b - p, rtol=1e-4, atol=3e-7)
     narrow = Tensors.make(sizes, torch.bfloat16, torch.float32)
-    wide = Tensors([p.clone() for p in narrow.masters], [g.float() for g in narrow.g], *map(clone, (narrow.m, narrow.v)))
+    wide = Tensors(
+        [p.clone() for p in narrow.masters], [g.float() for g in narrow.g], *map(clone, (narrow.m, narrow.v))
+    )
     wide.steps = clone(narrow.steps)
     for _ in range(3):
         step_ours(narrow)

@@ -32,6 +32,13 @@
 // overlap. (__restrict__ would forbid the in-place use.)
 #define BW_ELEMENTWISE _Pragma("GCC ivdep")
 
+// 1 where fma is an instruction of the instruction set that this file is compiled for, 0 where it is a slow function.
+#if defined(__FMA__) || BW_AARCH64
+#define BW_FAST_FMA 1
+#else
+#define BW_FAST_FMA 0
+#endif
+
 namespace bucketwheel {
 
 // For the body of a spin loop.

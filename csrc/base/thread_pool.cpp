@@ -40,9 +40,9 @@ struct Loop {
   void* context;
   int64_t count;
   int64_t grain;
-  std::atomic<int64_t> next{0};    // first element that nobody has taken
-  std::atomic<int> helpers{0};     // changed under Pool::mutex_
-  Loop* following = nullptr;       // in Pool::loops_, under Pool::mutex_
+  std::atomic<int64_t> next{0};  // first element that nobody has taken
+  std::atomic<int> helpers{0};   // changed under Pool::mutex_
+  Loop* following = nullptr;     // in Pool::loops_, under Pool::mutex_
 
   bool has_work() const { return next.load(std::memory_order_relaxed) < count; }
   void work() {

@@ -25,8 +25,7 @@ template <class Function>
 void parallel_for(int64_t count, int64_t grain, Function&& fn) {
   using Plain = std::remove_reference_t<Function>;
   parallel_for_ranges(
-      count, grain,
-      [](void* context, int64_t begin, int64_t end) { (*static_cast<Plain*>(context))(begin, end); },
+      count, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<Plain*>(context))(begin, end); },
       const_cast<std::remove_const_t<Plain>*>(&fn));
 }
 

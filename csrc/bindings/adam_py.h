@@ -48,8 +48,15 @@ struct AdamTensors {
   }
 
   AdamRow row(int32_t group) const {
-    return {p.data,  nullptr, static_cast<float*>(m.data), static_cast<float*>(v.data),
-            master ? static_cast<float*>(master->data) : nullptr, p.numel, group, p.dtype, DType::kFloat32};
+    return {p.data,
+            nullptr,
+            static_cast<float*>(m.data),
+            static_cast<float*>(v.data),
+            master ? static_cast<float*>(master->data) : nullptr,
+            p.numel,
+            group,
+            p.dtype,
+            DType::kFloat32};
   }
 
   dlpack::Described grad(py::handle g, int64_t index) const {
@@ -66,7 +73,10 @@ struct AdamTensors {
       const char* list;
       const dlpack::Described* tensor;
     };
-    const Part parts[] = {{"params", &p}, {"grads", &g}, {"exp_avgs", &m}, {"exp_avg_sqs", &v},
+    const Part parts[] = {{"params", &p},
+                          {"grads", &g},
+                          {"exp_avgs", &m},
+                          {"exp_avg_sqs", &v},
                           {"master_params", master ? &*master : nullptr}};
     for (const Part& a : parts) {
       for (const Part* b = &a + 1; p.numel > 0 && b != std::end(parts) && b->tensor != nullptr; ++b) {
@@ -118,7 +128,8 @@ class PyAdamTable {
     checked.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
       py::object g = grads[static_cast<size_t>(i)];
-      std::optional<dlpack::Described> grad = described_grad(tensors_[static_cast<size_t>(first_row + i)], g, first_row + i);
+      std::optional<dlpack::Described> grad =
+          described_grad(tensors_[static_cast<size_t>(first_row + i)], g, first_row + i);
       checked.emplace_back(std::move(g), std::move(grad));
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -185,12 +196,13 @@ class StepCount {
   StepCount(py::handle value, int64_t index) {
     if (py::isinstance<py::int_>(value)) {
       step_ = value.cast<int64_t>();
-      BW_EXPECTS(step_ >= 1, dlpack::item_text("steps", index) + " is " + std::to_string(step_) + ": steps count from 1");
+      BW_EXPECTS(step_ >= 1,
+                 dlpack::item_text("steps", index) + " is " + std::to_string(step_) + ": steps count from 1");
       return;
     }
     tensor_ = dlpack::describe_item(value, {"steps", index});
-    BW_EXPECTS(tensor_.numel == 1, dlpack::item_text("steps", index) + " has shape " + tensor_.shape_text() +
-                                       ", expected one element");
+    BW_EXPECTS(tensor_.numel == 1,
+               dlpack::item_text("steps", index) + " has shape " + tensor_.shape_text() + ", expected one element");
     if (tensor_.dtype == DType::kFloat32) {
       step_ = static_cast<int64_t>(*static_cast<const float*>(tensor_.data)) + 1;
     } else if (tensor_.dtype == DType::kInt64) {

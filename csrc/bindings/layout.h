@@ -77,8 +77,8 @@ inline void expect_dense(const Described& tensor, Name name) {
                                    ", strides " + text_of(tensor.strides));
 }
 inline void expect_same_layout(const Described& tensor, Name name, const Described& like, Name like_name) {
-  BW_EXPECTS(tensor.shape == like.shape, name.text() + " has shape " + tensor.shape_text() + ", " + like_name.text() +
-                                             " has " + like.shape_text());
+  BW_EXPECTS(tensor.shape == like.shape,
+             name.text() + " has shape " + tensor.shape_text() + ", " + like_name.text() + " has " + like.shape_text());
   BW_EXPECTS(has_same_strides(tensor, like), name.text() + " has strides " + text_of(tensor.strides) + ", " +
                                                  like_name.text() + " has " + text_of(like.strides) + " (shape " +
                                                  like.shape_text() + ")");

@@ -82,12 +82,13 @@ inline void bind_norm(py::module_& m) {
   m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
   py::class_<SumsqAccumulator>(m, "SumsqAccumulator")
       .def(py::init<>())
-      .def("consume",
-           [](SumsqAccumulator& self, py::handle values) {
-             const std::span<const float> block = float_block(values, {"values", 0});
-             self.consume(block.data(), static_cast<int64_t>(block.size()));
-           },
-           py::arg("values"))
+      .def(
+          "consume",
+          [](SumsqAccumulator& self, py::handle values) {
+            const std::span<const float> block = float_block(values, {"values", 0});
+            self.consume(block.data(), static_cast<int64_t>(block.size()));
+          },
+          py::arg("values"))
       .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });
   py::class_<PyShardAccumulator, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),

@@ -13,7 +13,8 @@ constexpr int64_t kGrainNumel = 16384;
 
 void expect_gradient_dtype(DType dtype, int64_t row) {
   if (dtype != DType::kFloat32 && dtype != DType::kBFloat16) {
-    throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) + ": float32 and bfloat16 are supported");
+    throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) +
+                    ": float32 and bfloat16 are supported");
   }
 }
 
@@ -74,9 +75,9 @@ void AdamTable::validate(const AdamStep& step) const {
                "row " + std::to_string(r) + " is of group " + std::to_string(row.group) + " of " +
                    std::to_string(step.groups.size()));
     BW_EXPECTS(row.g != nullptr || row.numel == 0, "row " + std::to_string(r) + " has no gradient");
-    BW_EXPECTS(step.steps[static_cast<size_t>(r)] >= 1,
-               "row " + std::to_string(r) + " takes step " + std::to_string(step.steps[static_cast<size_t>(r)]) +
-                   ": steps count from 1");
+    BW_EXPECTS(step.steps[static_cast<size_t>(r)] >= 1, "row " + std::to_string(r) + " takes step " +
+                                                            std::to_string(step.steps[static_cast<size_t>(r)]) +
+                                                            ": steps count from 1");
   }
 }
 
@@ -97,8 +98,8 @@ void AdamTable::fill_scalars(const AdamStep& step) {
       last_group = rows_[r].group;
       last_step = step.steps[r];
       last_gscale = gscale;
-      scalars_[r] = adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled,
-                                 step.maximize);
+      scalars_[r] =
+          adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled, step.maximize);
     }
     last = &scalars_[r];
   }

@@ -37,9 +37,9 @@ struct AdamStep {
   std::span<const float> gscale;      // factor of each row's gradient; one value: of all; empty: 1
   int64_t first_row = 0;
   int64_t last_row = 0;
-  bool decoupled = true;              // AdamW; false: weight_decay * p joins the gradient
+  bool decoupled = true;  // AdamW; false: weight_decay * p joins the gradient
   bool maximize = false;
-  const float* noop = nullptr;        // not null and not zero when the step starts: nothing changes
+  const float* noop = nullptr;  // not null and not zero when the step starts: nothing changes
 };
 
 class AdamTable {

@@ -31,13 +31,13 @@ struct AdamGroup {
 // What one element needs beside itself, constant over a row.
 struct AdamScalars {
   float gscale;
-  float decay;         // 1 - lr * wd, or wd in L2 mode
+  float decay;  // 1 - lr * wd, or wd in L2 mode
   float one_minus_b1;
   float b2;
   float one_minus_b2;
-  float bc2_sqrt;      // sqrt(1 - b2^t)
+  float bc2_sqrt;  // sqrt(1 - b2^t)
   float eps;
-  float neg_step;      // -lr / (1 - b1^t)
+  float neg_step;  // -lr / (1 - b1^t)
 };
 
 // base^n by repeated squaring: multiplications only, so equal on every device (pow() is not).
@@ -76,10 +76,10 @@ BW_HD void adam_element(float& p, float g, float& m, float& v, const AdamScalars
   } else {
     g = __builtin_fmaf(p, s.decay, g);  // 2
   }
-  m = __builtin_fmaf(s.one_minus_b1, g - m, m);                  // 3
-  v = __builtin_fmaf(s.one_minus_b2 * g, g, v * s.b2);           // 4
-  const float den = __builtin_sqrtf(v) / s.bc2_sqrt + s.eps;     // 5
-  p = p + (s.neg_step * m) / den;                                // 6
+  m = __builtin_fmaf(s.one_minus_b1, g - m, m);               // 3
+  v = __builtin_fmaf(s.one_minus_b2 * g, g, v * s.b2);        // 4
+  const float den = __builtin_sqrtf(v) / s.bc2_sqrt + s.eps;  // 5
+  p = p + (s.neg_step * m) / den;                             // 6
 }
 
 }  // namespace bucketwheel

@@ -19,20 +19,20 @@ namespace {
 
 constexpr CpuKernels make_kernels(Isa isa) {
   using U = uint16_t;
-  return {isa,
-          {{{adam_chunk<float, float, false>, adam_chunk<float, float, true>},
-            {adam_chunk<float, U, false>, adam_chunk<float, U, true>}},
-           {{adam_chunk<U, float, false>, adam_chunk<U, float, true>},
-            {adam_chunk<U, U, false>, adam_chunk<U, U, true>}}},
-          sumsq<float>,
-          sumsq<U>,
-          store_sumsq,
-          store,
-          widen,
-          narrow,
-          sum<float, float>,
-          sum<float, U>,
-          sum<U, U>};
+  return {
+      isa,
+      {{{adam_chunk<float, float, false>, adam_chunk<float, float, true>},
+        {adam_chunk<float, U, false>, adam_chunk<float, U, true>}},
+       {{adam_chunk<U, float, false>, adam_chunk<U, float, true>}, {adam_chunk<U, U, false>, adam_chunk<U, U, true>}}},
+      sumsq<float>,
+      sumsq<U>,
+      store_sumsq,
+      store,
+      widen,
+      narrow,
+      sum<float, float>,
+      sum<float, U>,
+      sum<U, U>};
 }
 
 }  // namespace

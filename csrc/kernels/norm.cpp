@@ -83,8 +83,8 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   std::vector<SumSquares> results(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
     double sum = 0.0;
-    for (int64_t i = segments.first_chunk(static_cast<int64_t>(r)); i < segments.first_chunk(static_cast<int64_t>(r) + 1);
-         ++i) {
+    for (int64_t i = segments.first_chunk(static_cast<int64_t>(r));
+         i < segments.first_chunk(static_cast<int64_t>(r) + 1); ++i) {
       sum += partial[static_cast<size_t>(i)];
     }
     results[r] = with_bit(sum);
@@ -131,7 +131,9 @@ void SumsqAccumulator::store(float* to, const float* values, int64_t numel, bool
   });
 }
 
-SumSquares SumsqAccumulator::result() const { return with_bit(in_chunk_ == 0 ? sum_ : sum_ + fold_lanes(lanes_, used_lanes())); }
+SumSquares SumsqAccumulator::result() const {
+  return with_bit(in_chunk_ == 0 ? sum_ : sum_ + fold_lanes(lanes_, used_lanes()));
+}
 
 ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)
     : shard_(shard), numel_(numel), segments_(std::move(segments)), results_(segments_.size()) {

@@ -1,4 +1,4 @@
-// Sums of squares by lane.// The square of a float is exact in double, so it does not matter whether the compiler would fuse it with the addition.
+// Sums of squares by lane.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 #pragma once
 
@@ -11,54 +11,102 @@
 namespace bucketwheel {
 namespace {
 
+// A float's square is exact in double, so fused or not the result is rounded once, from the same value.
+BW_HD double add_square(double sum, double value) {
+#if BW_FAST_FMA
+  return __builtin_fma(value, value, sum);
+#else
+  return sum + value * value;
+#endif
+}
+
+// What is summed: an array as it is.
+template <class T>
+struct Read {
+  const T* x;
+  BW_HD double take(int64_t i) const {
+    if constexpr (std::is_same_v<T, float>) {
+      return x[i];
+    } else {
+      return widen_bf16(x[i]);
+    }
+  }
+  BW_HD void prefetch(int64_t i) const { __builtin_prefetch(x + i); }
+};
+
+// What is summed: `to`, after x has been stored there or added to it.
+template <bool kAdd>
+struct Store {
+  float* to;
+  const float* x;
+  BW_HD double take(int64_t i) const {
+    const float stored = kAdd ? to[i] + x[i] : x[i];
+    to[i] = stored;
+    return stored;
+  }
+  BW_HD void prefetch(int64_t i) const { __builtin_prefetch(to + i); }  // x comes from the cache
+};
+
+// Adds the squares of kRows rows of lanes, from element `begin`, to the lanes [lane, lane + numel). Several rows at a time
+// save loads and stores of the lanes; each lane still takes its elements in ascending order.
+template <int kRows, class Source>
+BW_HD void add_rows(const Source& source, int64_t begin, int64_t numel, double* lanes) {
+  BW_ELEMENTWISE
+  for (int64_t i = 0; i < numel; ++i) {
+    double sum = lanes[i];
+    for (int row = 0; row < kRows; ++row) {
+      const double value = source.take(begin + row * kNormLanes + i);
+      sum = add_square(sum, value);
+    }
+    lanes[i] = sum;
+  }
+}
+
+template <class Source>
+BW_HD void add_squares(const Source& source, int64_t n, int64_t lane, double* lanes) {
+  constexpr int kRows = 4;
+  constexpr int64_t kGroup = kRows * kNormLanes;
+  constexpr int64_t kBlock = 64;
+  int64_t i = 0;
+  if (lane != 0) {
+    const int64_t head = kNormLanes - lane < n ? kNormLanes - lane : n;
+    add_rows<1>(source, 0, head, lanes + lane);
+    i = head;
+  }
+  for (; i + kGroup <= n; i += kGroup) {
+    for (int64_t block = 0; block < kNormLanes; block += kBlock) {
+      // The processor's own prefetcher stops at each page of 4 KiB, and a row of floats is one.
+      for (int64_t line = 0; line < kRows * kBlock; line += 16) {
+        source.prefetch(i + kGroup + line / kBlock * kNormLanes + block + line % kBlock);
+      }
+      add_rows<kRows>(source, i + block, kBlock, lanes + block);
+    }
+  }
+  while (i < n) {
+    const int64_t row = kNormLanes < n - i ? kNormLanes : n - i;
+    add_rows<1>(source, i, row, lanes);
+    i += row;
+  }
+}
+
 template <class T>
 void sumsq(const T* x, int64_t n, int64_t lane, double* lanes) {
-  while (n > 0) {
-    const int64_t row = kNormLanes - lane < n ? kNormLanes - lane : n;
-    double* __restrict__ to = lanes + lane;
-    for (int64_t i = 0; i < row; ++i) {
-      double value;
-      if constexpr (std::is_same_v<T, float>) {
-        value = x[i];
-      } else {
-        value = widen_bf16(x[i]);
-      }
-      to[i] += value * value;
-    }
-    x += row;
-    n -= row;
-    lane = 0;
-  }
-}
-
-template <bool kAdd>
-void store_row(float* __restrict__ to, const float* __restrict__ x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = kAdd ? to[i] + x[i] : x[i];
-  }
-}
-
-void store(float* to, const float* x, int64_t n, bool add) { add ? store_row<true>(to, x, n) : store_row<false>(to, x, n); }
-
-template <bool kAdd>
-void store_sumsq_rows(float* __restrict__ to, const float* __restrict__ x, int64_t n, int64_t lane, double* lanes) {
-  while (n > 0) {
-    const int64_t row = kNormLanes - lane < n ? kNormLanes - lane : n;
-    double* __restrict__ sums = lanes + lane;
-    for (int64_t i = 0; i < row; ++i) {
-      const float stored = kAdd ? to[i] + x[i] : x[i];
-      to[i] = stored;
-      sums[i] += static_cast<double>(stored) * static_cast<double>(stored);
-    }
-    to += row;
-    x += row;
-    n -= row;
-    lane = 0;
-  }
+  add_squares(Read<T>{x}, n, lane, lanes);
 }
 
 void store_sumsq(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes) {
-  add ? store_sumsq_rows<true>(to, x, n, lane, lanes) : store_sumsq_rows<false>(to, x, n, lane, lanes);
+  add ? add_squares(Store<true>{to, x}, n, lane, lanes) : add_squares(Store<false>{to, x}, n, lane, lanes);
+}
+
+void store(float* to, const float* x, int64_t n, bool add) {
+  if (add) {
+    BW_ELEMENTWISE
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] += x[i];
+    }
+  } else {
+    __builtin_memcpy(to, x, static_cast<size_t>(n) * sizeof(float));
+  }
 }
 
 }  // namespace

@@ -22,14 +22,18 @@ __all__ = ["FlatParams", "ParamInfo", "expect_same_memory_kind"]
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes."""
+    """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes.
+
+    ``dtype`` and ``stride`` are those it was taken with; the parameter may have been given other memory since (D13).
+    """
 
     index: int
     name: str
     param: Parameter
     group: int
-    granularity: int = 1
-    dtype: torch.dtype = torch.float32  # when the optimizer took it
+    granularity: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
 
 
 def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:

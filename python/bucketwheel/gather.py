@@ -37,10 +37,12 @@ def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], options:
     counts = [int.from_bytes(other[:8], "little") for other in everyone]
     if len(set(counts)) > 1:
         raise RuntimeError(f"ranks disagree on the number of trainable parameters: {counts} by rank")
-    differing = next(
-        i for i in range(1 + len(infos)) if len({other[8 + 8 * i : 16 + 8 * i] for other in everyone}) > 1
+    differing = next(i for i in range(1 + len(infos)) if len({other[8 + 8 * i : 16 + 8 * i] for other in everyone}) > 1)
+    what = (
+        f"the optimizer's options ({options})"
+        if differing == 0
+        else f"parameter {differing - 1}: {lines[differing - 1]}"
     )
-    what = f"the optimizer's options ({options})" if differing == 0 else f"parameter {differing - 1}: {lines[differing - 1]}"
     raise RuntimeError(
         f"ranks disagree on {what} (here on rank {comm.rank}); every rank must pass the same parameters in the same order"
     )

@@ -66,9 +66,7 @@ class GradSync:
         )
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
         owner = weakref.ref(self)
-        self._hooks = [
-            info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos
-        ]
+        self._hooks = [info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos]
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
@@ -91,17 +89,17 @@ class GradSync:
     def _arrive(self, index: int, grad: Tensor, *, add: bool, launch: bool) -> None:
         info = self.infos[index]
         self._expect_plain(info, grad)
-        flat = _in_memory_order(grad, info.param)
+        flat = _in_memory_order(grad, info)
         was_open = self._is_open
         if not was_open:
-            self._open_window(arriving=None if add else index)
+            self._open_window(None if add else index, remaining=[1.0] * len(self.infos))
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
         factor = self.reduced.factor(index)
         if factor != 1.0:
             if add:  # the factor will be applied to the sum of both
                 flat = flat / factor
             else:
-                self.reduced.scale([index], 1.0 / factor)
+                self.reduced.set_factor(index, 1.0)
         self._carry_out(self._schedule.gradient(index, replaces=has_older and not add, launch=launch), flat)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
@@ -115,8 +113,8 @@ class GradSync:
                 f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
             )
 
-    def _open_window(self, arriving: int | None) -> None:
-        """Prepares the shards for new sums: what was taken away goes, pending factors are applied."""
+    def _open_window(self, arriving: int | None, remaining: Sequence[float]) -> None:
+        """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
         self._is_open = True
         for info in self.infos:
             i = info.index
@@ -125,7 +123,7 @@ class GradSync:
             if i == arriving or info.param.grad is not self._placeholders[i]:
                 self.reduced.drop(i)
             else:
-                self.reduced.flush_factor(i)
+                self.reduced.flush_factor(i, remaining[i])
         for bucket in self.buckets:
             bucket.accumulates = any(self.reduced.has_content(i) for i in bucket.parts)
             for i in bucket.parts if bucket.accumulates else ():
@@ -181,19 +179,22 @@ class GradSync:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self) -> Agreement:
+    def close(self, why: str) -> Agreement:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
-        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank if ranks disagree on
-        what a gradient is (one replaced it, another did not).
+        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the window stays
+        open, if ranks close it for different reasons ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on
+        what a gradient is (one replaced or scaled it, another did not).
         """
         with self._lock, torch.no_grad():
             self._sweep()
-            agreement = self._agree()
+            agreement = self._agree(why)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
-                    self._open_window(arriving=None)
+                    self._open_window(None, remaining=agreement.factors)
+                for index, factor in enumerate(agreement.factors):
+                    self.reduced.set_factor(index, factor)
                 for launch in first:
                     self._launch(launch)
                 self._wait_inflight()
@@ -219,19 +220,31 @@ class GradSync:
                 self._arrive(info.index, grad, add=False, launch=self._overlap)
                 info.param.grad = self._placeholders[info.index]
 
-    def _agree(self) -> Agreement:
+    def _agree(self, why: str) -> Agreement:
         held = [info.param.grad is not None for info in self.infos]
         for drop in self._schedule.drops(held):
             assert isinstance(drop, Drop)
             self.buckets[drop.bucket].drop(drop.param)
-        agreement = self._schedule.agree(self._exchange(b"end of window", self._schedule.notes(held)))
+        older = [
+            self.reduced.has_older(info.index) and info.param.grad is placeholder
+            for info, placeholder in zip(self.infos, self._placeholders, strict=True)
+        ]
+        notes = self._schedule.notes(held, older, self.reduced.factors())
+        agreement = self._schedule.agree(self._exchange(why, notes))
         if agreement.conflicts:
-            names = ", ".join(repr(self.infos[i].name) for i in agreement.conflicts[:5])
             raise RuntimeError(
-                f"some ranks replaced the gradients of {names} within one sync window and others did not; "
-                "drop gradients on all ranks with optimizer.zero_grad(), or none"
+                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not; drop "
+                "gradients on all ranks with optimizer.zero_grad(), or on none"
+            )
+        if agreement.scaled_apart:
+            raise RuntimeError(
+                f"ranks scaled the gradients of {self._names(agreement.scaled_apart)} differently; scale by the same factor on all "
+                "ranks, after optimizer.grad_sync() where ranks use different parameters"
             )
         return agreement
+
+    def _names(self, indices: Sequence[int]) -> str:
+        return ", ".join(repr(self.infos[i].name) for i in indices[:5]) + (", ..." if len(indices) > 5 else "")
 
     def _settle(self, agreement: Agreement) -> None:
         """Makes ``p.grad`` say what all ranks now hold."""
@@ -250,6 +263,8 @@ class GradSync:
                 bucket.drop_late()
             for info in self.infos:
                 info.param.grad = None
+                if self._is_open:
+                    self.reduced.set_factor(info.index, 1.0)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -285,14 +300,15 @@ class GradSync:
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
-    def _exchange(self, doing: bytes, payload: bytes) -> list[bytes]:
-        """Everyone's payloads by rank. RuntimeError on every rank unless all are ``doing`` the same."""
-        everyone = [other.split(b":", 1) for other in self.comm.exchange(doing + b":" + payload)]
-        if any(other[0] != doing for other in everyone):
+    def _exchange(self, why: str, payload: bytes) -> list[bytes]:
+        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason."""
+        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + payload)]
+        reasons = [str(other[0], "utf-8") for other in everyone]
+        if len(set(reasons)) > 1:
             raise RuntimeError(
-                f"ranks use their gradients differently, by rank: {', '.join(str(other[0], 'ascii') for other in everyone)}; "
-                "step, clip_grad_norm_ and what stock code does to gradients are called by all ranks in the same order. "
-                "Where ranks use different parameters call optimizer.grad_sync() before stock code"
+                f"ranks did different things with their gradients: {', '.join(reasons)} (by rank). All ranks must call step, "
+                "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different parameters, "
+                "call optimizer.grad_sync() before stock code"
             )
         return [other[1] for other in everyone]
 
@@ -302,9 +318,9 @@ class GradSync:
         Code that asks for one gradient after the other made its list before it began: where lists differ, the first question
         is the time to say so, for the last ones have no counterpart on some ranks.
         """
-        is_uneven = self.close().is_uneven
+        is_uneven = self.close(what).is_uneven
         asked = struct.pack(f"<{len(indices)}q", *indices)
-        everyone = self._exchange(what.encode(), asked)
+        everyone = self._exchange(what, asked)
         if any(other != asked for other in everyone) or (is_uneven and len(indices) == 1):
             only = sorted(set(range(len(self.infos))) & set(indices))
             missing = [self.infos[i].name for i, is_held in enumerate(self.held) if is_held and i not in only]
@@ -322,13 +338,17 @@ class GradSync:
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         with self._lock:
             factor = float(factor)
-            if factor == 0.0:
-                self.zero(indices)
-                return
             for index in indices:
                 if index in self._kept:
                     self._kept[index].mul_(factor)
-            self.reduced.scale([i for i in indices if i not in self._kept], factor)
+            rest = [i for i in indices if i not in self._kept]
+            if factor == 0.0 and self._is_open:
+                self.zero(rest)  # what comes later cannot be divided by a pending 0
+                return
+            self.reduced.scale(rest, factor)
+            if factor == 0.0:  # multiplied now: inf * 0 is NaN, as torch has it
+                for index in rest:
+                    self.reduced.flush_factor(index)
 
     def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
         """Every gradient of the same dtypes that any rank has, whether this rank could list it or not.
@@ -336,9 +356,10 @@ class GradSync:
         The scaler makes one call per dtype.
         """
         dtypes = {self.infos[i].dtype for i in indices}
+        why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
-            self.close()
-            everyone = self._exchange(f"unscale {sorted(map(str, dtypes))}".encode(), struct.pack("<d", float(found_inf)))
+            self.close(why)
+            everyone = self._exchange(why, struct.pack("<d", float(found_inf)))
             found = max(struct.unpack("<d", payload)[0] for payload in everyone)
             found_inf.fill_(max(found, float(self.reduced.has_nonfinite())))
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
@@ -358,12 +379,12 @@ class GradSync:
                 elif self._is_open:
                     self._arrive(index, torch.zeros_like(self.infos[index].param), add=False, launch=False)
                 else:
-                    self.reduced.zero(index)
+                    self.reduced.replace_by_zero(index)
 
     def full(self, index: int) -> Tensor | None:
         """The whole gradient of a parameter, None where no rank has one. Collective."""
         with self._lock, torch.no_grad():
-            self.close()
+            self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
 
     def remove(self) -> None:
@@ -384,8 +405,8 @@ def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], Non
     return on_gradient
 
 
-def _in_memory_order(grad: Tensor, param: Tensor) -> Tensor:
-    """``grad`` as one dimension, its elements in the order of ``param``'s memory."""
-    if grad.stride() != param.stride() and grad.numel() > 1:
-        grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype).copy_(grad)
+def _in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
+    """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
+    if grad.stride() != info.stride and grad.numel() > 1:
+        grad = torch.empty_strided(grad.shape, info.stride, dtype=grad.dtype).copy_(grad)
     return grad.detach().as_strided((grad.numel(),), (1,))

@@ -74,7 +74,7 @@ class LocalEngine:
         """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
         for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
-            if info.param._version != self._versions[i]:
+            if info.param._version != self._versions[i] or info.param.data_ptr() != self._pointers[i]:
                 _read_master(info, state)
         if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
             self._bind()
@@ -88,11 +88,13 @@ class LocalEngine:
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
         grads = [(i, self.infos[i].param.grad) for i in (range(len(self.infos)) if indices is None else indices)]
-        held = [(i, grad) for i, grad in grads if grad is not None]
+        held = [(i, grad) for i, grad in grads if grad is not None and grad.numel()]
         if not held:
             return 0.0
         if ord == 2.0 and not self._clips:
-            return float(l2_norm([self._grad(self.infos[i]) for i, _ in held]))
+            norm = l2_norm([grad if grad.is_contiguous() else grad.contiguous() for _, grad in held])
+            assert isinstance(norm, Tensor)
+            return float(norm)
         norms = torch.stack(
             [
                 torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._clip_of(self.infos[i], grad)

@@ -127,6 +127,7 @@ class ShardedAdamW(Optimizer):
         super().__init__(params, defaults)
         infos = _collect(self.param_groups)
         comm = _communicator(process_group)
+        self._is_closed = False
         self._owns_comm = comm is not None and comm is not process_group
         self._engine: LocalEngine | ShardedEngine
         if comm is None:
@@ -142,7 +143,7 @@ class ShardedAdamW(Optimizer):
                 max_inflight_buckets=max_inflight_buckets,
             )
             self._engine = ShardedEngine(comm, infos, options)
-        self._index_of = {info.param: info.index for info in infos}
+        self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
 
     def _publish_state(self) -> None:
@@ -152,7 +153,7 @@ class ShardedAdamW(Optimizer):
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value. Collective.
 
         Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the parameters.
@@ -234,9 +235,7 @@ class ShardedAdamW(Optimizer):
     def _indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
         if parameters is None:
             return None
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        chosen = list(parameters)
+        chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for p in chosen:
             if p not in self._index_of and p.requires_grad:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
@@ -287,10 +286,18 @@ class ShardedAdamW(Optimizer):
         return self._engine.memory()
 
     def close(self) -> None:
-        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective."""
-        self._engine.close()
-        if self._owns_comm and isinstance(self._engine, ShardedEngine):
-            self._engine.comm.close()
+        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective.
+
+        If the communicator has failed its error is raised, after all of this has been done. Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._engine.close()
+        finally:
+            if self._owns_comm and isinstance(self._engine, ShardedEngine):
+                self._engine.comm.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
@@ -343,13 +350,15 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
             if not param.requires_grad:
                 continue
             if type(param.data) is not Tensor or param.layout != torch.strided:
-                raise TypeError(f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only")
+                raise TypeError(
+                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                )
             if param.device.type != "cpu" or param.dtype not in _DTYPES:
                 raise ValueError(
                     f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu are implemented"
                 )
             infos.append(
-                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), dtype=param.dtype)
+                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), param.dtype, param.stride())
             )
     for key in ("maximize", "amsgrad", "capturable", "differentiable"):
         values = {bool(group[key]) for group in param_groups}

@@ -40,6 +40,7 @@ class _State:
     packed: int  # index in the packing
     pieces: list[ShardPiece] = field(default_factory=list)
     has_content: bool = False
+    is_zeroed: bool = False  # the content is zeros, by a local decision
     factor: float = 1.0
     is_edited: bool = False  # since its last reduce-scatter: the sums of squares made on arrival no longer hold
 
@@ -67,8 +68,19 @@ class ReducedGrads:
         """A window closed: exactly the parameters ``held`` have a gradient."""
         for state, is_held in zip(self._states, held, strict=True):
             state.has_content = is_held
+            state.is_zeroed = False
             if not is_held:
                 state.factor = 1.0
+
+    def has_older(self, index: int) -> bool:
+        """Whether values of an earlier window still count: nobody has dropped or zeroed them here."""
+        return self._states[index].has_content and not self._states[index].is_zeroed
+
+    def replace_by_zero(self, index: int) -> None:
+        """Makes a gradient of an earlier window zero, with whatever was pending for it."""
+        self.zero(index)
+        self._states[index].is_zeroed = True
+        self._states[index].factor = 1.0
 
     def zero(self, index: int) -> None:
         """Zeroes what the shards hold of a parameter."""
@@ -82,13 +94,13 @@ class ReducedGrads:
         self._states[index].factor = 1.0
         self._states[index].has_content = False
 
-    def flush_factor(self, index: int) -> None:
-        """Multiplies a pending factor into the shards, so that a later window can add to them."""
+    def flush_factor(self, index: int, remaining: float = 1.0) -> None:
+        """Multiplies a pending factor into the shards, all but ``remaining``, so that a later window can add to them."""
         state = self._states[index]
-        if state.factor != 1.0:
+        if state.factor != remaining:
             for piece in state.pieces:
-                piece.grad.mul_(state.factor)
-            state.factor = 1.0
+                piece.grad.mul_(state.factor / remaining)
+            state.factor = remaining
             self.mark_edited([index])
 
     def mark_edited(self, indices: Iterable[int]) -> None:
@@ -107,6 +119,13 @@ class ReducedGrads:
     def factor(self, index: int) -> float:
         """What is multiplied into a gradient beside the average."""
         return self._states[index].factor
+
+    def factors(self) -> list[float]:
+        return [state.factor for state in self._states]
+
+    def set_factor(self, index: int, factor: float) -> None:
+        """Says what is pending, without applying what was."""
+        self._states[index].factor = factor
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
         for index in indices:
@@ -132,8 +151,7 @@ class ReducedGrads:
         if not state.has_content or not state.pieces:
             return 0.0
         if state.is_edited:
-            sums, are_bad, _ = native().sumsq([piece.grad for piece in state.pieces])
-            rows = list(zip(sums, are_bad, strict=True))
+            rows = native().sumsq([piece.grad for piece in state.pieces])
         else:
             rows = [piece.accumulator.results()[piece.row] for piece in state.pieces]
         return sum(sumsq if not is_bad or not math.isfinite(sumsq) else math.nan for sumsq, is_bad in rows)
@@ -209,7 +227,7 @@ class ReducedGrads:
     def full(self, index: int) -> Tensor:
         """The whole gradient as everybody sees it: fp32, the parameter's shape and strides. Collective."""
         state = self._states[index]
-        param, packing, world = state.info.param, state.packing, self.comm.size
+        info, packing, world = state.info, state.packing, self.comm.size
         owned = [packing.owned(state.packed, rank) for rank in range(world)]
         longest = max(sum(s.numel for s in segments) for segments in owned)
         mine = torch.zeros(longest)
@@ -218,10 +236,10 @@ class ReducedGrads:
             mine[: local.numel()] = local
         gathered = torch.empty(world * longest)
         self.comm.all_gather_into(gathered, mine).wait()
-        flat = torch.empty(param.numel())
+        flat = torch.empty(info.param.numel())
         for rank, segments in enumerate(owned):
             at = rank * longest
             for s in segments:
                 flat[s.param_begin : s.param_begin + s.numel] = gathered[at : at + s.numel]
                 at += s.numel
-        return flat.mul_(state.factor * self.average).as_strided(param.shape, param.stride())
+        return flat.mul_(state.factor * self.average).as_strided(info.param.shape, info.stride)

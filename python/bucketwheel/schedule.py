@@ -15,18 +15,21 @@ uses therefore holds nothing up, and one that returns goes through the late roun
 
 A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and then
 another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard drops that sum
-and the replacement goes through the late round.
+and the replacement goes through the late round. Ranks must agree on replacing: some of them alone cannot.
+
+Gradients are scaled by a factor that is applied later (`reduced`), so ranks agree on factors as well: [Note: whose factor].
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Agreement", "Drop", "Launch", "Schedule", "Store"]
 
 _MEMORY_WINDOWS = 4  # how long an unused parameter is still waited for
-_STORED, _VOID, _HELD = 1, 2, 4
+_STORED, _VOID, _HELD, _OLDER = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ class Agreement:
     """What all ranks know when a window closes.
 
     ``is_dirty``: some rank has new gradients. ``held``: parameters with a gradient on any rank. ``void``: parameters whose
-    first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced and
-    others did not, which has no meaning and is an error on every rank. ``is_uneven``: a parameter of ``held`` had no gradient
-    on some rank, which could not list it.
+    first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced or dropped
+    and others did not, which has no meaning and is an error on every rank, as is ``scaled_apart``: parameters that ranks scaled
+    differently. ``factors``: what each gradient is still to be multiplied by. ``is_uneven``: a parameter of ``held`` had no
+    gradient on some rank, which could not list it.
     """
 
     is_dirty: bool
@@ -71,6 +75,8 @@ class Agreement:
     void: list[int]
     late: list[int]
     conflicts: list[int]
+    scaled_apart: list[int]
+    factors: list[float]
     is_uneven: bool
 
 
@@ -161,17 +167,20 @@ class Schedule:
             self._next += 1
         return found
 
-    def notes(self, held: Sequence[bool]) -> bytes:
-        """This rank's part of the agreement. ``held[param]``: the parameter has a gradient now (`p.grad is not None`).
+    def notes(self, held: Sequence[bool], older: Sequence[bool] = (), factors: Sequence[float] = ()) -> bytes:
+        """This rank's part of the agreement.
 
-        A parameter that arrived and is held no longer (`p.grad = None` since) is void.
+        ``held[param]``: the parameter has a gradient now (`p.grad is not None`); one that arrived and is held no longer
+        (`p.grad = None` since) is void. ``older[param]``: what earlier windows left of it still counts (none by default).
+        ``factors[param]``: what its gradient is still to be multiplied by (1 by default).
         """
         flags = bytearray([self.is_dirty])
-        for param, is_held in enumerate(held):
+        for param, (is_held, has_older) in enumerate(zip(held, older or [False] * len(held), strict=True)):
             is_void = self._void[param] or (self._stored[param] and not is_held)
-            flags.append(self._stored[param] * _STORED | is_void * _VOID | is_held * _HELD)
+            has_older = has_older and not is_void
+            flags.append(self._stored[param] * _STORED | is_void * _VOID | is_held * _HELD | has_older * _OLDER)
         flags += bytes(self._late)
-        return bytes(flags)
+        return bytes(flags) + (array("d", factors).tobytes() if any(factor != 1.0 for factor in factors) else b"")
 
     def agree(self, notes: Sequence[bytes]) -> Agreement:
         """The facts that follow from all ranks' `notes`; the same on every rank."""
@@ -182,11 +191,40 @@ class Schedule:
             flags = [note[1 + param] for note in notes]
             held.append(any(f & _HELD for f in flags))
             is_uneven = is_uneven or (held[-1] and not all(f & _HELD for f in flags))
-            if any(f & _VOID for f in flags):
-                kept = any(f & _STORED and not f & _VOID for f in flags)
-                (conflicts if kept else void).append(param)
+            is_void = any(f & _VOID for f in flags)
+            stays = is_void and any(f & _STORED and not f & _VOID for f in flags)
+            if stays or len({f & _OLDER for f in flags}) > 1:
+                conflicts.append(param)
+            elif is_void:
+                void.append(param)
         late = [b for b in range(len(self._params_of)) if any(note[1 + count + b] for note in notes)]
-        return Agreement(any(note[0] for note in notes), held, void, late, conflicts, is_uneven)
+        factors, scaled_apart = self._agree_on_factors(notes)
+        return Agreement(any(note[0] for note in notes), held, void, late, conflicts, scaled_apart, factors, is_uneven)
+
+    def _agree_on_factors(self, notes: Sequence[bytes]) -> tuple[list[float], list[int]]:
+        """[Note: whose factor] The agreed factor of every parameter, and the parameters that were scaled differently.
+
+        In a window with new gradients a rank that put one in, or has older ones beside those of others, says what is still to be
+        multiplied: its contributions are divided by that already. They must all say the same. A rank that has no part in the
+        parameter, or none in the window at all, takes over their factor; to what it has it applies the rest of its own.
+        """
+        count = len(self._buckets_of)
+        tails = [note[1 + count + len(self._params_of) :] for note in notes]
+        everyone = [list(array("d", tail)) or [1.0] * count for tail in tails]
+        if all(tail == tails[0] for tail in tails):
+            return everyone[0], []
+        is_dirty = any(note[0] for note in notes)
+        factors, scaled_apart = [], []
+        for param in range(count):
+            said = {
+                own[param].hex(): own[param]  # by its digits: NaN equals NaN
+                for note, own in zip(notes, everyone, strict=True)
+                if bool(note[0]) == is_dirty and note[1 + param] & _HELD and note[1 + param] & (_STORED | _OLDER)
+            }
+            factors.append(next(iter(said.values()), 1.0))
+            if len(said) > 1:
+                scaled_apart.append(param)
+        return factors, scaled_apart
 
     def close(self, agreement: Agreement) -> tuple[list[Launch], list[Launch]]:
         """The launches that end the window, first round and late round; then a new window begins."""

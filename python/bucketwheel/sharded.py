@@ -68,6 +68,7 @@ class ShardedEngine:
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)
+            torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
             if space.master is not None:
                 self._read_master(space, space.first_param)
@@ -193,7 +194,7 @@ class ShardedEngine:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self.grads.close()
+        self.grads.close("step")
         self.param_sync()
         self._follow_edits()
         used = self.grads.held
@@ -213,7 +214,9 @@ class ShardedEngine:
         moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
         for space in self._spaces:
             if space.master is not None:
-                edited = [i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]]
+                edited = [
+                    i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]
+                ]
                 self._read_master(space, edited)
 
     def follow_loaded_state(self) -> None:
@@ -231,16 +234,17 @@ class ShardedEngine:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def close_window(self) -> None:
-        self.grads.close()
+        self.grads.close("grad_sync")
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
-        self.grads.close()
+        self.grads.close("norm")
         held = self.grads.held
         chosen = range(len(self.infos)) if indices is None else indices
         return self.reduced.total_norm([i for i in chosen if held[i]], ord)
 
     def scale(self, indices: Sequence[int] | None, factor: float) -> None:
-        self.grads.scale(range(len(self.infos)) if indices is None else indices, factor)
+        chosen = range(len(self.infos)) if indices is None else indices
+        self.grads.scale([i for i in chosen if self.grads.held[i]], factor)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.grads.no_sync()
@@ -287,16 +291,20 @@ class ShardedEngine:
         for bucket in self._buckets:
             names = [self.infos[i].name for i in bucket.grads.parts]
             size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
-            lines.append(f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}")
+            lines.append(
+                f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}"
+            )
         return lines
 
     def close(self) -> None:
-        self.grads.close()
-        self.param_sync()
-        self.grads.remove()
-        self._gathers.detach()
-        for space in self._spaces:
-            space.flat.release()
+        try:
+            self.grads.close("close")
+            self.param_sync()
+        finally:  # a communicator that has failed must not keep the parameters
+            self.grads.remove()
+            self._gathers.detach()
+            for space in self._spaces:
+                space.flat.release()
 
 
 @dataclass(frozen=True)

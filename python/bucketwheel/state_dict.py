@@ -61,7 +61,7 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         engine.steps[info.index] = step
         for name, tensor in engine.states[info.index].items():
             if name in loaded:
-                tensor.copy_(loaded[name].reshape(tensor.shape))
+                tensor.copy_(loaded[name].contiguous().as_strided(tensor.shape, tensor.stride()))  # memory order
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
     engine.follow_loaded_state()
@@ -91,7 +91,7 @@ def _plan(
                     f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns {list(ranges)}: it is "
                     "another rank's, or was saved at another world size or bucket_cap_mb"
                 )
-            part = value
+            part = value.flatten()
         else:
             if value.shape != info.param.shape:
                 raise ValueError(
@@ -109,6 +109,6 @@ def _plan(
 def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The elements of ``ranges`` out of a tensor of the parameter's shape, in the parameter's memory order."""
     param = info.param
-    laid_out = torch.empty_strided(param.shape, param.stride(), dtype=torch.float32).copy_(full)
+    laid_out = torch.empty_strided(param.shape, info.stride, dtype=torch.float32).copy_(full)
     flat = laid_out.as_strided((param.numel(),), (1,))
     return torch.cat([flat[begin:end] for begin, end in ranges]) if ranges else flat[:0]

@@ -273,7 +273,7 @@ def taken_away_before_reduction(run: Run) -> None:
 
 def zeroed_on_one_rank(run: Run) -> None:
     run.backward(0)
-    run.opt.step()
+    run.opt.grad_sync()
     if run.rank == 0:
         run.params[3].grad.zero_()
     run.backward(1, used=[0])
@@ -281,14 +281,21 @@ def zeroed_on_one_rank(run: Run) -> None:
 
 def zero_grad_forgotten_on_one_rank(run: Run) -> None:
     run.backward(0)
-    run.opt.step()
+    run.opt.grad_sync()
     if run.rank != 0:
         run.opt.zero_grad()
     run.backward(1, used=[0])
 
 
-REPLACED = [value for value in list(globals().values()) if getattr(value, "__name__", "").split("_")[0] in (
-    "replaced", "taken", "zeroed", "zero")]
+REPLACED = [
+    replaced_by_backward,
+    replaced_by_hand,
+    replaced_after_reduction,
+    taken_away_after_reduction,
+    taken_away_before_reduction,
+    zeroed_on_one_rank,
+    zero_grad_forgotten_on_one_rank,
+]
 
 
 @pytest.mark.parametrize("world", [2, 3])

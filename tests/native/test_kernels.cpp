@@ -59,7 +59,7 @@ TEST(tables_larger_than_32_bits) {
 
 TEST(grains_give_each_thread_about_the_target) {
   CHECK(SegmentTable::grain(0, 0, 1000) == 1);
-  CHECK(SegmentTable::grain(5, 1000, 1000) == 5);     // all at once
+  CHECK(SegmentTable::grain(5, 1000, 1000) == 5);  // all at once
   CHECK(SegmentTable::grain(10, 10'000, 1000) == 1);
   CHECK(SegmentTable::grain(1000, 10'000, 1000) == 100);
   CHECK(SegmentTable::grain(int64_t{1} << 40, int64_t{1} << 53, 16384) == 2);

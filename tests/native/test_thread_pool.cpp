@@ -138,7 +138,8 @@ TEST(idle_helpers_use_no_cpu) {
 
 TEST(a_forked_child_has_a_pool_of_its_own) {
 #if defined(__SANITIZE_THREAD__)
-  std::fprintf(stderr, "skipped: the thread sanitizer takes the child's threads for the parent's (equal pthread ids)\n");
+  std::fprintf(stderr,
+               "skipped: the thread sanitizer takes the child's threads for the parent's (equal pthread ids)\n");
   return;
 #endif
   set_num_threads(3);

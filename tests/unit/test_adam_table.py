@@ -204,14 +204,21 @@ def test_step_refuses_what_does_not_fit_the_table() -> None:
 def good() -> dict[str, list[torch.Tensor]]:
     return dict(
         zip(
-            ("params", "grads", "exp_avgs", "exp_avg_sqs"), map(list, zip(*rows_of([6, 4, 5]), strict=True)), strict=True
+            ("params", "grads", "exp_avgs", "exp_avg_sqs"),
+            map(list, zip(*rows_of([6, 4, 5]), strict=True)),
+            strict=True,
         )
     )
 
 
 BAD = [
     ("exp_avgs", lambda x: torch.zeros(3), ValueError, r"exp_avgs\[1\] has shape \[3\], params\[1\] has \[4\]"),
-    ("exp_avg_sqs", lambda x: torch.zeros(2, 2), ValueError, r"exp_avg_sqs\[1\] has shape \[2, 2\], params\[1\] has \[4\]"),
+    (
+        "exp_avg_sqs",
+        lambda x: torch.zeros(2, 2),
+        ValueError,
+        r"exp_avg_sqs\[1\] has shape \[2, 2\], params\[1\] has \[4\]",
+    ),
     ("grads", lambda x: torch.zeros(8)[::2], ValueError, r"grads\[1\] has strides \[2\], params\[1\] has \[1\]"),
     ("params", lambda x: torch.zeros(8)[::2], ValueError, r"params\[1\] has gaps or overlaps itself"),
     ("params", lambda x: torch.zeros(1).expand(4), ValueError, r"params\[1\] has gaps or overlaps itself"),
@@ -219,7 +226,12 @@ BAD = [
     ("exp_avg_sqs", lambda x: x.bfloat16(), TypeError, r"exp_avg_sqs\[1\] is bfloat16, expected float32"),
     ("params", lambda x: x.half(), TypeError, r"params\[1\] is float16, expected float32 or bfloat16"),
     ("grads", lambda x: x.half(), TypeError, r"grads\[1\] is float16, expected float32 or bfloat16"),
-    ("params", lambda x: x.bfloat16(), TypeError, r"params\[1\] is bfloat16 and needs a float32 tensor in master_params"),
+    (
+        "params",
+        lambda x: x.bfloat16(),
+        TypeError,
+        r"params\[1\] is bfloat16 and needs a float32 tensor in master_params",
+    ),
     ("grads", lambda x: None, TypeError, r"grads\[1\]: expected a torch.Tensor, got NoneType"),
     ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory on the cpu"),
     ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory on the cpu"),
@@ -254,7 +266,11 @@ def test_op_refuses_bad_counts_masters_steps_and_overlap() -> None:
         ({"steps": [1, torch.zeros(2), 1]}, ValueError, r"steps\[1\] has shape \[2\]"),
         ({"steps": [1, torch.zeros(1, dtype=torch.int32), 1]}, TypeError, r"steps\[1\] is int32"),
         ({"steps": [1, 1, torch.tensor(-2.0)]}, ValueError, r"steps\[2\] is negative"),
-        ({"master_params": [None, torch.zeros(4), None]}, TypeError, r"params\[1\] is float32 and takes no master_params"),
+        (
+            {"master_params": [None, torch.zeros(4), None]},
+            TypeError,
+            r"params\[1\] is float32 and takes no master_params",
+        ),
         ({"master_params": [None]}, ValueError, "master_params has 1 tensors, params has 3"),
     ]
     for change, error, message in cases:

@@ -107,7 +107,9 @@ def test_empty_lists_and_layouts() -> None:
     assert ops.l2_norm([]).item() == 0.0
     assert ops.l2_norm([], per_tensor=True).shape == (0,)
     x = torch.randn(4, 6, 2, 2)
-    assert ops.l2_norm([x.to(memory_format=torch.channels_last)]).item() == pytest.approx(x.double().norm().item(), rel=1e-14)
+    assert ops.l2_norm([x.to(memory_format=torch.channels_last)]).item() == pytest.approx(
+        x.double().norm().item(), rel=1e-14
+    )
     with pytest.raises(ValueError, match=r"tensors\[1\] has gaps or overlaps itself: shape \[3\], strides \[2\]"):
         ops.l2_norm([x, torch.ones(6)[::2]])
     with pytest.raises(ValueError, match=r"tensors\[0\] has gaps"):
@@ -190,7 +192,9 @@ def test_more_than_2_to_the_31_elements() -> None:
     """A sparse mapping: only the pages that are written exist, the rest reads as zero."""
     numel = 2**31 + 3 * CHUNK + 11
     try:
-        memory = mmap.mmap(-1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.getattr(mmap, "MAP_NORESERVE", 0x4000))
+        memory = mmap.mmap(
+            -1, numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        )
     except OSError as error:
         pytest.skip(f"cannot map {numel * 4} bytes: {error}")
     x = torch.from_numpy(np.frombuffer(memory, dtype=np.float32))

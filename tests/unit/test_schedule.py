@@ -194,3 +194,31 @@ def test_replacing_on_one_rank_only_is_a_conflict() -> None:
     schedules[1].gradient(0, replaces=True)
     agreement = schedules[0].agree([s.notes([True]) for s in schedules])
     assert agreement.conflicts == [0]
+
+
+def test_older_gradients_count_on_all_ranks_or_on_none() -> None:
+    schedules = [Schedule([[0], [0]], 1) for _ in range(2)]
+    held = [True, True]
+    assert schedules[0].agree([s.notes(held, [True, True]) for s in schedules]).conflicts == []
+    notes = [schedules[0].notes(held, [True, True]), schedules[1].notes([True, False], [True, False])]
+    assert [s.agree(notes).conflicts for s in schedules] == [[1], [1]]
+
+
+def test_factors_are_those_of_the_ranks_with_a_part_in_the_gradient() -> None:
+    schedules = [Schedule([[0], [0], [0]], 1) for _ in range(3)]
+    nan = float("nan")
+    same = [s.notes([True] * 3, [True] * 3, [0.5, 1.0, nan]) for s in schedules]
+    agreement = schedules[0].agree(same)
+    assert agreement.factors[:2] == [0.5, 1.0] and not agreement.scaled_apart
+    schedules[1].gradient(0)
+    older = [False, True, False]
+    apart = [
+        schedules[0].notes([False, True, False], older, [1.0, 0.25, 1.0]),  # takes no part in the window
+        schedules[1].notes([True, True, False], older, [0.5, 2.0, 1.0]),
+        schedules[2].notes([False, True, False], older),
+    ]
+    for s in schedules:
+        assert s.agree(apart).factors == [0.5, 2.0, 1.0] and not s.agree(apart).scaled_apart
+    schedules[2].gradient(0)
+    apart[2] = schedules[2].notes([True, True, False], older, [0.5, 1.0, 1.0])
+    assert schedules[0].agree(apart).scaled_apart == [1]

@@ -1,0 +1,193 @@
+"""clip_grad_norm_ on shards against `torch.nn.utils.clip_grad_norm_` on the whole gradients, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+from optim_twins import (
+    OPTIONS,
+    TINY,
+    WORLDS,
+    Run,
+    assert_as_torch,
+    dyadic,
+    loss_of,
+    make_params,
+    outcome_of_local,
+    outcome_of_torch,
+    outcomes_of_ranks,
+    run_local,
+    share,
+)
+from torch import Tensor
+
+ORDERS = [2.0, math.inf, 1.0, 3.0, 0.0]
+
+
+def norms_of_every_order(run: Run) -> None:
+    for step, order in enumerate(ORDERS):
+        run.backward(step, used=[0, 2, 3, 6, 7, 8])
+        run.clip(0.5, order)
+        run.see_grads()
+        run.step()
+
+
+def clip_twice(run: Run) -> None:
+    for step in range(3):
+        run.backward(step)
+        run.clip(1.0)
+        run.clip(0.5, math.inf)
+        run.clip(1e6)
+        run.clip(0.25, 1.0)
+        run.see_grads()
+        run.step()
+
+
+def clip_some(run: Run) -> None:
+    for step in range(3):
+        run.backward(step, used=[i for i in range(9) if i != 6])
+        run.clip(0.5, parameters=[run.params[i] for i in (3, 8, 6)])
+        run.clip(0.125, 1.0, parameters=[run.params[0]])
+        run.see_grads()
+        run.step()
+
+
+def clip_between_backwards(run: Run) -> None:
+    for step in range(3):
+        run.backward(step)
+        run.clip(0.5)
+        run.backward(step + 10, used=[0, 3, 8])
+        run.clip(0.5)
+        run.see_grads()
+        run.step()
+
+
+def clip_to_nothing(run: Run) -> None:
+    run.backward(0)
+    run.clip(0.0)
+    run.see_grads()
+    run.step()
+    run.backward(1)
+    run.clip(0.0, parameters=[run.params[3]])
+    run.backward(2, used=[3, 6])
+    run.see_grads()
+    run.step()
+
+
+def clip_zeros_and_nothing(run: Run) -> None:
+    run.clip(0.5)
+    for p in run.params:
+        p.grad = torch.zeros_like(p)
+    run.clip(0.5)
+    run.see_grads()
+    run.step()
+    run.clip(0.5)
+    run.step()
+
+
+def inf_and_nan_in_one_element(run: Run) -> None:
+    for step, bad in enumerate([math.inf, math.nan, -math.inf]):
+        run.backward(step)
+        if run.rank == run.world - 1:
+            poison = torch.zeros_like(run.params[3])
+            poison[5, step] = bad
+            (run.params[3] * poison).sum().backward()
+        run.clip(0.5, 2.0 if step != 2 else math.inf)
+        run.see_grads()
+        run.opt.zero_grad(set_to_none=step != 1)  # NaN factors must not stay behind
+    run.backward(9, used=[0, 3])
+    run.step()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        norms_of_every_order,
+        clip_twice,
+        clip_some,
+        clip_between_backwards,
+        clip_to_nothing,
+        clip_zeros_and_nothing,
+        inf_and_nan_in_one_element,
+    ],
+    ids=lambda script: script.__name__,
+)
+def test_clipping_does_what_torch_does(script) -> None:
+    expected = outcome_of_torch(script, dtype=torch.float64, lr=0.01)  # torch loses digits of norms in fp32
+    if script not in (clip_between_backwards, clip_to_nothing):  # the local optimizer clips last, and says so
+        assert_as_torch(outcome_of_local(script, lr=0.01), expected)
+    for world in WORLDS:
+        for options in OPTIONS if world == 2 else OPTIONS[:1]:
+            ranks = outcomes_of_ranks(world, script, lr=0.01, **options)
+            for outcome in ranks:
+                assert_bitwise_equal(outcome.seen, ranks[0].seen)
+                assert_as_torch(outcome, expected)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_nonfinite_norm_raises_on_every_rank_and_clips_nothing(world: int | None, bad: float) -> None:
+    def body(comm: Communicator | None) -> list[Tensor]:
+        rank, size = (comm.rank, comm.size) if comm else (0, 1)
+        params = make_params()
+        opt = ShardedAdamW(params, lr=0.01, process_group=comm, **TINY)
+        grads = dyadic(params, 0)
+        if rank == size - 1:
+            grads[6][200] = bad
+        loss_of(params, grads).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            opt.clip_grad_norm_(0.5, error_if_nonfinite=True)
+        assert not math.isfinite(opt.local_grad_norm())
+        whole = opt.full_grad(params[0])
+        assert_bitwise_equal(whole, dyadic(params, 0)[0])  # all ranks have the same
+        opt.zero_grad()
+        loss_of(params, share(dyadic(params, 1), rank, size)).backward()
+        opt.clip_grad_norm_(1e6, error_if_nonfinite=True)
+        opt.step()
+        return [p.detach().clone() for p in params]
+
+    if world is None:
+        body(None)
+        return
+    expected = body(None)
+    for params in run_local(world, body):
+        assert_bitwise_equal(params, expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_parameters_that_are_not_clipped_keep_their_bits(world: int) -> None:
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=comm, **TINY)
+        loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
+        before = [opt.full_grad(p).clone() for p in params]
+        norm = opt.clip_grad_norm_(1e-3, parameters=[params[3], params[8]])
+        chosen = torch.cat([before[i].flatten() for i in (3, 8)])
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(chosen), rtol=1e-6, atol=0)
+        assert norm.dtype == torch.float32 and norm.shape == ()
+        for i, p in enumerate(params):
+            if i in (3, 8):
+                torch.testing.assert_close(opt.full_grad(p), before[i] * (1e-3 / (norm + 1e-6)), rtol=1e-6, atol=0)
+            else:
+                assert_bitwise_equal(opt.full_grad(p), before[i])
+        with pytest.raises(ValueError, match=r"shape \(2,\)"):
+            opt.clip_grad_norm_(1.0, parameters=[torch.nn.Parameter(torch.zeros(2))])
+        assert opt.clip_grad_norm_(1.0, parameters=[]) == 0.0
+
+    run_local(world, body)
+
+
+def test_the_local_optimizer_refuses_gradients_that_change_after_clipping() -> None:
+    params = make_params()
+    opt = ShardedAdamW(params)
+    loss_of(params, dyadic(params, 0)).backward()
+    opt.clip_grad_norm_(0.5)
+    loss_of(params, dyadic(params, 1)).backward()
+    with pytest.raises(RuntimeError, match="group 0 parameter 0.*changed after clip_grad_norm_"):
+        opt.step()
+    assert_bitwise_equal([p.detach() for p in params], [p.detach() for p in make_params()])

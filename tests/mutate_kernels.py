@@ -1,0 +1,185 @@
+"""Does the suite notice a broken kernel? Breaks one line at a time in a copy of csrc and runs the kernel tests on it.
+
+    python tests/mutate_kernels.py [NAME ...]
+
+Every mutant must be killed: the exit status is the number of survivors (or of mutations whose line is no longer there).
+A kernel test that only looks at parameters with a tolerance above lr would let most of these live. Takes some minutes:
+each mutant compiles the kernels again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))
+
+from bucketwheel import _toolchain  # noqa: E402
+
+UNIT = "tests/unit/"
+ADAM = [UNIT + "test_adam.py", UNIT + "test_adam_table.py"]
+NORM = [UNIT + "test_norm.py"]
+PACK = [UNIT + "test_pack.py"]
+
+# name: (file below csrc/, text, replacement, tests that must fail)
+MUTANTS = {
+    "no bias correction of m": ("kernels/adam_math.h", "-(group.lr / bias_correction1)", "-(group.lr)", ADAM),
+    "no bias correction of v": ("kernels/adam_math.h", "__builtin_sqrt(bias_correction2)", "1.0", ADAM),
+    "beta1 for beta2": ("kernels/adam_math.h", "pow_int(group.beta2, step)", "pow_int(group.beta1, step)", ADAM),
+    "1 - beta2 in float": ("kernels/adam_math.h", "static_cast<float>(1.0 - group.beta2)", "1.0F - static_cast<float>(group.beta2)", ADAM),
+    "step off by one": ("kernels/adam_math.h", "pow_int(group.beta1, step)", "pow_int(group.beta1, step + 1)", ADAM),
+    "power loses its last bit": ("kernels/adam_math.h", "for (; n > 0; n >>= 1)", "for (; n > 1; n >>= 1)", ADAM),
+    "maximize ignored": ("kernels/adam_math.h", "maximize ? -gscale : gscale", "gscale", ADAM),
+    "gradient factor ignored": ("kernels/adam_math.h", "g = g * s.gscale;", "", ADAM),
+    "gradient factor applied to m only": ("kernels/adam_math.h", "s.one_minus_b2 * g, g, v", "s.one_minus_b2 * g, g / s.gscale, v", ADAM),
+    "no weight decay": ("kernels/adam_math.h", "p = p * s.decay;", "", ADAM),
+    "weight decay after the update": ("kernels/adam_math.h", "p = p + (s.neg_step * m) / den;", "p = (p / s.decay + (s.neg_step * m) / den) * s.decay;", ADAM),
+    "eps inside the square root": ("kernels/adam_math.h", "__builtin_sqrtf(v) / s.bc2_sqrt + s.eps", "__builtin_sqrtf(v + s.eps) / s.bc2_sqrt", ADAM),
+    "m without fma": ("kernels/adam_math.h", "m = __builtin_fmaf(s.one_minus_b1, g - m, m);", "m = s.one_minus_b1 * (g - m) + m;", ADAM),
+    "v without fma": ("kernels/adam_math.h", "__builtin_fmaf(s.one_minus_b2 * g, g, v * s.b2)", "s.one_minus_b2 * g * g + v * s.b2", ADAM),
+    "v from the old gradient": ("kernels/adam_math.h", "s.one_minus_b2 * g, g, v", "s.one_minus_b2 * m, m, v", ADAM),
+    "Adam skips the tail": ("kernels/adam_cpu.h", "step_to(i, n - i);", "", ADAM),
+    "Adam skips the last element": ("kernels/adam_cpu.h", "step_to(i, n - i);", "step_to(i, n - i > 0 ? n - i - 1 : 0);", ADAM),
+    "chunks one too short": ("kernels/segment_table.h", "numel % chunk_numel_ != 0 ? 1 : 0", "numel % chunk_numel_ > 1 ? 1 : 0", ADAM),
+    "an empty row takes a chunk": ("kernels/segment_table.h", "std::upper_bound(", "std::lower_bound(", ADAM),
+    "the chunk walk stops at empty rows": ("kernels/segment_table.h", "while (chunk.begin == numel(chunk.row))", "if (chunk.begin == numel(chunk.row))", ADAM),
+    "unused rows are stepped": ("kernels/adam.cpp", "if (step.used.empty() || step.used[static_cast<size_t>(chunk.row)] != 0)", "", ADAM),
+    "noop ignored": ("kernels/adam.cpp", "step.noop != nullptr && *step.noop != 0.0F", "false", ADAM),
+    "all rows take the first one's scalars": ("kernels/adam.cpp", "rows_[r].group == last_group && step.steps[r] == last_step && gscale == last_gscale", "true", ADAM),
+    "scalars kept across groups": ("kernels/adam.cpp", "rows_[r].group == last_group && ", "", ADAM),
+    "row range ignored": ("kernels/adam.cpp", "segments_.first_chunk(step.last_row) - first_chunk", "segments_.chunks() - first_chunk", ADAM),
+    "bfloat16 truncated": ("kernels/bf16.h", "bits + 0x7fffu + ((bits >> 16) & 1u)", "bits", [*PACK, *ADAM]),
+    "bfloat16 ties away from even": ("kernels/bf16.h", "0x7fffu + ((bits >> 16) & 1u)", "0x8000u", PACK),
+    "bfloat16 NaN becomes infinity": ("kernels/bf16.h", "is_nan ? 0x7fc0u : rounded", "rounded", PACK),
+    "bfloat16 parameter not rounded from its master": ("kernels/adam_cpu.h", "p[i] = round_to_bf16(weight);", "p[i] = round_to_bf16(widen_bf16(p[i]) + (weight - master[i]));", ADAM),
+    "denormals depend on the thread": ("base/thread_pool.cpp", "IeeeFloats ieee;", "", [*ADAM, *NORM]),
+    "norm accumulates in float": ("kernels/norm_cpu.h", "return __builtin_fma(value, value, sum);", "return static_cast<float>(sum) + static_cast<float>(value * value);", NORM),
+    "norm forgets a row of lanes": ("kernels/norm_cpu.h", "i + kGroup <= n", "i + kGroup < n", []),
+    "lanes shift by one": ("kernels/norm_cpu.h", "add_rows<1>(source, 0, head, lanes + lane);", "add_rows<1>(source, 0, head, lanes + lane - 1);", NORM),
+    "folding skips the last lanes": ("kernels/norm.cpp", "begin < used; begin += kWarpLanes", "begin + kWarpLanes <= used; begin += kWarpLanes", NORM),
+    "folding in another order": ("kernels/norm.cpp", "fours[t] += fours[t + half];", "fours[t] += fours[2 * half - 1 - t];", NORM),
+    "infinity not seen": ("kernels/norm.cpp", "return {sum, !is_finite(sum)};", "return {sum, sum != sum};", NORM),
+    "shard sums keep the last pass": ("kernels/norm.cpp", "  sum_ = 0.0;\n  in_chunk_ = 0;\n}\n\nvoid SumsqAccumulator::close", "  in_chunk_ = 0;\n}\n\nvoid SumsqAccumulator::close", NORM),
+    "shard overwrites instead of adding": ("kernels/norm.cpp", "add_ = add;", "add_ = false && add;", NORM),
+    "padding is not stored": ("kernels/norm.cpp", "cpu_kernels().store(shard_ + position_, from, stop - position_, add_);", "", NORM),
+    "padding is summed": ("kernels/norm.cpp", "is_last || position_ < segments_[segment_].begin", "is_last", NORM),
+    "sum skips a rank": ("kernels/reduce_cpu.h", "for (int rank = 1; rank < world; ++rank)", "for (int rank = 1; rank < world - 1; ++rank)", PACK),
+    "sum rounds at every rank": ("kernels/reduce_cpu.h", "sum += load(c, i);", "sum = widen_bf16(round_to_bf16(sum)) + load(c, i);", PACK),
+    "copy ignores where its chunk begins": ("kernels/pack.cpp", "static_cast<const std::byte*>(item.from) + begin *", "static_cast<const std::byte*>(item.from) + 0 *", PACK),
+}  # fmt: skip
+# Changes nothing that can be seen: a check of this script itself.
+EQUIVALENT = {"norm forgets a row of lanes"}
+
+MODULE = """
+#include "bindings/adam_py.h"
+#include "bindings/error_py.h"
+#include "bindings/norm_py.h"
+#include "bindings/pack_py.h"
+PYBIND11_MODULE(_cpu, m) {
+  bucketwheel::bind_error(m);
+  bucketwheel::bind_adam(m);
+  bucketwheel::bind_norm(m);
+  bucketwheel::bind_pack(m);
+}
+"""
+
+
+class Builder:
+    """Compiles base, kernels and their bindings; the bindings once, the rest again for each mutant that concerns it."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.csrc = work / "csrc"
+        shutil.copytree(ROOT / "csrc", self.csrc)
+        toolchain = _toolchain.find_toolchain()
+        recipe = _toolchain.read_recipe(self.csrc)
+        includes = [word for folder in toolchain.includes for word in ("-isystem", folder)]
+        self.cxx = [*toolchain.cxx, *recipe.flags, f"-I{self.csrc}", *includes, "-w"]
+        self.sources = [s for s in recipe.sources if s.path.startswith(("base/", "kernels/"))]
+        (work / "module.cpp").write_text(MODULE)
+        self._run([*self.cxx, "-O1", "-c", str(work / "module.cpp"), "-o", str(work / "module.o")])
+        self.isa = ""
+        native = self.compile_all("")
+        # From here on only the instruction set that the tests use is compiled again.
+        show = f"import sys; sys.path.insert(0, {str(native)!r}); import _cpu; print(_cpu.cpu_isa())"
+        done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, timeout=100)
+        self.isa = done.stdout.strip()
+        self.dirty: set[str] = set()
+
+    def _is_stale(self, path: str, mutated: str) -> bool:
+        if not mutated:
+            return True
+        if Path(path).stem in {"cpu_plain", "cpu_avx2", "cpu_avx512"} - {f"cpu_{self.isa}"}:
+            return False
+        changed = {mutated, *self.dirty}
+        return path in changed or (path.startswith("kernels/") and any(name.endswith(".h") for name in changed))
+
+    def compile_all(self, mutated: str) -> Path:
+        """The module, after a change to `mutated` (a path below csrc/; "" for everything)."""
+
+        def compile_one(source: _toolchain.Source) -> None:
+            out = self.work / f"{Path(source.path).stem}.o"
+            if self._is_stale(source.path, mutated):
+                self._run([*self.cxx, *source.flags, "-c", str(self.csrc / source.path), "-o", str(out)])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, self.sources))
+        self.dirty = {mutated}
+        out = self.work / "native"
+        out.mkdir(exist_ok=True)
+        objects = [str(self.work / f"{Path(s.path).stem}.o") for s in self.sources]
+        self._run([*self.cxx, "-shared", *objects, str(self.work / "module.o"), "-o", str(out / "_cpu.so")])
+        return out
+
+    def _run(self, command: list[str]) -> None:
+        subprocess.run(command, check=True, timeout=600)
+
+
+def tests_fail(native: Path, tests: list[str]) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, "BW_NATIVE_DIR": str(native)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        print(done.stdout[-2000:], done.stderr[-2000:])
+    return done.returncode != 0
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(MUTANTS)
+    problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        builder = Builder(Path(folder))
+        if tests_fail(builder.work / "native", sorted({*ADAM, *NORM, *PACK})):
+            print("the tests fail without any mutation")
+            return 1
+        for name in names:
+            path, text, replacement, tests = MUTANTS[name]
+            file = builder.csrc / path
+            original = file.read_text()
+            if text not in original:
+                problems.append(f"{name}: {path} has no line like this any more")
+                continue
+            file.write_text(original.replace(text, replacement))
+            killed = tests_fail(builder.compile_all(path), tests or [*ADAM, *NORM, *PACK])
+            file.write_text(original)
+            if killed == (name in EQUIVALENT):
+                problems.append(f"{name}: {'killed, yet it changes nothing' if killed else 'SURVIVES'}")
+            print(f"{'killed  ' if killed else 'survives'} {name}", flush=True)
+    print("\n".join(problems) or f"{len(names)} mutants, each with the expected fate")
+    return len(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
