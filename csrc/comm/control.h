@@ -1,11 +1,11 @@
 // Control segment: the memory in which the ranks of a communicator publish their progress.
 //
 // [Note: progress words] Each rank owns one RankRecord and is the only one to write it, except for the doorbell. Words
-// only grow, so a reader needs no lock: `entered` = n says that the descriptor of operation n can be read, `finished` = n
-// that its rank no longer reads anybody's input. An operation is complete when all ranks have finished it, and a rank
-// enters the next one only then; so descriptors, staging buffers and inputs are free for reuse at that point.
-// All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says that
-// it sleeps and then looks at the word; with anything weaker both could miss each other.
+// only grow, so a reader needs no lock: `entered` = n says that the descriptor of operation n can be read, `finished`
+// = n that its rank no longer reads anybody's input. An operation is complete when all ranks have finished it, and a
+// rank enters the next one only then; so descriptors, staging buffers and inputs are free for reuse at that point.
+// All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says
+// that it sleeps and then looks at the word; with anything weaker both could miss each other.
 //
 // Zero-filled memory is a valid control segment.
 #pragma once

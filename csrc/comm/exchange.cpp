@@ -134,7 +134,7 @@ void Exchange::pass_chunks() {
   }
   RankRecord& own = team_.own();
   const uint64_t count = chunks_->count();
-  const auto has_reached = [&](std::atomic<uint64_t> RankRecord::*word, int r, uint64_t chunks) {
+  const auto has_reached = [&](std::atomic<uint64_t> RankRecord::* word, int r, uint64_t chunks) {
     return r == team_.rank() || (team_.record(r).*word) >= chunk_word(op_.seq, chunks);
   };
   for (uint64_t chunk = 0; chunk < count; ++chunk) {
@@ -144,8 +144,7 @@ void Exchange::pass_chunks() {
       if (next >= Control::kStagingSlots) {
         const uint64_t taken = next + 1 - Control::kStagingSlots;
         for (int r = 0; r < team_.world(); ++r) {
-          team_.await(
-              wait(), [&] { return has_reached(&RankRecord::taken, r, taken); }, [&](int q) { return q == r; });
+          team_.await(wait(), [&] { return has_reached(&RankRecord::taken, r, taken); }, [&](int q) { return q == r; });
         }
       }
       stage(next);
@@ -156,8 +155,7 @@ void Exchange::pass_chunks() {
       if (peers_[static_cast<size_t>(r)].is_direct) {
         continue;
       }
-      team_.await(
-          wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
+      team_.await(wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
       if (gathers()) {
         gather_staged(r, chunk);
       }
@@ -195,8 +193,8 @@ void Exchange::stage(uint64_t chunk) {
     }
     for (int r = 0; r < team_.world(); ++r) {
       if (r != own_rank) {
-        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes, from + static_cast<size_t>(r) * shard.size_bytes(),
-                    bytes);
+        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes,
+                    from + static_cast<size_t>(r) * shard.size_bytes(), bytes);
       }
     }
   }
@@ -229,7 +227,8 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
     const Segment& segment = op_.segments[piece->segment];
     const size_t element_bytes = size_of(segment.shard.dtype);
-    std::byte* to = static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * segment.shard.size_bytes() +
+    std::byte* to = static_cast<std::byte*>(segment.full.data) +
+                    static_cast<size_t>(rank) * segment.shard.size_bytes() +
                     static_cast<size_t>(piece->begin) * element_bytes;
     std::memcpy(to, slot + piece->offset_bytes, static_cast<size_t>(piece->numel) * element_bytes);
   }

@@ -148,8 +148,8 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline) {
       team_->await({0, earlier(deadline, own_deadline)}, [&] { return !is_missing(r); }, is_missing);
       const uint64_t bytes = team_->record(r).payload_bytes[slot];
       if (bytes > kMaxPayloadBytes) {
-        throw Failure{FailureKind::kError, "rank " + std::to_string(r) + " claims to have posted " +
-                                               std::to_string(bytes) + " bytes"};
+        throw Failure{FailureKind::kError,
+                      "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes"};
       }
       const std::byte* payload = team_->control().payload(r, slot);
       payloads.emplace_back(payload, payload + bytes);

@@ -46,7 +46,8 @@ std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_wri
     throw_errno("cannot map shared memory", size_bytes);
   }
   auto* begin = static_cast<std::byte*>(range);
-  const size_t lead = slack == 0 ? 0 : round_up(reinterpret_cast<size_t>(begin), kHugePageBytes) - reinterpret_cast<size_t>(begin);
+  const size_t lead =
+      slack == 0 ? 0 : round_up(reinterpret_cast<size_t>(begin), kHugePageBytes) - reinterpret_cast<size_t>(begin);
   const int protection = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* data = mmap(begin + lead, size_bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
   if (data == MAP_FAILED) {

@@ -18,8 +18,7 @@ void check_reduction(const Operation& op) {
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const DType dtype = op.segments[i].full.dtype;
     BW_EXPECTS(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
-               at(i) + "reduce_scatter of " + name_of(dtype) +
-                   " is not supported: float32 and bfloat16 are");
+               at(i) + "reduce_scatter of " + name_of(dtype) + " is not supported: float32 and bfloat16 are");
   }
 }
 
@@ -150,7 +149,8 @@ std::string text_of(const RankRecord& record) {
          std::to_string(record.size_bytes) + " bytes:";
   for (size_t i = 0; i < std::min<size_t>(record.tensors, RankRecord::kShown); ++i) {
     const RankRecord::Shown& shown = record.shown[i];
-    out += std::string(i ? ", " : " ") + name_of(static_cast<DType>(shown.dtype)) + "[" + std::to_string(shown.numel) + "]";
+    out += std::string(i ? ", " : " ") + name_of(static_cast<DType>(shown.dtype)) + "[" + std::to_string(shown.numel) +
+           "]";
   }
   return record.tensors > RankRecord::kShown ? out + ", ..." : out;
 }

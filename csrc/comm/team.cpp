@@ -140,8 +140,8 @@ void Team::throw_timeout(const Wait& wait, const Needs& needs) const {
   const char* separator = " ";
   for (int r = 0; r < world(); ++r) {
     if (r != rank_ && needs(r)) {
-      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) + ", last seen in operation " +
-              std::to_string(record(r).entered.load()) + ")";
+      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) +
+              ", last seen in operation " + std::to_string(record(r).entered.load()) + ")";
       separator = ", ";
     }
   }

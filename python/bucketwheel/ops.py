@@ -156,17 +156,17 @@ def all_gather(
 ) -> Handle:
     """Gather every rank's ``inputs[i]`` into ``outputs[i]``, rank r's elements from ``r * inputs[i].numel()`` on.
 
-    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller: the outputs
-    may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's work so far
-    is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are copied through staging
-    buffers, which costs about half as much again.
+    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller:
+    the outputs may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's
+    work so far is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are
+    copied through staging buffers first.
 
     Args:
         outputs: contiguous CPU tensors of any dtype; ``world * inputs[i].numel()`` elements, whatever the shape.
-        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]`` (in place);
-            nothing else may overlap.
-        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the order of
-            the calls on any stream.
+        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
+            (in place); nothing else may overlap.
+        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
+            order of the calls on any stream.
         after: handles of operations (of any communicator) that must be over first.
         timing: allow `Handle.elapsed_time`.
 
@@ -198,13 +198,13 @@ def reduce_scatter(
 ) -> Handle:
     """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in ``outputs[i]``.
 
-    Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in every
-    run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
+    Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in
+    every run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
 
     Args:
         outputs: contiguous CPU tensors, float32 or bfloat16.
-        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]`` may be this
-            rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
+        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
+            may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
         op: ``"sum"``, or ``"avg"``: the float32 sum divided by the world size before the rounding.
     """
     outs, ins = _listed(outputs), _listed(inputs)
