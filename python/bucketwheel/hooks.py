@@ -69,6 +69,8 @@ class GradSync:
         self._hooks = [
             info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos
         ]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
