@@ -8,6 +8,7 @@ system that gathers them in the background pays for it here.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import mmap
 import os
@@ -89,6 +90,9 @@ class System:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
@@ -108,7 +112,7 @@ class System:
         mark("zero_grad")
         loss = self.runner(tokens)
         mark("forward")
-        loss.backward()
+        self.backward(loss)
         mark("backward")
         self.clip()
         mark("clip")
@@ -204,6 +208,52 @@ class Fsdp2Keep(Fsdp2):
     """The same with reshard_after_forward=False: no second all-gather in backward, more memory."""
 
     reshard = False
+
+
+class DeepSpeed(System):
+    """DeepSpeed ZeRO-1: states sharded; clips inside its step."""
+
+    stage = 1
+
+    def __init__(self, config: GptConfig) -> None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+        import deepspeed.ops
+
+        super().__init__(config)
+        # Its shared-memory extension serves inference only and takes a minute to compile.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": MAX_NORM,
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = adamw(self.model.parameters())
+        self.engine = deepspeed.initialize(
+            model=self.model, optimizer=optimizer, config=settings, dist_init_required=False
+        )[0]
+        self.runner = self.engine
+
+    def zero_grad(self) -> None:
+        pass  # part of the engine's step
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def clip(self) -> None:
+        pass  # part of the engine's step
+
+    def step(self) -> None:
+        self.engine.step()
+
+
+class DeepSpeed2(DeepSpeed):
+    """DeepSpeed ZeRO-2: gradients and states sharded."""
+
+    stage = 2
 
 
 class Ours(System):
@@ -320,10 +370,20 @@ SYSTEMS: dict[str, type[System]] = {
     "zero view": ZeroView,
     "fsdp2": Fsdp2,
     "fsdp2 keep": Fsdp2Keep,
+    "deepspeed 1": DeepSpeed,
+    "deepspeed 2": DeepSpeed2,
     "bare loops": Bare,
     "plain": Plain,
 }
-PEERS = ("ddp", "ddp keep", "zero", "zero view", "fsdp2", "fsdp2 keep")
+PEERS = (
+    "ddp",
+    "ddp keep",
+    "zero",
+    "zero view",
+    "fsdp2",
+    "fsdp2 keep",
+    *(["deepspeed 1", "deepspeed 2"] if importlib.util.find_spec("deepspeed") else []),
+)
 
 
 def build(name: str, config: GptConfig) -> System:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from reference import from_bf16, to_bf16
 
 from bucketwheel.comm import Communicator, LocalWorld
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal, run_threads
-from reference import from_bf16, to_bf16
 
 TIMEOUT_S = 30.0
 

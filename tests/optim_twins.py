@@ -41,9 +41,7 @@ def dyadic(params: Sequence[Tensor], seed: int) -> list[Tensor]:
     return [torch.randint(-8, 9, p.shape, generator=generator).to(p.dtype) / 16 for p in params]
 
 
-def loss_of(
-    params: Sequence[Tensor], grads: Sequence[Tensor], used: Callable[[int], bool] = lambda i: True
-) -> Tensor:
+def loss_of(params: Sequence[Tensor], grads: Sequence[Tensor], used: Callable[[int], bool] = lambda i: True) -> Tensor:
     """A loss whose gradient of params[i] is grads[i] exactly."""
     terms = ((p * g).sum().float() for i, (p, g) in enumerate(zip(params, grads, strict=True)) if used(i))
     return sum(terms, torch.zeros(()))
@@ -76,7 +74,12 @@ class TorchTwin(torch.optim.AdamW):
     def param_sync(self) -> None: ...
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, parameters: Collection[Parameter] | None = None, **options: Any
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        parameters: Collection[Parameter] | None = None,
+        **options: Any,
     ) -> Tensor:
         chosen = [p for group in self.param_groups for p in group["params"]] if parameters is None else parameters
         not_empty = [p for p in chosen if p.numel()]  # torch has no inf norm of nothing
@@ -151,7 +154,9 @@ def outcome_of_torch(script: Script, make: Make = list, dtype: torch.dtype = tor
     params = make_params(dtype)
     run = Run(TorchTwin(make(params), **options), params)
     script(run)
-    fresh = [{"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in params]
+    fresh = [
+        {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in params
+    ]
     states = [{**new, **run.opt.state[p]} for new, p in zip(fresh, params, strict=True)]
     return Outcome([p.detach() for p in params], states, run.seen, run.clips)
 
@@ -216,7 +221,11 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def assert_as_local(
-    script: Script, make: Make = list, dtype: torch.dtype = torch.float32, worlds: Sequence[int] = WORLDS, **options: Any
+    script: Script,
+    make: Make = list,
+    dtype: torch.dtype = torch.float32,
+    worlds: Sequence[int] = WORLDS,
+    **options: Any,
 ) -> Outcome:
     """Runs a script on every world and way of bucketing; all must leave what the local optimizer leaves, bit for bit."""
     expected = outcome_of_local(script, make, dtype, **options)
@@ -235,16 +244,25 @@ def assert_as_local(
 
 def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, atol: float = 1e-7) -> None:
     for i, (p, q) in enumerate(zip(outcome.params, expected.params, strict=True)):
-        torch.testing.assert_close(p, q.to(p.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}")
+        torch.testing.assert_close(
+            p, q.to(p.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}"
+        )
     for i, (state, theirs) in enumerate(zip(outcome.states, expected.states, strict=True)):
         for name in ("step", "exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                state[name], theirs[name].float(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i, n=name: f"{n} of {i}: {m}"
+                state[name],
+                theirs[name].float(),
+                rtol=rtol,
+                atol=atol,
+                equal_nan=True,
+                msg=lambda m, i=i, n=name: f"{n} of {i}: {m}",
             )
     assert len(outcome.seen) == len(expected.seen)
     for i, (mine, theirs) in enumerate(zip(outcome.seen, expected.seen, strict=True)):
         if isinstance(mine, Tensor):
-            torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"seen {i}: {m}")
+            torch.testing.assert_close(
+                mine, theirs.to(mine.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"seen {i}: {m}"
+            )
         else:
             assert mine == theirs, f"seen {i}: {mine!r}, torch {theirs!r}"
 

@@ -240,7 +240,7 @@ class _Meeting:
 
     def native_comm(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: [s.close() for s in self.sockets.values()])
+            stack.callback(self._close_sockets)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             address = f"\0bucketwheel-{secrets.token_hex(16)}"
             listener.bind(address)
@@ -261,6 +261,10 @@ class _Meeting:
                     made.close(0.0)
                 raise
             return comm[0]
+
+    def _close_sockets(self) -> None:
+        for call in self.sockets.values():
+            call.close()
 
     def _make(self) -> Any:
         name = self.peers[0]["name"] or self.peers[0]["default_name"]
@@ -306,7 +310,9 @@ class _Meeting:
             call.settimeout(max(self.deadline - time.monotonic(), 0.001))
             call.connect(peer["address"])
             if not self._is_peer(call, peer):
-                raise ConnectionRefusedError(f"the socket of rank {rank} belongs to another process than pid {peer['pid']}")
+                raise ConnectionRefusedError(
+                    f"the socket of rank {rank} belongs to another process than pid {peer['pid']}"
+                )
             call.send(_HELLO.pack(self.rank, peer["nonce"]))
 
     def _accept_higher_ranks(self, listener: socket.socket) -> None:

@@ -24,9 +24,7 @@ __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout"]
 _BROADCAST_CHUNK_BYTES = 8 << 20
 
 
-def expect_equal_layout(
-    comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object
-) -> None:
+def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
     """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
     lines = [f"the optimizer's options: {options}"]
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]

@@ -93,7 +93,9 @@ class LocalEngine:
         if not held:
             return 0.0
         if ord == 2.0 and not self._clips:
-            return float(l2_norm([self._grad(self.infos[i]) for i, _ in held]))
+            norm = l2_norm([grad if grad.is_contiguous() else grad.contiguous() for _, grad in held])
+            assert isinstance(norm, Tensor)
+            return float(norm)
         norms = torch.stack(
             [
                 torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._clip_of(self.infos[i], grad)

@@ -6,7 +6,7 @@ Every function checks all its arguments before it changes anything, and names th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -95,6 +95,14 @@ def adam_step(
     torch.autograd.graph.increment_version(written)
 
 
+@overload
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def l2_norm(
     tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -145,7 +145,7 @@ class ShardedAdamW(Optimizer):
                 max_inflight_buckets=max_inflight_buckets,
             )
             self._made_engine = ShardedEngine(comm, infos, _texts(self.param_groups), options)
-        self._index_of = {info.param: info.index for info in infos}
+        self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
 
     @property
@@ -161,7 +161,7 @@ class ShardedAdamW(Optimizer):
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value. Collective.
 
         Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the parameters.
@@ -243,9 +243,7 @@ class ShardedAdamW(Optimizer):
     def _indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
         if parameters is None:
             return None
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        chosen = list(parameters)
+        chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for p in chosen:
             if p not in self._index_of and p.requires_grad:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
@@ -370,7 +368,9 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
             if not param.requires_grad:
                 continue
             if type(param.data) is not Tensor or param.layout != torch.strided:
-                raise TypeError(f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only")
+                raise TypeError(
+                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                )
             if param.device.type != "cpu" or param.dtype not in _DTYPES:
                 raise ValueError(
                     f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu are implemented"

@@ -57,7 +57,9 @@ def _take(comm: Communicator, infos: Sequence[ParamInfo], engine: ShardedEngine)
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
     """
     if _is_taken(_engine_of_comm.get(comm)):
-        raise ValueError(f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one")
+        raise ValueError(
+            f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
+        )
     for info in infos:
         if _is_taken(_engine_of_param.get(info.param)):
             raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
@@ -251,7 +253,9 @@ class ShardedEngine:
         moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
         for space in self._spaces:
             if space.master is not None:
-                edited = [i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]]
+                edited = [
+                    i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]
+                ]
                 self._read_master(space, edited)
 
     def follow_loaded_state(self) -> None:
@@ -324,7 +328,9 @@ class ShardedEngine:
         for bucket in self._buckets:
             names = [self.infos[i].name for i in bucket.grads.parts]
             size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
-            lines.append(f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}")
+            lines.append(
+                f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}"
+            )
         return lines
 
     def close(self) -> None:

@@ -179,7 +179,9 @@ class RankPool:
         for index, rank in enumerate(self._ranks):
             code = rank.end_of(_EXIT_TIMEOUT_S)
             if code is None:
-                failures[index] = f"did not exit within {_EXIT_TIMEOUT_S:g} s after its last function\n{rank.dump_stacks()}"
+                failures[index] = (
+                    f"did not exit within {_EXIT_TIMEOUT_S:g} s after its last function\n{rank.dump_stacks()}"
+                )
             elif code != 0:
                 failures[index] = rank.obituary()
         self._stop()

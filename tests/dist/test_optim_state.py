@@ -142,7 +142,9 @@ def test_a_dict_of_torch_adamw_loads_and_goes_on(world: int | None, stock_option
     steps(theirs, reference, range(1, 6))
 
     def body(comm: Communicator | None) -> list[Tensor]:
-        params = [Parameter(torch.empty_strided(p.shape, p.stride()).copy_(m)) for p, m in zip(reference, middle, strict=True)]
+        params = [
+            Parameter(torch.empty_strided(p.shape, p.stride()).copy_(m)) for p, m in zip(reference, middle, strict=True)
+        ]
         opt = make(params, comm)
         opt.load_state_dict(saved)
         steps(opt, params, range(1, 6), comm)

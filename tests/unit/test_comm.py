@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comm_cases import check_usable, run_local
 
 from bucketwheel.comm import Communicator, LocalWorld
 from bucketwheel.errors import ClosedError
 from bucketwheel.ops import all_gather, reduce_scatter
-from comm_cases import check_usable, run_local
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -33,31 +33,86 @@ BAD_GATHERS = {
         r"outputs\[1\] has shape \[3\], expected world \(2\) x the 2 elements of inputs\[1\], shape \[1, 2\]",
     ),
     "output too long": (zeros(8), zeros(3), ValueError, r"outputs\[0\] has shape \[8\].*shape \[3\]"),
-    "other dtype": (zeros(4), zeros(2, dtype=BF16), TypeError, r"outputs\[0\] is torch.float32, inputs\[0\] is torch.bfloat16"),
+    "other dtype": (
+        zeros(4),
+        zeros(2, dtype=BF16),
+        TypeError,
+        r"outputs\[0\] is torch.float32, inputs\[0\] is torch.bfloat16",
+    ),
     "same bytes, other dtype": (zeros(4, dtype=torch.int8), zeros(2, dtype=torch.bool), TypeError, r"outputs\[0\]"),
-    "gaps in the output": (zeros(4, 4)[:, ::2], zeros(4), ValueError, r"outputs\[0\] is not contiguous: shape \[4, 2\], strides \[4, 2\]"),
+    "gaps in the output": (
+        zeros(4, 4)[:, ::2],
+        zeros(4),
+        ValueError,
+        r"outputs\[0\] is not contiguous: shape \[4, 2\], strides \[4, 2\]",
+    ),
     "gaps in the input": (zeros(4), zeros(4)[::2], ValueError, r"inputs\[0\] is not contiguous"),
     "not a tensor": ([zeros(4)], [[1.0, 2.0]], TypeError, r"inputs\[0\]: expected a torch.Tensor, got list"),
-    "other device": (zeros(4), torch.zeros(2, device="meta"), TypeError, r"inputs\[0\] has no strided memory on the cpu"),
+    "other device": (
+        zeros(4),
+        torch.zeros(2, device="meta"),
+        TypeError,
+        r"inputs\[0\] has no strided memory on the cpu",
+    ),
     "input in another rank's part": (BASE[:4], BASE[2:4], ValueError, r"segment 0: the input overlaps the output"),
     "input half in its own part": (BASE[:4], BASE[1:3], ValueError, r"segment 0: the input overlaps the output"),
-    "outputs overlap": ([BASE[:4], BASE[3:7]], [zeros(2), zeros(2)], ValueError, r"segment 1: the output overlaps the output of segment 0"),
+    "outputs overlap": (
+        [BASE[:4], BASE[3:7]],
+        [zeros(2), zeros(2)],
+        ValueError,
+        r"segment 1: the output overlaps the output of segment 0",
+    ),
     "same output twice": ([BASE[:4], BASE[:4]], [zeros(2), zeros(2)], ValueError, r"the output overlaps the output"),
-    "input in another output": ([zeros(4), BASE[:4]], [BASE[3:5], zeros(2)], ValueError, r"segment 0: the input overlaps the output of segment 1"),
+    "input in another output": (
+        [zeros(4), BASE[:4]],
+        [BASE[3:5], zeros(2)],
+        ValueError,
+        r"segment 0: the input overlaps the output of segment 1",
+    ),
 }
 
 # The same for a reduce_scatter: (outputs, inputs, op, ...).
 BAD_REDUCTIONS = {
     "fewer inputs": ([zeros(2), zeros(2)], [zeros(4)], "sum", ValueError, r"inputs has 1 tensors, outputs has 2"),
-    "input not divisible": (zeros(2), zeros(5), "sum", ValueError, r"inputs\[0\] has shape \[5\], expected world \(2\) x the 2 elements of outputs\[0\]"),
+    "input not divisible": (
+        zeros(2),
+        zeros(5),
+        "sum",
+        ValueError,
+        r"inputs\[0\] has shape \[5\], expected world \(2\) x the 2 elements of outputs\[0\]",
+    ),
     "other dtype": (zeros(2), zeros(4, dtype=BF16), "sum", TypeError, r"inputs\[0\] is bfloat16, expected float32"),
-    "unsupported dtype": (zeros(2, dtype=torch.float64), zeros(4, dtype=torch.float64), "sum", ValueError, r"float64 is not supported: float32 and bfloat16 are"),
+    "unsupported dtype": (
+        zeros(2, dtype=torch.float64),
+        zeros(4, dtype=torch.float64),
+        "sum",
+        ValueError,
+        r"float64 is not supported: float32 and bfloat16 are",
+    ),
     "unknown dtype": (zeros(2, dtype=torch.int8), zeros(4, dtype=torch.int8), "sum", TypeError, r"unsupported dtype"),
     "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum' and 'avg' are"),
     "gaps in the output": (zeros(4)[::2], zeros(4), "sum", ValueError, r"outputs\[0\] is not contiguous"),
-    "output in another rank's part": (BASE[2:4], BASE[:4], "sum", ValueError, r"segment 0: the input overlaps the output"),
-    "output half in its own part": (BASE[1:3], BASE[:4], "sum", ValueError, r"segment 0: the input overlaps the output"),
-    "outputs overlap": ([BASE[:2], BASE[1:3]], [zeros(4), zeros(4)], "sum", ValueError, r"the output overlaps the output"),
+    "output in another rank's part": (
+        BASE[2:4],
+        BASE[:4],
+        "sum",
+        ValueError,
+        r"segment 0: the input overlaps the output",
+    ),
+    "output half in its own part": (
+        BASE[1:3],
+        BASE[:4],
+        "sum",
+        ValueError,
+        r"segment 0: the input overlaps the output",
+    ),
+    "outputs overlap": (
+        [BASE[:2], BASE[1:3]],
+        [zeros(4), zeros(4)],
+        "sum",
+        ValueError,
+        r"the output overlaps the output",
+    ),
 }
 
 
@@ -122,8 +177,10 @@ def test_closed():
     handle = all_gather(out := zeros(2), torch.ones(2), comm)
     comm.close()
     assert handle.query() and out.tolist() == [1, 1]
-    for call in (lambda: all_gather(out, out, comm), lambda: comm.post(b""), lambda: comm.collect()):
-        with pytest.raises(ClosedError, match=r"^\[bucketwheel rank 0/1 comm 'over' seq 1\] the communicator is closed"):
+    for call in (lambda: all_gather(out, out, comm), lambda: comm.post(b""), comm.collect):
+        with pytest.raises(
+            ClosedError, match=r"^\[bucketwheel rank 0/1 comm 'over' seq 1\] the communicator is closed"
+        ):
             call()
     comm.abort("too late")
     comm.close()
