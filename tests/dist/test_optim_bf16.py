@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from optim_twins import (
     TINY,
     WORLDS,
@@ -22,6 +19,10 @@ from optim_twins import (
 )
 from torch import Tensor
 from torch.nn import Parameter
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 
 def optimizer(run_params: list[Parameter], comm: Communicator | None, **options) -> ShardedAdamW:

@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import RankFailed, assert_bitwise_equal
 from optim_twins import (
     TINY,
     WORLDS,
@@ -24,6 +21,10 @@ from optim_twins import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import RankFailed, assert_bitwise_equal
 
 Loss = Callable[[nn.Module, int, int], Tensor | None]  # (model, rank, step): None is no backward
 

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from optim_twins import (
     TINY,
     WORLDS,
     Run,
-    TorchTwin,
     assert_as_local,
     assert_as_torch,
     dyadic,
@@ -28,6 +24,10 @@ from optim_twins import (
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 
 def own_group_options(params: list[Parameter]) -> list[dict[str, Any]]:
@@ -425,8 +425,3 @@ def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
             third.step()
 
     run_local(2, body)
-
-
-def test_twins_have_the_methods_of_the_optimizer() -> None:
-    for name in ("no_sync", "grad_sync", "param_sync", "clip_grad_norm_", "full_grad", "close"):
-        assert callable(getattr(ShardedAdamW, name)) and callable(getattr(TorchTwin, name))

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from optim_twins import TINY, WORLDS, dyadic, joined_states, loss_of, make_params, run_local, share
 from torch import Tensor
 from torch.nn import Parameter
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 Saved = dict[str, Any]
 
