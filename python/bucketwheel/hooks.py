@@ -67,6 +67,8 @@ class GradSync:
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
         owner = weakref.ref(self)
         self._hooks = [info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
