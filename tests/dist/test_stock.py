@@ -374,7 +374,7 @@ def test_divergent_ranks_are_told_to_sync_first(world: int, stock: Callable[[Run
             run.opt.zero_grad()
         return [p.detach().clone() for p in run.params]
 
-    results = run_local(world, body, timeout_s=20)
+    results = run_local(world, body)
     for params in results:
         assert_bitwise_equal(params, results[0])
 
@@ -390,7 +390,7 @@ def test_one_more_parameter_on_one_rank_is_found_one_by_one() -> None:
         clip_grad_norm_(run.params, 0.25, foreach=False)  # the window is closed now, so all can list all
         run.opt.step()
 
-    run_local(2, body, timeout_s=20)
+    run_local(2, body)
 
 
 def test_gradients_left_in_no_sync_are_not_taken_for_reduced_ones() -> None:
@@ -499,7 +499,7 @@ class Branches(nn.Module):
 def train_branches(wrap: Callable[[nn.Module], Any], rank: int, diverges: bool, is_first: bool) -> list[Tensor]:
     model = Branches()
     wrapped = wrap(model) if is_first else None
-    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=20))
+    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=40))
     wrapped = wrapped or wrap(model)
     for step in range(4):
         for micro in range(2):
@@ -536,7 +536,7 @@ def train_under_ddp(rank: int, world: int) -> int:
 def refuse_ddp_that_replaces_gradients(rank: int, world: int) -> None:
     model = Branches()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=20))
+    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=40))
     before = [p.detach().clone() for p in model.parameters()]
     wrapped(torch.ones(4, 3)).sum().backward()
     refused = pytest.raises(ShardedGradError, match=r"gradient_as_bucket_view=True\) replaced the gradient")
