@@ -63,9 +63,9 @@ struct KeyBusy : PoolError {
 }  // namespace bucketwheel
 
 // A precondition. `message` is built only when it fails.
-#define BW_EXPECTS(condition, message)                 \
-  do {                                                 \
-    if (!(condition)) {                                \
-      throw ::bucketwheel::ValueError(message);        \
-    }                                                  \
+#define BW_EXPECTS(condition, message)          \
+  do {                                          \
+    if (!(condition)) {                         \
+      throw ::bucketwheel::ValueError(message); \
+    }                                           \
   } while (0)

@@ -52,14 +52,15 @@ inline void bind_device(py::module_& m) {
            "Seconds from ``start`` to this event. Both recorded with ``timing=True`` and complete, else ValueError.");
 
   py::class_<Stream, StreamRef>(m, "Stream", "An ordered queue of work with its own worker thread (CPU).")
-      .def(py::init([](std::string name) { return cpu_device().new_stream(std::move(name)); }), py::arg("name") = "stream",
-           Unlocked())
+      .def(py::init([](std::string name) { return cpu_device().new_stream(std::move(name)); }),
+           py::arg("name") = "stream", Unlocked())
       .def("record", &Stream::record, py::arg("timing") = false, Unlocked(),
            "An Event that completes when everything enqueued so far has run.")
       .def("wait", &Stream::wait, py::arg("event").none(false), Unlocked(),
            "What is enqueued from now on runs after ``event``. Does not block the caller.")
       .def(
-          "synchronize", [](Stream& self, std::optional<double> timeout) { return self.synchronize(deadline_of(timeout)); },
+          "synchronize",
+          [](Stream& self, std::optional<double> timeout) { return self.synchronize(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked(),
           "Blocks the calling thread until the queue is empty; False when ``timeout`` seconds passed first.")
       .def(

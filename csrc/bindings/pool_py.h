@@ -48,7 +48,8 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
   size_t size_bytes = size_of(dtype);
   bool fits = true;
   for (int64_t extent : shape) {
-    BW_EXPECTS(extent >= 0, "lease '" + lease->key() + "': tensor shape has the negative extent " + std::to_string(extent));
+    BW_EXPECTS(extent >= 0,
+               "lease '" + lease->key() + "': tensor shape has the negative extent " + std::to_string(extent));
     fits = fits && !__builtin_mul_overflow(size_bytes, static_cast<size_t>(extent), &size_bytes);
   }
   if (!fits || offset_bytes > lease->size_bytes() || size_bytes > lease->size_bytes() - offset_bytes) {
@@ -56,8 +57,8 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
     for (int64_t extent : shape) {
       text += (text.empty() ? "" : ", ") + std::to_string(extent);
     }
-    throw ValueError("lease '" + lease->key() + "' of " + std::to_string(lease->size_bytes()) + " bytes cannot hold a " +
-                     dtype_name + " tensor of shape [" + text + "]" +
+    throw ValueError("lease '" + lease->key() + "' of " + std::to_string(lease->size_bytes()) +
+                     " bytes cannot hold a " + dtype_name + " tensor of shape [" + text + "]" +
                      (fits ? " (" + std::to_string(size_bytes) + " bytes)" : "") +
                      (offset_bytes ? " at byte " + std::to_string(offset_bytes) : ""));
   }
@@ -103,7 +104,8 @@ inline void bind_pool(py::module_& m) {
       .def(
           "acquire",
           [](Pool& self, std::string key, int64_t nbytes, py::handle stream) {
-            BW_EXPECTS(nbytes >= 0, "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
+            BW_EXPECTS(nbytes >= 0,
+                       "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
             const StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
             py::gil_scoped_release unlocked;
             return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting.get());

@@ -49,8 +49,8 @@ class ReduceSink {
 };
 
 struct IssueOptions {
-  Stream* stream = nullptr;           // null: the communicator's own
-  std::vector<EventRef> after;        // the operation starts after these
+  Stream* stream = nullptr;     // null: the communicator's own
+  std::vector<EventRef> after;  // the operation starts after these
   bool timing = false;
   std::vector<Handle::Keepalive> keepalive;
 };
@@ -67,7 +67,8 @@ class Comm {
   virtual const StreamRef& stream() const = 0;
 
   virtual HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) = 0;
-  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum only).
+  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum
+  // only).
   virtual HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
                                    const IssueOptions& options) = 0;
 

@@ -81,9 +81,10 @@ bool HostQueue::is_foreign() const noexcept { return fork_generation_ != fork_ge
 
 void HostQueue::expect_same_process() const {
   if (is_foreign()) {
-    throw DeviceError("stream '" + name_ +
-                      "' belongs to the parent process: its worker thread did not survive fork(). Make new streams, pools "
-                      "and communicators in the child, or start it with the 'spawn' method");
+    throw DeviceError(
+        "stream '" + name_ +
+        "' belongs to the parent process: its worker thread did not survive fork(). Make new streams, pools "
+        "and communicators in the child, or start it with the 'spawn' method");
   }
 }
 

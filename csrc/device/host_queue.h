@@ -83,10 +83,10 @@ class HostQueue {
   // By pointer: in a forked child it is leaked as it is, it may have been half changed at the fork.
   std::deque<Work>* entries_;
   bool has_runner_ = false;
-  uint64_t wanted_ticket_;                    // the lowest ticket a sleeper waits for
-  std::atomic<uint32_t> progress_{0};         // sleepers' futex; moves when wanted_ticket_ is done
+  uint64_t wanted_ticket_;                     // the lowest ticket a sleeper waits for
+  std::atomic<uint32_t> progress_{0};          // sleepers' futex; moves when wanted_ticket_ is done
   std::atomic<uint32_t> is_worker_asleep_{0};  // the worker's futex; written under mutex_
-  std::thread* worker_ = nullptr;             // by pointer: leaked in a forked child
+  std::thread* worker_ = nullptr;              // by pointer: leaked in a forked child
 };
 
 }  // namespace bucketwheel

@@ -19,10 +19,10 @@ class Lease {
   Lease& operator=(const Lease&) = delete;
 
   const std::string& key() const;
-  size_t size_bytes() const;        // what was asked for
-  std::byte* data() const;          // UseAfterRelease once released
-  const SlabRef& slab() const;      // the slab it lies in
-  size_t offset_bytes() const;      // in the slab
+  size_t size_bytes() const;    // what was asked for
+  std::byte* data() const;      // UseAfterRelease once released
+  const SlabRef& slab() const;  // the slab it lies in
+  size_t offset_bytes() const;  // in the slab
   bool is_live() const;
 
   // Ends the lease. Its bytes may be given to the next owner at once; the next owner's stream waits for `after` (the

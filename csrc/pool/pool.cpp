@@ -46,7 +46,10 @@ void leak(const SlabRef& slab, const char* why) {
 // fences it inherited are kept: without that, the next owner could write while the owner before the last still reads.
 
 Pool::Impl::Impl(Device& device, UpstreamRef upstream, PoolOptions options)
-    : device(device), upstream(std::move(upstream)), options(options), fork_generation(bucketwheel::fork_generation()) {}
+    : device(device),
+      upstream(std::move(upstream)),
+      options(options),
+      fork_generation(bucketwheel::fork_generation()) {}
 
 std::shared_ptr<Pool::Impl> Pool::Impl::make(Device& device, UpstreamRef upstream, PoolOptions options) {
   // In a forked child the pool is leaked as it is: another thread may have been changing it at the fork.
@@ -250,9 +253,9 @@ void Pool::check() const {
     }
   }
   const PoolStats& stats = impl_->stats;
-  if (fault.empty() && (live_bytes != stats.live_bytes || live_leases != stats.live_leases ||
-                        reserved_bytes != stats.reserved_bytes || impl_->blocks.spans().size() != stats.slabs ||
-                        impl_->slabs.size() != stats.slabs)) {
+  if (fault.empty() &&
+      (live_bytes != stats.live_bytes || live_leases != stats.live_leases || reserved_bytes != stats.reserved_bytes ||
+       impl_->blocks.spans().size() != stats.slabs || impl_->slabs.size() != stats.slabs)) {
     fault = "the counters say " + std::to_string(stats.live_leases) + " leases, " + std::to_string(stats.live_bytes) +
             " bytes live, " + std::to_string(stats.reserved_bytes) + " reserved in " + std::to_string(stats.slabs) +
             " slabs; the slabs hold " + std::to_string(live_leases) + ", " + std::to_string(live_bytes) + ", " +

@@ -28,9 +28,9 @@ struct PoolStats {
 };
 
 struct PoolOptions {
-  size_t align_bytes = 512;              // of every lease, a power of two
+  size_t align_bytes = 512;                 // of every lease, a power of two
   size_t min_slab_bytes = size_t{8} << 20;  // smaller requests share a slab
-  bool poison = false;                   // fill bytes with 0xFF (NaN) when they become free to reuse, and keep red zones
+  bool poison = false;  // fill bytes with 0xFF (NaN) when they become free to reuse, and keep red zones
 };
 
 class Pool : public std::enable_shared_from_this<Pool> {

@@ -23,8 +23,8 @@ size_t page_bytes() {
 }
 
 [[noreturn]] void refuse(const char* what, size_t size_bytes, int error, const char* remedy) {
-  throw PoolError(std::string("a slab of ") + std::to_string(size_bytes) + " bytes: " + what + " failed: " +
-                  std::strerror(error) + " (" + remedy + ")");
+  throw PoolError(std::string("a slab of ") + std::to_string(size_bytes) + " bytes: " + what +
+                  " failed: " + std::strerror(error) + " (" + remedy + ")");
 }
 
 const char* memory_remedy(int error) {

@@ -7,6 +7,7 @@ that saving one saves just that one, and a version counter of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from torch.nn import Parameter
 from .plan import Packing, PackItem, pack
 from .pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo", "expect_same_memory_kind"]
+__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind"]
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,29 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class FlatParams:
-    """Moves ``infos``' parameters (one dtype, CPU) into one lease of ``pool``.
+def expect_dense(infos: Sequence[ParamInfo]) -> None:
+    """ValueError naming the first parameter that is not dense in memory."""
+    for info in infos:
+        if not _is_dense(info.param):
+            raise ValueError(
+                f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
+                "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
+            )
 
-    ValueError, before anything has moved, for a parameter that is not dense in memory. The order in the buffer is the
-    reverse of the order given: gradients arrive from the last parameter to the first.
+
+class FlatParams:
+    """Moves ``infos``' parameters (dense, of one dtype, CPU) into one lease of ``pool``.
+
+    The order in the buffer is the reverse of the order given: gradients arrive from the last parameter to the first.
     """
 
     def __init__(self, infos: Sequence[ParamInfo], *, world: int, bucket_numel: int, pool: Pool) -> None:
         self.infos = list(reversed(infos))
         self.dtype = infos[0].param.dtype
-        for info in self.infos:
-            if not _is_dense(info.param):
-                raise ValueError(
-                    f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
-                    "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
-                )
         items = [PackItem(info.param.numel(), info.granularity) for info in self.infos]
         self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
-        self.lease: Lease = pool.acquire(f"params/{self.dtype}", self.packing.numel * self.dtype.itemsize)
+        key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
+        self.lease: Lease = pool.acquire(key, self.packing.numel * self.dtype.itemsize)
         self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,))
         self._slots: list[Tensor] = []
         with torch.no_grad():

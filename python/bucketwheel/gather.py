@@ -7,6 +7,8 @@ With ``overlap_param_sync`` the all-gathers of a step run on while the host goes
 from __future__ import annotations
 
 import hashlib
+import struct
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,29 +24,32 @@ __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout"]
 _BROADCAST_CHUNK_BYTES = 8 << 20
 
 
-def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], options: object) -> None:
-    """RuntimeError on every rank, naming the first parameter that differs, unless all ranks gave the same list. Collective."""
-    lines = [
-        f"{info.name} {tuple(info.param.shape)} {tuple(info.param.stride())} {info.dtype} group {info.group} "
+def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
+    """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
+    lines = [f"the optimizer's options: {options}"]
+    lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
+    lines += [
+        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group {info.group}, "
         f"granularity {info.granularity}"
         for info in infos
     ]
-    own = [hashlib.sha256(line.encode()).digest()[:8] for line in [f"options {options}", *lines]]
-    payload = b"".join([len(infos).to_bytes(8, "little"), *own[: comm.max_payload_bytes // 8 - 1]])
+    counts = struct.pack("<qq", len(groups), len(infos))
+    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
+    payload = counts + b"".join(digests[: (comm.max_payload_bytes - len(counts)) // 8])
     everyone = comm.exchange(payload)
     if all(other == payload for other in everyone):
         return
-    counts = [int.from_bytes(other[:8], "little") for other in everyone]
-    if len(set(counts)) > 1:
-        raise RuntimeError(f"ranks disagree on the number of trainable parameters: {counts} by rank")
-    differing = next(i for i in range(1 + len(infos)) if len({other[8 + 8 * i : 16 + 8 * i] for other in everyone}) > 1)
-    what = (
-        f"the optimizer's options ({options})"
-        if differing == 0
-        else f"parameter {differing - 1}: {lines[differing - 1]}"
-    )
+    numbers = [struct.unpack_from("<qq", other) for other in everyone]
+    if len(set(numbers)) > 1:
+        raise RuntimeError(
+            f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
+        )
+    at = len(counts)
+    while len({other[at : at + 8] for other in everyone}) == 1:
+        at += 8
     raise RuntimeError(
-        f"ranks disagree on {what} (here on rank {comm.rank}); every rank must pass the same parameters in the same order"
+        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
+        "in the same order, with the same options"
     )
 
 
@@ -95,24 +100,37 @@ class Gathers:
         been seen (a weight used by another module, `F.linear(x, self.embedding.weight)`) are waited for when the model's own
         forward begins, and so is everything before anything reads ``model.state_dict()``.
         """
+        self_ref = weakref.ref(self)  # the model may outlive the optimizer
         index_of = {id(info.param): info.index for info in self._infos}
         owned = {
             id(module): frozenset(index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of)
             for module in model.modules()
         }
 
+        model_id = id(model)
+
         def before_forward(module: torch.nn.Module, _: object) -> None:
-            if self._running:
+            gathers = self_ref()
+            if gathers is None:
+                return
+            if gathers._running:
                 mine = owned.get(id(module), frozenset())
-                if module is model:
-                    mine = mine.union(*(params for key, params in owned.items() if key not in self._has_run))
+                if id(module) == model_id:
+                    mine = mine.union(*(params for key, params in owned.items() if key not in gathers._has_run))
                 if mine:
-                    self.wait_for(mine)
-            self._has_run.add(id(module))
+                    gathers.wait_for(mine)
+            gathers._has_run.add(id(module))
+
+        def before_state_dict(*_: object) -> None:
+            gathers = self_ref()
+            if gathers is not None:
+                gathers.wait_all()
 
         hooks = [module.register_forward_pre_hook(before_forward) for module in model.modules()]
-        hooks.append(model.register_state_dict_pre_hook(lambda *_: self.wait_all()))
+        hooks.append(model.register_state_dict_pre_hook(before_state_dict))
         self._hooks += hooks
+        for hook in hooks:
+            weakref.finalize(self, hook.remove).atexit = False
 
         def detach() -> None:
             self.wait_all()

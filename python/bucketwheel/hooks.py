@@ -67,6 +67,8 @@ class GradSync:
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
         owner = weakref.ref(self)
         self._hooks = [info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class GradSync:
             if not self.reduced.has_content(i):
                 continue
             if i == arriving or info.param.grad is not self._placeholders[i]:
-                self.reduced.drop(i)
+                self.reduced.forget(i)
             else:
                 self.reduced.flush_factor(i, remaining[i])
         for bucket in self.buckets:
@@ -294,7 +296,7 @@ class GradSync:
                 self._arrive(i, grad, add=False, launch=False)
             else:
                 if self.reduced.has_content(i):
-                    self.reduced.drop(i)  # replaced
+                    self.reduced.forget(i)  # replaced
                 self._kept[i] = grad
             info.param.grad = self._placeholders[i]
 

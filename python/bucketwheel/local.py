@@ -19,6 +19,8 @@ from .rows import AdamRows
 
 __all__ = ["LocalEngine"]
 
+_UNKNOWN_VERSION = -1
+
 
 class LocalEngine:
     """States shaped like the parameters, one row of the kernel for each."""
@@ -80,9 +82,8 @@ class LocalEngine:
             self._bind()
 
     def follow_loaded_state(self) -> None:
-        for info, state in zip(self.infos, self.states, strict=True):
-            _read_master(info, state)
-        self._versions = [info.param._version for info in self.infos]
+        """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
+        self._versions = [_UNKNOWN_VERSION] * len(self.infos)
 
     # --- clipping ----------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from . import state_dict as states
 from .comm import Communicator
+from .errors import ClosedError
 from .flat import ParamInfo
 from .local import LocalEngine
+from .rows import expect_uniform_flags
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
@@ -129,9 +131,9 @@ class ShardedAdamW(Optimizer):
         comm = _communicator(process_group)
         self._is_closed = False
         self._owns_comm = comm is not None and comm is not process_group
-        self._engine: LocalEngine | ShardedEngine
+        self._made_engine: LocalEngine | ShardedEngine
         if comm is None:
-            self._engine = LocalEngine(infos)
+            self._made_engine = LocalEngine(infos)
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,
@@ -142,9 +144,15 @@ class ShardedAdamW(Optimizer):
                 overlap_param_sync=overlap_param_sync,
                 max_inflight_buckets=max_inflight_buckets,
             )
-            self._engine = ShardedEngine(comm, infos, options)
+            self._made_engine = ShardedEngine(comm, infos, _texts(self.param_groups), options)
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
+
+    @property
+    def _engine(self) -> LocalEngine | ShardedEngine:
+        if self._is_closed:  # its memory may be somebody else's by now
+            raise ClosedError("the optimizer is closed; make a new one for these parameters")
+        return self._made_engine
 
     def _publish_state(self) -> None:
         """``self.state`` shows this rank's part: the kernel's own memory, flat where parameters are sharded."""
@@ -250,8 +258,13 @@ class ShardedAdamW(Optimizer):
         of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory order), 1-D fp32; of a local one the
         parameter's shape.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._engine.param_sync()
-        return states.save(self)
+        saved = states.save(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
@@ -259,10 +272,15 @@ class ShardedAdamW(Optimizer):
         The dict is not changed and states stay fp32. ValueError if groups, parameters or this rank's ranges do not match; nothing
         has been loaded then. RuntimeError while gradients are pending (call `step` or `zero_grad` first).
         """
+        state_dict = dict(state_dict)  # hooks may write to it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         states.load(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_engine"):
+        if hasattr(self, "_made_engine"):
             raise NotImplementedError("add_param_group after construction is not implemented yet")
         super().add_param_group(param_group)
 
@@ -294,10 +312,10 @@ class ShardedAdamW(Optimizer):
             return
         self._is_closed = True
         try:
-            self._engine.close()
+            self._made_engine.close()
         finally:
-            if self._owns_comm and isinstance(self._engine, ShardedEngine):
-                self._engine.comm.close()
+            if self._owns_comm and isinstance(self._made_engine, ShardedEngine):
+                self._made_engine.comm.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
@@ -360,11 +378,17 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
             infos.append(
                 ParamInfo(len(infos), name, param, g, _granularity(group, param, name), param.dtype, param.stride())
             )
-    for key in ("maximize", "amsgrad", "capturable", "differentiable"):
-        values = {bool(group[key]) for group in param_groups}
-        if len(values) > 1:
-            raise ValueError(f"{key} must be the same in all parameter groups, got {[g[key] for g in param_groups]}")
+    expect_uniform_flags(param_groups)
     return infos
+
+
+def _texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """What ranks must have in common of their groups, for comparison and for messages."""
+    return [
+        f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}"
+        for g in param_groups
+    ]
 
 
 def _communicator(process_group: dist.ProcessGroup | Communicator | None) -> Communicator | None:

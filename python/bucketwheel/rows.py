@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ._build import native
 
-__all__ = ["AdamRows"]
+__all__ = ["AdamRows", "expect_uniform_flags"]
+
+
+def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError for flags that the kernel takes once for all groups and that differ between them."""
+    for key in ("maximize", "amsgrad", "capturable", "differentiable"):
+        if len({bool(group[key]) for group in param_groups}) > 1:
+            raise ValueError(f"{key} must be the same in all parameter groups, got {[g[key] for g in param_groups]}")
 
 
 class AdamRows:
@@ -42,6 +49,7 @@ class AdamRows:
         self, param_groups: Sequence[dict[str, Any]], used: Sequence[bool], factors: Sequence[float]
     ) -> None:
         """Counts a step for the parameters ``used`` and fixes the scalars of this step. ``factors``: folded into gradients."""
+        expect_uniform_flags(param_groups)
         native().set_num_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)

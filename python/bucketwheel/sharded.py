@@ -6,6 +6,7 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import gather
 from ._build import native
 from .bucket import GradBucket, Part
 from .comm import Communicator
-from .flat import FlatParams, ParamInfo
+from .flat import FlatParams, ParamInfo, expect_dense
 from .hooks import GradSync
 from .plan import Segment
 from .pool import Pool
@@ -26,6 +28,8 @@ from .reduced import ReducedGrads, ShardPiece
 from .rows import AdamRows
 
 __all__ = ["ShardedEngine", "ShardedOptions"]
+
+_UNKNOWN_VERSION = -1
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,37 @@ class ShardedOptions:
     overlap_grad_sync: bool
     overlap_param_sync: bool
     max_inflight_buckets: int
+
+
+_engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
+_engine_of_param: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _is_taken(by: weakref.ref[ShardedEngine] | None) -> bool:
+    return by is not None and by() is not None
+
+
+def _take(comm: Communicator, infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
+    """ValueError if a live optimizer has the communicator or a parameter.
+
+    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
+    """
+    if _is_taken(_engine_of_comm.get(comm)):
+        raise ValueError(
+            f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
+        )
+    for info in infos:
+        if _is_taken(_engine_of_param.get(info.param)):
+            raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
+    _engine_of_comm[comm] = weakref.ref(engine)
+    for info in infos:
+        _engine_of_param[info.param] = weakref.ref(engine)
+
+
+def _give_back(comm: Communicator, infos: Sequence[ParamInfo]) -> None:
+    _engine_of_comm.pop(comm, None)
+    for info in infos:
+        _engine_of_param.pop(info.param, None)
 
 
 @dataclass
@@ -55,14 +90,18 @@ class _Space:
 class ShardedEngine:
     """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order."""
 
-    def __init__(self, comm: Communicator, infos: Sequence[ParamInfo], options: ShardedOptions) -> None:
+    def __init__(
+        self, comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: ShardedOptions
+    ) -> None:
         self.comm = comm
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
         self.steps = torch.zeros(len(self.infos), dtype=torch.int64)
         self.states: list[dict[str, Tensor]] = []
-        gather.expect_equal_layout(comm, self.infos, options)
+        _take(comm, self.infos, self)
+        gather.expect_equal_layout(comm, self.infos, groups, options)
+        expect_dense(self.infos)
         self._state_pool = Pool("host")
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
         if options.broadcast_params:
@@ -220,10 +259,8 @@ class ShardedEngine:
                 self._read_master(space, edited)
 
     def follow_loaded_state(self) -> None:
-        for space in self._spaces:
-            if space.master is not None:
-                self._read_master(space, space.first_param)
-        self._versions = [info.param._version for info in self.infos]
+        """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
+        self._versions = [_UNKNOWN_VERSION] * len(self.infos)
 
     def param_sync(self) -> None:
         self._gathers.wait_all()
@@ -305,6 +342,7 @@ class ShardedEngine:
             self._gathers.detach()
             for space in self._spaces:
                 space.flat.release()
+            _give_back(self.comm, self.infos)
 
 
 @dataclass(frozen=True)

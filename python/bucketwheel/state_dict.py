@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from .flat import ParamInfo
+from .rows import expect_uniform_flags
 
 if TYPE_CHECKING:
     from .optim import ShardedAdamW
 
 __all__ = ["load", "save"]
+
+# Of param_groups: what says how this optimizer works, whatever the saved one was.
+_KEPT_KEYS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 def save(optimizer: ShardedAdamW) -> dict[str, Any]:
@@ -26,8 +30,11 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     state = {}
     for info, tensors in zip(engine.infos, engine.states, strict=True):
         entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
-        entry.update({name: tensor.clone() for name, tensor in tensors.items()})
-        if any(tensor.shape != info.param.shape for tensor in tensors.values()):
+        for name, tensor in tensors.items():
+            copy = entry[name] = tensor.clone()
+            if engine.world == 1 and copy.shape != info.param.shape:
+                entry[name] = copy.as_strided(info.param.shape, info.stride)
+        if engine.world > 1:
             entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
         state[number[info.param]] = entry
     groups = [
@@ -48,6 +55,9 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
+    if any(group.get("amsgrad") for group in groups):
+        raise NotImplementedError("amsgrad=True in the loaded state dict is not implemented yet")
+    expect_uniform_flags([{**ours, **theirs} for ours, theirs in zip(optimizer.param_groups, groups, strict=True)])
     saved_as = {
         p: saved
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
@@ -63,7 +73,7 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
             if name in loaded:
                 tensor.copy_(loaded[name].contiguous().as_strided(tensor.shape, tensor.stride()))  # memory order
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        ours.update({key: value for key, value in theirs.items() if key not in _KEPT_KEYS})
     engine.follow_loaded_state()
 
 

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_threads
+from optim_twins import dyadic, loss_of, make_params, run_local, share
 from torch import Tensor
 from torch.nn import Parameter
 
-SHAPES = [(5, 7), (3,), (), (64, 33), (0,), (1, 1), (257,), (4, 3, 2, 2), (40, 6)]
-
-
-def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
-    """Dense parameters of every kind: scalar, empty, channels-last, transposed."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    tensors[7] = tensors[7].to(memory_format=torch.channels_last)
-    tensors[8] = tensors[8].t()
-    return [Parameter(t) for t in tensors]
-
-
-def dyadic(params: list[Parameter], seed: int) -> list[Tensor]:
-    """Small integers / 16, a multiple of 1/16 whose sums over a few ranks are exact in float32 and bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-8, 9, p.shape, generator=generator).to(p.dtype) / 16 for p in params]
-
-
-def loss_of(params: list[Parameter], grads: list[Tensor], used: Callable[[int], bool] = lambda i: True) -> Tensor:
-    """A loss whose gradient of params[i] is grads[i] exactly."""
-    return sum(((p * g).sum() for i, (p, g) in enumerate(zip(params, grads, strict=True)) if used(i)), torch.zeros(()))
-
-
-def share(grads: list[Tensor], rank: int, world: int) -> list[Tensor]:
-    """This rank's gradients: they differ between ranks and average to ``grads`` exactly."""
-    return [g + (2 * rank - (world - 1)) / 16 for g in grads]
-
-
-def run_local(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """fn(comm, *args) on ``world`` ranks that are threads."""
-    local = LocalWorld(world)
-
-    def body(rank: int, _: int) -> Any:
-        with Communicator(local.rank(rank), backend="local", timeout_s=timeout_s / 2) as comm:
-            return fn(comm, *args)
-
-    return run_threads(body, world, timeout_s=timeout_s)
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 
 def backward(opt: ShardedAdamW, params: list[Parameter], grads: list[Tensor], how: str) -> None:
@@ -91,7 +55,7 @@ def test_bitwise_equal_at_any_world_bucket_overlap_and_accumulation(world: int, 
         ["once", "no_sync", "twice", "grad_sync"], [True, False], [True, False]
     ):
         options = dict(bucket_cap_mb=bucket_cap_mb, overlap_grad_sync=overlap, overlap_param_sync=late_params)
-        for rank, params in enumerate(run_local(world, lambda comm: train(comm, how, None, **options))):
+        for rank, params in enumerate(run_local(world, functools.partial(train, how=how, clip=None, **options))):
             assert_bitwise_equal(params, expected, f"rank {rank} of {world}, {how}, {options}")
 
 

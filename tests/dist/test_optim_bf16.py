@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from optim_twins import (
     TINY,
     WORLDS,
@@ -22,6 +19,10 @@ from optim_twins import (
 )
 from torch import Tensor
 from torch.nn import Parameter
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 
 def optimizer(run_params: list[Parameter], comm: Communicator | None, **options) -> ShardedAdamW:
@@ -43,7 +44,9 @@ def expect_masters_round_to_parameters(opt: ShardedAdamW, params: list[Parameter
         flat = in_memory_order(p.detach(), p)
         at = 0
         for begin, end in saved[i].get("ranges", [(0, p.numel())]):
-            master = in_memory_order(saved[i]["master_param"], p) if "ranges" not in saved[i] else saved[i]["master_param"]
+            master = (
+                in_memory_order(saved[i]["master_param"], p) if "ranges" not in saved[i] else saved[i]["master_param"]
+            )
             assert_bitwise_equal(master[at : at + end - begin].to(torch.bfloat16), flat[begin:end], f"parameter {i}")
             at += end - begin
             count += end - begin
@@ -145,7 +148,9 @@ def converted_and_back(params: list[Parameter]) -> None:
     model.to(torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("edit", [load_state_dict, in_place, other_data, other_strides, converted_and_back], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "edit", [load_state_dict, in_place, other_data, other_strides, converted_and_back], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_edits_between_steps_are_followed(dtype: torch.dtype, edit: Callable[[list[Parameter]], None]) -> None:
     """Reference: a new optimizer on the edited values, with the states of the old one.
@@ -257,4 +262,3 @@ def test_without_broadcast_every_rank_trains_its_shards_of_its_own_values(world:
     for params, _ in ranks:
         assert_bitwise_equal(params, ranks[0][0])
     joined_states([saved for _, saved in ranks], make_params())
-

@@ -6,9 +6,6 @@ import math
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from optim_twins import (
     OPTIONS,
     TINY,
@@ -25,6 +22,10 @@ from optim_twins import (
     share,
 )
 from torch import Tensor
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 ORDERS = [2.0, math.inf, 1.0, 3.0, 0.0]
 

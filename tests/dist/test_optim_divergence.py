@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import RankFailed, assert_bitwise_equal
 from optim_twins import (
     TINY,
     WORLDS,
@@ -24,6 +21,10 @@ from optim_twins import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import RankFailed, assert_bitwise_equal
 
 Loss = Callable[[nn.Module, int, int], Tensor | None]  # (model, rank, step): None is no backward
 
@@ -90,7 +91,9 @@ def run_branches(order_of: Callable[[int, int], list[int]]) -> Loss:
     return lambda model, rank, step: model(inputs(rank, step, model.head.weight), order_of(rank, step))
 
 
-@pytest.mark.parametrize("options", [TINY, {"bucket_cap_mb": 4e-4, "overlap_param_sync": True}, {"overlap_grad_sync": False}])
+@pytest.mark.parametrize(
+    "options", [TINY, {"bucket_cap_mb": 4e-4, "overlap_param_sync": True}, {"overlap_grad_sync": False}]
+)
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_rank_another_branch_and_another_order(world: int, options: dict) -> None:
     train_as_float64(Branches, run_branches(lambda rank, step: [rank, (rank + step) % 5]), world, **options)
@@ -368,7 +371,9 @@ def clip_then_use_another(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("script", [scale_what_is_there, scale_old_and_new, clip_then_use_another], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script", [scale_what_is_there, scale_old_and_new, clip_then_use_another], ids=lambda s: s.__name__
+)
 def test_factors_agree_where_gradients_are_on_some_ranks_only(script: Callable[[Run], None]) -> None:
     expected = outcome_of_torch(script, lr=0.01)
     for world in WORLDS:

@@ -301,4 +301,4 @@ def grad_with_other_strides(run: Run) -> None:
 @pytest.mark.timeout_s(240)
 def test_a_loop_does_what_torch_does(script) -> None:
     assert_as_local_and_torch(script, lr=0.01, weight_decay=0.1)
-    assert_as_local(script, dtype=torch.bfloat16, worlds=[2, 4], lr=0.01, weight_decay=0.1)
+    assert_as_local(script, dtype=torch.bfloat16, worlds=[2], lr=0.01, weight_decay=0.1)

@@ -1,12 +1,12 @@
 // Checks, a test registry and a watchdog: all that the native tests need of a framework.
 #pragma once
 
+#include <unistd.h>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 // ThreadSanitizer cannot follow threads that a forked child starts.
@@ -25,22 +25,22 @@ inline constexpr bool kMayStartThreadsAfterFork = true;
   } while (0)
 
 // `statement` throws `type` with a message that contains `text`.
-#define CHECK_THROWS(type, text, statement)                                                              \
-  do {                                                                                                   \
-    bool has_thrown = false;                                                                             \
-    try {                                                                                                \
-      statement;                                                                                         \
-    } catch (const type& error) {                                                                        \
-      has_thrown = true;                                                                                 \
-      if (std::strstr(error.what(), text) == nullptr) {                                                  \
-        std::fprintf(stderr, "%s:%d: message is: %s\n", __FILE__, __LINE__, error.what());               \
-        std::_Exit(1);                                                                                   \
-      }                                                                                                  \
-    }                                                                                                    \
-    if (!has_thrown) {                                                                                   \
-      std::fprintf(stderr, "%s:%d: %s did not throw %s\n", __FILE__, __LINE__, #statement, #type);       \
-      std::_Exit(1);                                                                                     \
-    }                                                                                                    \
+#define CHECK_THROWS(type, text, statement)                                                        \
+  do {                                                                                             \
+    bool has_thrown = false;                                                                       \
+    try {                                                                                          \
+      statement;                                                                                   \
+    } catch (const type& error) {                                                                  \
+      has_thrown = true;                                                                           \
+      if (std::strstr(error.what(), text) == nullptr) {                                            \
+        std::fprintf(stderr, "%s:%d: message is: %s\n", __FILE__, __LINE__, error.what());         \
+        std::_Exit(1);                                                                             \
+      }                                                                                            \
+    }                                                                                              \
+    if (!has_thrown) {                                                                             \
+      std::fprintf(stderr, "%s:%d: %s did not throw %s\n", __FILE__, __LINE__, #statement, #type); \
+      std::_Exit(1);                                                                               \
+    }                                                                                              \
   } while (0)
 
 struct Test {
@@ -53,8 +53,8 @@ inline std::vector<Test>& tests() {
   return *all;
 }
 
-#define TEST(name)                                                       \
-  static void name();                                                    \
+#define TEST(name)                                                                        \
+  static void name();                                                                     \
   [[maybe_unused]] static const int name##_added = (tests().push_back({#name, name}), 0); \
   static void name()
 

@@ -78,7 +78,7 @@ def build(test: str, sanitizer: str) -> Path:
     parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         main = pool.submit(
-            stored, f"{test}-{sanitizer}", [source, HERE / "check.h", *headers], [*compile_argv, str(source)]
+            stored, f"{test}-{sanitizer}", [source, *sorted(HERE.glob("*.h")), *headers], [*compile_argv, str(source)]
         )
         objects = list(pool.map(lambda part: compile_part(*part), parts))
         objects.append(main.result())

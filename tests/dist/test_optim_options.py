@@ -1,0 +1,427 @@
+"""Hyperparameters, schedulers, hooks and closures as in torch; options, layouts and what ranks must have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_twins import (
+    TINY,
+    WORLDS,
+    Run,
+    assert_as_local,
+    assert_as_torch,
+    dyadic,
+    loss_of,
+    make_params,
+    outcome_of_torch,
+    run_local,
+    share,
+)
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import lr_scheduler
+
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+
+
+def own_group_options(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:3], "lr": 0.03, "weight_decay": 0.0},
+        {"params": []},
+        {"params": params[3:5], "betas": (0.5, 0.8), "eps": 1e-3},
+        {"params": params[5:], "weight_decay": 0.3},
+    ]
+
+
+def named(params: list[Parameter]) -> list[tuple[str, Parameter]]:
+    return [(f"layer.{i}", p) for i, p in enumerate(params)]
+
+
+def plain_steps(run: Run) -> None:
+    for step in range(6):
+        run.backward(step)
+        run.step()
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (list, {}),
+        (named, {"lr": 0.1}),
+        (own_group_options, {"lr": 0.01, "betas": (0.8, 0.95)}),
+        (own_group_options, {"lr": 0.01, "maximize": True}),
+        (list, {"lr": torch.tensor(0.02), "foreach": False}),
+        (list, {"lr": 0.0, "weight_decay": 0.5}),
+        (list, {"lr": 0.01, "betas": (0.0, 0.0), "eps": 1e-2, "weight_decay": 0.0}),
+    ],
+    ids=["defaults", "named", "groups", "maximize", "tensor-lr", "lr-0", "betas-0"],
+)
+def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
+    mine = assert_as_local(plain_steps, make, worlds=[1, 2, 3], **options)
+    assert_as_torch(mine, outcome_of_torch(plain_steps, make, **options))
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10),  # changes betas too
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=6),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers(name: str, tensor_lr: bool) -> None:
+    def scheduled(run: Run) -> None:
+        scheduler = SCHEDULERS[name](run.opt)
+        for step in range(8):
+            run.backward(step)
+            run.step()
+            scheduler.step()
+            run.see([float(group["lr"]) for group in run.opt.param_groups])
+            run.see([tuple(group["betas"]) for group in run.opt.param_groups])
+
+    def make(params: list[Parameter]) -> list[dict[str, Any]]:
+        rates = [torch.tensor(lr) if tensor_lr else lr for lr in (0.02, 0.05)]  # schedulers write to tensors
+        return [{"params": params[:4], "lr": rates[0]}, {"params": params[4:], "lr": rates[1]}]
+
+    mine = assert_as_local(scheduled, make, worlds=[2])
+    assert_as_torch(mine, outcome_of_torch(scheduled, make))
+
+
+@pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_100_steps_stay_with_torch(world: int, stock_options: dict[str, Any]) -> None:
+    def gradients(params: list[Parameter], step: int, rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+    reference = make_params()
+    theirs = torch.optim.AdamW(reference, lr=0.01, weight_decay=0.1, **stock_options)
+    for step in range(100):
+        everyone = [gradients(reference, step, rank) for rank in range(world)]
+        for p, *grads in zip(reference, *everyone, strict=True):
+            p.grad = torch.zeros_like(p).copy_(torch.stack(grads).double().sum(0) / world)
+        theirs.step()
+
+    def body(comm: Communicator) -> list[Tensor]:
+        params = make_params()
+        opt = ShardedAdamW(params, lr=0.01, weight_decay=0.1, process_group=comm, **TINY)
+        for step in range(100):
+            loss_of(params, gradients(params, step, comm.rank)).backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in params]
+
+    for params in run_local(world, body):
+        for p, q in zip(params, reference, strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=2e-6)
+
+
+def closures(run: Run) -> None:
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            assert torch.is_grad_enabled()
+            run.opt.zero_grad()
+            loss = run.loss(step)
+            loss.backward()
+            return torch.tensor(float(step))
+
+        with torch.no_grad():
+            run.see(run.opt.step(closure))
+    run.see(run.opt.step())
+
+
+def hooks_of_steps(run: Run) -> None:
+    calls: list[str] = []
+    before = run.opt.register_step_pre_hook(lambda opt, args, kwargs: calls.append("before"))
+    run.opt.register_step_post_hook(lambda opt, args, kwargs: calls.append("after"))
+    for step in range(3):
+        run.backward(step)
+        run.step()
+        if step == 1:
+            before.remove()
+    run.see(calls)
+    assert calls == ["before", "after"] * 2 + ["after"]
+
+
+@pytest.mark.parametrize("script", [closures, hooks_of_steps], ids=lambda script: script.__name__)
+def test_the_surface_of_a_torch_optimizer(script: Callable[[Run], None]) -> None:
+    mine = assert_as_local(script, worlds=[1, 2], lr=0.01)
+    assert_as_torch(mine, outcome_of_torch(script, lr=0.01))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_instead_of_means(world: int) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=comm, gradient_average=False, **TINY)
+        loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
+        sums = [opt.full_grad(p) for p in params]
+        opt.step()
+        return [*sums, *(p.detach().clone() for p in params)]
+
+    params = make_params()
+    sums = [g * world for g in dyadic(params, 0)]
+    loss_of(params, sums).backward()
+    ShardedAdamW(params).step()
+    for result in run_local(world, body):
+        assert_bitwise_equal(result, [*sums, *(p.detach() for p in params)])
+
+
+# --- layout --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity, unit", [("row", None), (8, 8), (5, 5), (1, 1)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_shard_boundaries_respect_the_granularity(world: int, granularity: int | str, unit: int | None) -> None:
+    shapes = [(7, 24), (300,), (33, 40), (5, 3, 8)]
+
+    def body(comm: Communicator) -> dict[str, Any]:
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(shape)) for shape in shapes]
+        groups = [{"params": params, "granularity": granularity}]
+        opt = ShardedAdamW(groups, process_group=comm, bucket_cap_mb=1e-3)
+        loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
+        opt.step()
+        return opt.state_dict()["state"]
+
+    states = run_local(world, body)
+    cuts = 0
+    for index, shape in enumerate(shapes):
+        numel = torch.Size(shape).numel()
+        step = unit or (torch.empty(shape).stride(0) if len(shape) > 1 else 1)
+        ranges = sorted(tuple(r) for state in states for r in state[index].get("ranges", [(0, numel)]))
+        assert sum(end - begin for begin, end in ranges) == numel
+        for begin, end in ranges:
+            assert begin % step == 0 and (end % step == 0 or end == numel), (shape, ranges)
+            cuts += end != numel
+    assert cuts > 0 or world == 1
+
+
+def test_it_describes_itself() -> None:
+    def body(comm: Communicator) -> tuple[str, dict[str, int]]:
+        opt = ShardedAdamW(named(make_params()), process_group=comm, bucket_cap_mb=3e-3)
+        before = opt.memory_summary()
+        loss_of(list(opt.param_groups[0]["params"]), dyadic(make_params(), 0)).backward()
+        opt.step()
+        after = opt.memory_summary()
+        assert {k: v for k, v in after.items() if k != "pool"} == {k: v for k, v in before.items() if k != "pool"}
+        return opt.describe(), after
+
+    numel = sum(p.numel() for p in make_params())
+    texts, memories = zip(*run_local(2, body), strict=True)
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == len(re.findall(r"bucket \d+: [\d.]+ MiB torch.float32", texts[0])) > 1
+    assert all(f"layer.{i}" in texts[0] for i, p in enumerate(make_params()) if p.numel())
+    for memory in memories:
+        assert set(memory) == {"params", "grads", "states", "pool"}
+        assert 4 * numel <= memory["params"] <= 8 * numel
+        assert memory["grads"] == memory["params"] // 2 and memory["states"] == memory["params"]
+        assert memory["pool"] >= 0
+    local = ShardedAdamW(make_params())
+    assert "local" in local.describe()
+    assert local.memory_summary() == {"params": 4 * numel, "grads": 0, "states": 8 * numel, "pool": 0}
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+LATER = {
+    "amsgrad": True,
+    "capturable": True,
+    "replicate_group": object(),
+    "state_dtype": torch.bfloat16,
+    "accum_dtype": torch.bfloat16,
+    "master_weights": "bf16_remainder",
+    "static_graph": True,
+    "on_external_update": "error",
+    "reduce_dtype": torch.float16,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_options_of_later_name_themselves(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name}="):
+        ShardedAdamW(make_params(), **{name: LATER[name]})
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"eps": -1e-8}, "Invalid epsilon value"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value"),
+        ({"differentiable": True}, "differentiable"),
+        ({"max_inflight_buckets": 0}, "max_inflight_buckets"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+    ],
+)
+def test_bad_options_are_value_errors(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ShardedAdamW(make_params(), **options)
+
+
+def test_bad_parameters_are_named_and_nothing_moves() -> None:
+    def body(comm: Communicator | None) -> None:
+        good = make_params()
+        pointers = [p.data_ptr() for p in good]
+        for bad, error, match in [
+            (Parameter(torch.zeros(3, dtype=torch.float64)), ValueError, "'bad' is torch.float64"),
+            (Parameter(torch.zeros(3, dtype=torch.complex64)), ValueError, "'bad' is torch.complex64"),
+            (Parameter(torch.zeros(3, device="meta")), ValueError, "'bad' is torch.float32 on meta"),
+            (Parameter(torch.zeros(2, 2).to_sparse()), TypeError, "'bad' .*sparse"),
+        ]:
+            with pytest.raises(error, match=match):
+                ShardedAdamW([*named(good), ("bad", bad)], process_group=comm)
+        if comm:
+            gaps = Parameter(torch.zeros(4, 4, dtype=torch.bfloat16)[:, ::2])  # in a flat buffer of its own
+            for bad in (gaps, Parameter(torch.zeros(1).expand(5))):
+                with pytest.raises(ValueError, match="'bad' .*gaps or overlaps"):
+                    ShardedAdamW([*named(good), ("bad", bad)], process_group=comm)
+        with pytest.raises(ValueError, match="granularity.*'column'"):
+            ShardedAdamW([{"params": good, "granularity": "column"}], process_group=comm)
+        with pytest.raises(ValueError, match="maximize must be the same"):
+            ShardedAdamW([{"params": good[:3], "maximize": True}, {"params": good[3:]}], process_group=comm)
+        with pytest.raises(TypeError):
+            ShardedAdamW(good[0], process_group=comm)
+        with pytest.raises(ValueError, match="empty parameter list"):
+            ShardedAdamW([], process_group=comm)
+        assert [p.data_ptr() for p in good] == pointers
+        assert all(not p._post_accumulate_grad_hooks for p in good)
+        ShardedAdamW(good, process_group=comm).step()  # nothing is left behind that would be in the way
+
+    body(None)
+    run_local(2, body)
+
+
+def test_what_comes_later_is_refused_while_running() -> None:
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        params[0].requires_grad_(False)
+        opt = ShardedAdamW(params, process_group=comm)
+        with pytest.raises(NotImplementedError, match="add_param_group"):
+            opt.add_param_group({"params": [Parameter(torch.zeros(3))]})
+        params[0].requires_grad_(True)
+        loss_of(params, dyadic(params, 0)).backward()
+        with pytest.raises(NotImplementedError, match="unfreezing"):
+            opt.step()
+        params[0].grad = None
+        opt.step()
+        opt.zero_grad()
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        other = ShardedAdamW(embedding.parameters()) if comm is None else None
+        if other is not None:
+            embedding(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(RuntimeError, match="sparse"):
+                other.step()
+
+    body(None)
+    run_local(2, body)
+
+
+def test_sparse_gradients_are_refused_by_the_hook() -> None:
+    def body(comm: Communicator) -> None:
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        opt = ShardedAdamW([("table", embedding.weight)], process_group=comm)
+        with pytest.raises(RuntimeError, match="sparse gradients are not supported.*'table'"):
+            embedding(torch.tensor([1, 2])).sum().backward()
+        embedding.weight.grad = None
+        opt.step()
+
+    run_local(2, body)
+
+
+def test_frozen_parameters_alone_are_a_legal_optimizer() -> None:
+    def body(comm: Communicator | None) -> None:
+        params = [p.requires_grad_(False) for p in make_params()]
+        opt = ShardedAdamW(params, process_group=comm)
+        opt.step()
+        opt.zero_grad()
+        assert opt.clip_grad_norm_(1.0) == 0.0
+        opt.load_state_dict(opt.state_dict())
+        opt.close()
+
+    body(None)
+    run_local(2, body)
+
+
+def differing(rank: int, what: str) -> tuple[list[Any], dict[str, Any]]:
+    """What rank 1 does differently."""
+    params = named([Parameter(torch.zeros(shape)) for shape in [(4, 3), (7,), (2, 5)]])
+    options: dict[str, Any] = {}
+    if rank == 1:
+        if what == "shape":
+            params[1] = ("layer.1", Parameter(torch.zeros(8)))
+        elif what == "order":
+            params[1], params[2] = params[2], params[1]
+        elif what == "dtype":
+            params[2] = ("layer.2", Parameter(torch.zeros(2, 5, dtype=torch.bfloat16)))
+        elif what == "strides":
+            params[0] = ("layer.0", Parameter(torch.zeros(3, 4).t()))
+        elif what == "frozen":
+            params[2][1].requires_grad_(False)
+        elif what == "groups":
+            return [{"params": params[:1]}, {"params": params[1:]}], options
+        elif what == "granularity":
+            return [{"params": params, "granularity": 2}], options
+        else:
+            options = {"lr": {"lr": 0.1}, "bucket": {"bucket_cap_mb": 1.0}, "maximize": {"maximize": True}}[what]
+    return params, options
+
+
+@pytest.mark.parametrize(
+    "what, match",
+    [
+        ("shape", r"parameter 1: 'layer.1' \((7|8),\)"),
+        ("order", r"parameter 1: 'layer.[12]'"),
+        ("dtype", r"parameter 2: 'layer.2'.*torch.(float32|bfloat16)"),
+        ("strides", r"parameter 0: 'layer.0'.*strides"),
+        ("frozen", r"numbers .*\(1, 3\), \(1, 2\)"),
+        ("groups", r"numbers .*\(1, 3\), \(2, 3\)"),
+        ("granularity", r"parameter 0.*granularity"),
+        ("lr", r"parameter group 0: lr 0\.(001|1)"),
+        ("bucket", r"options.*bucket_cap_bytes"),
+        ("maximize", r"parameter group 0.*maximize (True|False)"),
+    ],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_disagree_raise_naming_the_first_difference(world: int, what: str, match: str) -> None:
+    def body(comm: Communicator) -> None:
+        params, options = differing(comm.rank, what)
+        with pytest.raises(RuntimeError, match=f"ranks disagree on .*{match}"):
+            ShardedAdamW(params, process_group=comm, **options)
+        ShardedAdamW(make_params(), process_group=comm).step()  # the communicator is as good as before
+
+    run_local(world, body)
+
+
+def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
+    others = [LocalWorld(2) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        first = ShardedAdamW(params, process_group=comm)
+        with pytest.raises(ValueError, match="communicator .* belongs to another optimizer"):
+            ShardedAdamW([Parameter(torch.zeros(3))], process_group=comm)
+        with Communicator(others[0].rank(comm.rank), timeout_s=20) as other:
+            with pytest.raises(ValueError, match="parameter .*0'? is trained by another"):
+                ShardedAdamW(params, process_group=other)
+            first.close()
+            second = ShardedAdamW(params, process_group=other)
+            third = ShardedAdamW([Parameter(torch.zeros(3))], process_group=comm)
+            second.step()
+            third.step()
+
+    run_local(2, body)

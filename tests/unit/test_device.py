@@ -1,0 +1,120 @@
+"""Streams and events as Python sees them. The rules themselves are tested in tests/native/test_device.cpp."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from bucketwheel._build import native
+from bucketwheel.errors import DeviceError
+
+
+def test_event_completes_behind_its_stream() -> None:
+    stream = native().Stream("python")
+    assert stream.record().query()
+    stream.pause(0.2)
+    event = stream.record()
+    assert not event.query()
+    assert event.synchronize(timeout=0.001) is False
+    assert event.synchronize(timeout=30) is True
+    assert event.query()
+    assert stream.synchronize(timeout=30) is True
+
+
+def test_stream_waits_for_another_without_blocking_the_caller() -> None:
+    first, second = native().Stream("first"), native().Stream("second")
+    first.pause(0.2)
+    start = first.record(timing=True)
+    second.wait(start)
+    end = second.record(timing=True)
+    assert not start.query()
+    assert end.synchronize(timeout=30)
+    assert start.query()
+    assert 0 <= end.elapsed_s(start) < 30
+
+
+def test_waiting_leaves_other_python_threads_running() -> None:
+    stream = native().Stream("gil")
+    stream.pause(0.3)
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not event.query():
+            ticks += 1
+            time.sleep(0.001)
+
+    event = stream.record()
+    thread = threading.Thread(target=tick)
+    thread.start()
+    event.synchronize()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert ticks > 5
+
+
+def test_wrong_arguments_name_themselves() -> None:
+    stream = native().Stream("wrong")
+    with pytest.raises(ValueError, match="timeout must be at least 0"):
+        stream.synchronize(timeout=-1)
+    with pytest.raises(TypeError):
+        stream.wait(None)
+    with pytest.raises(ValueError, match="recorded with timing"):
+        stream.record().elapsed_s(stream.record())
+
+
+def test_a_closed_stream_refuses() -> None:
+    stream = native().Stream("shut")
+    stream.pause(0.05)
+    event = stream.record()
+    stream.close()
+    assert event.query()
+    with pytest.raises(DeviceError, match="stream 'shut' is closed"):
+        stream.record()
+    stream.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
+    stream = native().Stream("parent")
+    stream.pause(0.5)
+    event = stream.record()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (stream.record, stream.synchronize, event.query, event.synchronize):
+                with pytest.raises(DeviceError, match="belongs to the parent process"):
+                    call()
+            own = native().Stream("child")
+            own.pause(0.001)
+            assert own.record().synchronize(timeout=30)
+            del stream, event, own
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ended[1] == 0
+    assert event.synchronize(timeout=30)
+
+
+def test_the_interpreter_ends_with_streams_at_work() -> None:
+    code = "from bucketwheel._build import native; s = native().Stream('late'); s.pause(30); s.pause(30); import os"
+    for ending in ("; import sys; sys.exit(7)", "; raise KeyboardInterrupt"):
+        # Kept alive past the interpreter's own cleaning up, like a stream that a cache holds.
+        kept = "; import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(s))"
+        done = subprocess.run(
+            [sys.executable, "-c", code + kept + ending], capture_output=True, text=True, timeout=25, check=False
+        )
+        assert done.returncode in (7, 130, -2), done.stderr
+        assert "terminate called" not in done.stderr

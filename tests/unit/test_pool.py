@@ -1,0 +1,346 @@
+"""The pool as Python sees it. Placement, fences and threads are tested in tests/native/test_pool.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bucketwheel._build import native
+from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
+from bucketwheel.pool import Lease, Pool
+
+UPSTREAMS = ["host", "shm"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_are_the_leases_memory(upstream: str, dtype: torch.dtype) -> None:
+    pool = Pool(upstream)
+    with pool.acquire("grads/0", 24 * dtype.itemsize) as lease:
+        tensor = lease.tensor(dtype, (2, 3, 4))
+        assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (2, 3, 4), True)
+        assert tensor.data_ptr() == lease.data_ptr
+        assert lease.data_ptr % 512 == 0
+        tensor.copy_(torch.arange(24).view(2, 3, 4))
+        assert torch.equal(lease.tensor(dtype, 24), torch.arange(24, dtype=dtype))
+        assert pool.holds(tensor)
+        assert not pool.holds(tensor.clone())
+        assert Pool(upstream).holds(tensor) is False
+    assert not lease.is_live
+    pool.check()
+    pool.expect_no_leases()
+
+
+def test_tensors_of_a_lease_have_their_own_version_counters() -> None:
+    lease = Pool("host").acquire("versions", 64)
+    one, other = lease.tensor(torch.float32, 16), lease.tensor(torch.float32, (4, 4))
+    one.zero_()
+    one.add_(1)
+    assert (one._version, other._version) == (2, 0)
+    assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
+def test_empty_and_scalar_tensors() -> None:
+    pool = Pool("host")
+    empty = pool.acquire("", 0)
+    assert empty.nbytes == 0
+    assert empty.tensor(torch.float32, (0, 5)).numel() == 0
+    scalar = pool.acquire("scalar", 8).tensor(torch.float64, ())
+    assert scalar.fill_(2.5).item() == 2.5
+
+
+def test_a_tensor_keeps_its_lease() -> None:
+    pool = Pool("host")
+    tensor = pool.acquire("kept", 4096).tensor(torch.float32, 1024)
+    gc.collect()
+    tensor.fill_(3)
+    with pool.acquire("other", 4096) as other:
+        other.tensor(torch.float32, 1024).fill_(4)
+    assert torch.all(tensor == 3)
+    assert pool.stats().live_leases == 1
+    view = tensor[5:].view(-1, 1)
+    del tensor
+    assert pool.stats().live_leases == 1
+    del view
+    assert pool.stats().live_leases == 0
+    assert pool.stats().dropped_leases == 1
+
+
+def test_tensors_outlive_release_and_pool() -> None:
+    pool = Pool("host", min_slab_bytes=4096)
+    lease = pool.acquire("outlives", 1 << 20)
+    tensor = lease.tensor(torch.float32, 1 << 18)
+    lease.release()
+    pool.trim()
+    del pool, lease
+    gc.collect()
+    tensor.fill_(1)  # a crash if the memory had been unmapped
+    assert tensor.sum().item() == 1 << 18
+
+
+def test_misuse_raises_named_errors() -> None:
+    pool = Pool("host")
+    lease = pool.acquire("grads/0", 1000)
+    with pytest.raises(KeyBusy, match="grads/0"):
+        pool.acquire("grads/0", 10)
+    with pytest.raises(LeaseLeak, match=r"'grads/0' \(1000 bytes\)"):
+        pool.expect_no_leases()
+    with pytest.raises(ValueError, match=r"1000 bytes cannot hold a float32 tensor of shape \[251\] \(1004 bytes\)"):
+        lease.tensor(torch.float32, 251)
+    with pytest.raises(ValueError, match="cannot hold"):
+        lease.tensor(torch.float32, (1 << 40, 1 << 40))
+    with pytest.raises(ValueError, match="negative extent -1"):
+        lease.tensor(torch.float32, (-1,))
+    with pytest.raises(TypeError, match="unsupported dtype complex64"):
+        lease.tensor(torch.complex64, 1)
+    with pytest.raises(TypeError, match="after must be an Event or None, got int"):
+        lease.release(after=3)
+    assert lease.is_live
+    lease.release()
+    with pytest.raises(ReleasedTwice, match="grads/0"):
+        lease.release()
+    with pytest.raises(UseAfterRelease, match="grads/0"):
+        lease.tensor(torch.float32, 1)
+    with pytest.raises(UseAfterRelease):
+        _ = lease.data_ptr
+    assert "released" in repr(lease)
+    with pytest.raises(ValueError, match="nbytes must be at least 0, got -5"):
+        pool.acquire("negative", -5)
+    with pytest.raises(TypeError, match="stream must be a Stream or None, got str"):
+        pool.acquire("stream", 5, stream="default")  # type: ignore[arg-type]
+    with pytest.raises(PoolError, match="mmap failed"):
+        pool.acquire("more than an address space", 1 << 46)
+    assert issubclass(PoolError, Error) and issubclass(Error, RuntimeError)
+    pool.check()
+    pool.expect_no_leases()
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="'host' or 'shm', got 'gpu'"):
+        Pool("gpu")
+    with pytest.raises(ValueError, match="power of two"):
+        Pool("host", align_bytes=100)
+
+
+def test_the_stream_waits_for_the_last_use() -> None:
+    pool = Pool("host")
+    busy, user = native().Stream("busy"), native().Stream("user")
+    lease = pool.acquire("first", 1 << 16)
+    place = lease.place
+    busy.pause(0.3)
+    used = busy.record()
+    lease.release(after=used)
+    began = time.monotonic()
+    lease = pool.acquire("second", 1 << 16, stream=user)
+    ready = user.record()
+    assert lease.place == place
+    assert time.monotonic() - began < 0.25 or used.query()
+    assert not ready.query() or used.query()
+    assert ready.synchronize(timeout=30) and used.query()
+    assert (pool.stats().waits, pool.stats().reuses) == (1, 1)
+
+
+def test_without_a_stream_the_caller_waits_for_the_last_use() -> None:
+    pool = Pool("host")
+    busy = native().Stream("busy")
+    lease = pool.acquire("first", 100)
+    busy.pause(0.1)
+    used = busy.record()
+    assert not used.query()
+    lease.release(after=busy)
+    pool.acquire("second", 100)
+    assert used.query()
+    assert pool.stats().waits == 1
+
+
+def test_with_ends_the_lease_once() -> None:
+    pool = Pool("host")
+    with pytest.raises(RuntimeError, match="inside"), pool.acquire("with", 10) as lease:
+        raise RuntimeError("inside")
+    assert not lease.is_live
+    with pool.acquire("early", 10) as lease:
+        lease.release()
+    pool.expect_no_leases()
+
+
+def test_trim_gives_unused_slabs_back() -> None:
+    pool = Pool("shm", min_slab_bytes=1 << 16)
+    kept = pool.acquire("kept", 100)
+    pool.acquire("gone", 1 << 20).release()
+    before = len(os.listdir("/proc/self/fd"))
+    assert pool.stats().slabs == 2
+    gc.collect()
+    assert pool.trim() == 1 << 20
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert (pool.stats().slabs, pool.stats().reserved_bytes) == (1, 1 << 16)
+    assert kept.is_live
+
+
+def test_poison_shows_reads_of_what_was_released() -> None:
+    pool = Pool("host", poison=True)
+    lease = pool.acquire("poisoned", 400)
+    tensor = lease.tensor(torch.float32, 100)
+    assert torch.isnan(tensor).all()
+    tensor.zero_()
+    lease.release()
+    assert torch.isnan(tensor).all()
+    short = pool.acquire("short", 40)
+    whole = torch.frombuffer((ctypes.c_uint8 * 64).from_address(short.data_ptr), dtype=torch.uint8)
+    whole[40] = 0
+    with pytest.raises(PoolError, match="'short' of 40 bytes.*first at offset 40"):
+        short.release()
+    pool.expect_no_leases()
+
+
+def test_same_calls_give_the_same_places_whatever_the_timing() -> None:
+    def places(pool: Pool, pause_s: float) -> list[tuple[int, int]]:
+        stream = native().Stream("timing")
+        out, live = [], []
+        for i, size in enumerate(itertools.islice(itertools.cycle([100, 70_000, 4096, 9_000_000, 1]), 200)):
+            lease = pool.acquire(f"key/{i}", size + 13 * i, stream=stream)
+            out.append(lease.place)
+            live.append(lease)
+            if i % 3:
+                stream.pause(pause_s)
+                live.pop(i % len(live)).release(after=stream)
+        return out
+
+    quick = places(Pool("host"), 0.0)
+    slow = places(Pool("shm"), 0.0005)
+    assert quick == slow
+    assert len(set(quick)) < len(quick)  # memory was reused
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 9)), max_size=60))
+def test_live_leases_never_share_a_byte(steps: list[tuple[int, int]]) -> None:
+    pool = Pool("host", min_slab_bytes=1 << 16)
+    live: list[tuple[Lease, torch.Tensor, int]] = []
+    for i, (size, chosen) in enumerate(steps):
+        if chosen < len(live):
+            lease, tensor, value = live.pop(chosen)
+            assert torch.all(tensor == value)
+            lease.release()
+        else:
+            lease = pool.acquire("", size)
+            live.append((lease, lease.tensor(torch.uint8, size).fill_(i + 1), i + 1))
+        pool.check()
+    for _, tensor, value in live:
+        assert torch.all(tensor == value)
+    assert pool.stats().live_leases == len(live)
+    assert pool.stats().live_bytes == sum(max(512, -(-lease.nbytes // 512) * 512) for lease, _, _ in live)
+
+
+def test_threads_share_a_pool() -> None:
+    pool = Pool("host", min_slab_bytes=1 << 16)
+    faults: list[BaseException] = []
+
+    def hammer(number: int) -> None:
+        try:
+            for i in range(300):
+                with pool.acquire(f"{number}/{i % 7}", 100 + 997 * (i % 13)) as lease:
+                    tensor = lease.tensor(torch.uint8, lease.nbytes).fill_(number)
+                    assert torch.all(tensor == number)
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=hammer, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not faults and not any(thread.is_alive() for thread in threads)
+    pool.check()
+    pool.expect_no_leases()
+    assert pool.stats().reuses > 1000
+
+
+def in_child(body: Callable[[], None]) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ended[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_may_read_but_not_lease() -> None:
+    pool = Pool("host")
+    lease = pool.acquire("parents", 400)
+    tensor = lease.tensor(torch.float32, 100).fill_(7)
+
+    def body() -> None:
+        nonlocal pool, lease, tensor
+        with pytest.raises(PoolError, match="belongs to the parent process"):
+            pool.acquire("x", 1)
+        with pytest.raises(PoolError, match="belongs to the parent process"):
+            lease.release()
+        assert tensor.sum().item() == 700
+        del lease, tensor, pool
+        gc.collect()
+        with Pool("host").acquire("own", 100) as own:
+            own.tensor(torch.uint8, 100).zero_()
+
+    in_child(body)
+    assert tensor.sum().item() == 700
+    lease.release()
+    pool.check()
+
+
+def test_the_interpreter_ends_with_leases_live() -> None:
+    code = """
+import atexit, torch
+from bucketwheel._build import native
+from bucketwheel.pool import Pool
+pool = Pool("shm")
+stream = native().Stream("late")
+lease = pool.acquire("x", 4096)
+tensor = lease.tensor(torch.float32, 1024)
+stream.pause(0.2)
+pool.acquire("y", 4096).release(after=stream)
+torch.kept = tensor, pool, stream  # outlives this module
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_grows_in_a_long_run() -> None:
+    pool = Pool("shm", min_slab_bytes=1 << 16)
+    stream = native().Stream("long")
+
+    def step() -> None:
+        leases = [pool.acquire(f"k{i}", 10_000 * i, stream) for i in range(8)]
+        for lease in leases:
+            lease.tensor(torch.uint8, lease.nbytes)
+            lease.release(after=stream)
+
+    for _ in range(20):
+        step()
+    reserved, descriptors = pool.stats().reserved_bytes, len(os.listdir("/proc/self/fd"))
+    for _ in range(500):
+        step()
+    stream.synchronize(timeout=30)
+    assert pool.stats().reserved_bytes == reserved
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    pool.check()
