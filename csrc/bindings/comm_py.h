@@ -149,7 +149,12 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   std::vector<std::vector<std::byte>> payloads;
   {
     py::gil_scoped_release unlocked;
-    payloads = comm.collect(deadline_of(timeout));
+    payloads = comm.collect(deadline_of(timeout), [] {
+      const py::gil_scoped_acquire locked;
+      if (PyErr_CheckSignals() != 0) {  // Ctrl-C while peers do not come
+        throw py::error_already_set();
+      }
+    });
   }
   py::list out;
   for (const auto& payload : payloads) {

@@ -134,7 +134,7 @@ void HostComm::post(std::span<const std::byte> payload) {
   team_->ring_peers();
 }
 
-std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline) {
+std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const std::function<void()>& poll) {
   std::lock_guard lock(payload_mutex_);
   expect_usable();
   BW_EXPECTS(posted_ == collected_ + 1, "collect: nothing is posted");
@@ -145,7 +145,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline) {
   std::vector<std::vector<std::byte>> payloads;
   try {
     for (int r = 0; r < world(); ++r) {
-      team_->await({0, earlier(deadline, own_deadline)}, [&] { return !is_missing(r); }, is_missing);
+      team_->await({0, earlier(deadline, own_deadline), &poll}, [&] { return !is_missing(r); }, is_missing);
       const uint64_t bytes = team_->record(r).payload_bytes[slot];
       if (bytes > kMaxPayloadBytes) {
         throw Failure{FailureKind::kError,

@@ -68,6 +68,9 @@ void Team::await_slow(const Wait& wait, const IsReady& is_ready, const Needs& ne
     if (has_passed(wait.deadline)) {
       throw_timeout(wait, needs);
     }
+    if (wait.poll != nullptr && *wait.poll) {
+      (*wait.poll)();
+    }
     futex_wait(own_record.bell, seen, earlier(wait.deadline, Clock::now() + kSleepSlice), FutexScope::kShared);
   }
   if (Clock::now() - begin < std::chrono::nanoseconds(kMostSpinNs)) {

@@ -155,9 +155,15 @@ class Communicator:
         return self._native.collect(timeout)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """`post` and `collect`."""
+        """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
         self._native.post(bytes(payload))
-        return self._native.collect()
+        try:
+            return self._native.collect()
+        except CommError:
+            raise
+        except BaseException as error:  # raised by a signal handler
+            self.abort(f"{type(error).__name__} while it waited for the others")
+            raise
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
         """`all_gather` of one tensor that does not tell autograd about the write: for buffers that nobody saves."""
