@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_twins import dyadic, loss_of, make_params, run_local, share
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,7 +27,6 @@ from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout, PeerError
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal, run_ranks
-from tests.dist.test_optim import dyadic, loss_of, make_params, run_local, share
 
 SEEN_WITHIN_S = 2.0
 

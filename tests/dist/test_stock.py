@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from optim_twins import dyadic, loss_of, run_local, share
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,6 @@ from bucketwheel.errors import ShardedGradError
 from bucketwheel.grad import ShardedGrad
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.dist.test_optim import dyadic, loss_of, run_local, share
 
 FOREACH = [True, False, None]
 SHAPES = [(5, 7), (3,), (), (33, 12), (1, 1), (257,), (4, 3, 2, 2)]  # torch refuses the inf norm of an empty tensor
