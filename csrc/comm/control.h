@@ -43,6 +43,7 @@ struct RankRecord {
 
   // Why this rank failed its communicator: written once, the kind last.
   alignas(kCacheLineBytes) std::atomic<FailureKind> failure;
+  std::atomic<uint64_t> given_up;  // the operation that failed here, once this rank reads nobody's input any more
   std::atomic<uint32_t> has_left;  // closed in an orderly way
   int32_t failure_rank;            // kPeer: who died
   uint64_t failure_seq;            // no operation before this one is affected

@@ -10,6 +10,9 @@
 namespace bucketwheel {
 namespace {
 
+// From here on a gathered shard is copied past the cache: it would push out more than it leaves there.
+constexpr size_t kStreamBytes = size_t{1} << 20;
+
 size_t window_bytes_of(Collective collective, int world) {
   const size_t slot_bytes = Control::staging_bytes(world);
   if (collective == Collective::kAllGather || world <= 2) {
@@ -217,7 +220,12 @@ void Exchange::gather_direct(int rank) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
       std::byte* full = static_cast<std::byte*>(op_.segments[i].full.data);
-      std::memcpy(full + static_cast<size_t>(rank) * bytes, inputs.begins[i], bytes);
+      std::byte* to = full + static_cast<size_t>(rank) * bytes;
+      if (bytes < kStreamBytes) {
+        std::memcpy(to, inputs.begins[i], bytes);
+      } else {
+        stream_copy(to, inputs.begins[i], bytes);
+      }
     }
   }
 }

@@ -180,13 +180,14 @@ void Team::publish(const Failure& failure) {
 }
 
 void Team::await_readers(uint64_t seq) {
+  own().given_up = seq;
   if (!transport_->shares_inputs()) {
     return;
   }
   const auto until = Clock::now() + kReadersPatience;
   for (int r = 0; r < world(); ++r) {
     const RankRecord& theirs = record(r);
-    while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.failure == FailureKind::kNone &&
+    while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.given_up < seq &&
            theirs.has_left == 0 && !transport_->is_dead(r) && Clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -161,9 +161,7 @@ class _WatchUses(TorchFunctionMode):
     Made just before a forward of ``model``; ends with it, also when it raises.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, index_of: Mapping[int, int], used_by: Mapping[int, set[int]]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, index_of: Mapping[int, int], used_by: Mapping[int, set[int]]) -> None:
         super().__init__()
         self._index_of = index_of
         self._used_by = used_by

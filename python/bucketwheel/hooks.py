@@ -33,7 +33,8 @@ from .schedule import Agreement, Drop, Launch, Schedule, Store
 
 __all__ = ["GradSync"]
 
-_BACKPRESSURE_S = 0.05  # how long a hook waits for memory before it takes more ([Note: soft bound])
+# How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never come.
+_MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
 
 
 class GradSync:
@@ -57,6 +58,8 @@ class GradSync:
         self._overlap = overlap
         self._max_inflight = max_inflight
         self._inflight: list[tuple[Handle, Lease]] = []
+        self._patience_s = _MOST_PATIENCE_S
+        self._is_patient = True  # this window has not waited in vain
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._no_sync_depth = 0
         self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
@@ -148,15 +151,19 @@ class GradSync:
         """[Note: soft bound] Waits until fewer than ``max_inflight`` reduce-scatters run, but only for a moment.
 
         A peer that runs another graph may launch its half of them only when it closes its window, and it may wait for this
-        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead. For
-        the same reason a bucket's lease ends when its handle has completed and not before: an acquire never waits for it.
+        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead, and does
+        not wait again in this window. Each window that has waited in vain halves the patience of the next. For the same reason
+        a bucket's lease ends when its handle has completed and not before: an acquire never waits for it.
         """
-        deadline = time.monotonic() + _BACKPRESSURE_S
         self._retire()
+        if not self._is_patient:
+            return
+        deadline = time.monotonic() + self._patience_s
         while len(self._inflight) >= self._max_inflight and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 self._inflight[0][0].synchronize(max(deadline - time.monotonic(), 0.0))
             self._retire()
+        self._is_patient = len(self._inflight) < self._max_inflight
 
     def _retire(self) -> None:
         """Ends the leases of the reduce-scatters that are done."""
@@ -207,6 +214,9 @@ class GradSync:
                     self._launch(launch)
                 self._wait_inflight()
                 self._is_open = False
+                self._patience_s *= 2.0 if self._is_patient else 0.5
+                self._patience_s = min(max(self._patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+                self._is_patient = True
             self._settle(agreement)
             return agreement
 

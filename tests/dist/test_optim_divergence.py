@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -208,6 +209,31 @@ def test_frozen_parameters_are_left_alone(world: int) -> None:
     for params in run_local(world, body):
         assert_bitwise_equal(params, local)
         assert_bitwise_equal([params[i] for i in frozen], [initial[i].detach() for i in frozen])
+
+
+def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
+    """A loss all-reduce before backward would look like this: rank 1 runs backward only after rank 0 has."""
+    turns = [threading.Event() for _ in range(3)]
+
+    def body(comm: Communicator) -> tuple[list[float], list[Tensor]]:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=comm, **TINY)
+        sync = opt._engine.grads
+        patience = []
+        for seed, turn in enumerate(turns):
+            if comm.rank == 1:
+                assert turn.wait(20)
+            loss_of(params, dyadic(params, seed)).backward()
+            assert sync._is_patient == (comm.rank == 1), "rank 0 has more buckets than it may have in flight"
+            turn.set()
+            opt.step()
+            opt.zero_grad()
+            patience.append(sync._patience_s)
+        return patience, [p.detach().clone() for p in params]
+
+    (early, params), (late, others) = run_local(2, body)
+    assert early == [0.025, 0.0125, 0.00625] and set(late) == {0.05}
+    assert_bitwise_equal(params, others)
 
 
 # --- what ranks must not do differently ----------------------------------------------------------------------------------
