@@ -38,7 +38,7 @@ class Team {
 
   struct Wait {
     uint64_t seq;  // of the operation; failures at later ones do not concern this wait. 0: not an operation, all do
-    Deadline deadline;  // Failure kTimeout behind it
+    Deadline deadline;                            // Failure kTimeout behind it
     const std::function<void()>* poll = nullptr;  // called, unless empty, every 100 ms of sleep; may throw
   };
   // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or
