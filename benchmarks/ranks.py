@@ -6,8 +6,10 @@ Memory is the proportional set size: a page shared by k processes counts 1/k in 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["Memory", "Rank", "RankRun", "pss", "run_ranks"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ def _collect(processes: Sequence[Any], answers: Any, deadline: float) -> list[An
 def _rank_main(
     rank: int, world: int, window: Any, answers: Any, store: str, threads: int, function: Callable[..., Any], args: Any
 ) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted benchmark leaves no rank behind
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist

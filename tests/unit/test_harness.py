@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 import compare
 import harness
@@ -156,6 +158,35 @@ def test_run_ranks_ends_the_job_when_a_rank_fails() -> None:
         harness.run_ranks(2, exit_on_rank_one, timeout_s=60)
     with pytest.raises(RuntimeError, match=r"ranks \[0\] did not finish in time"):
         harness.run_ranks(1, sleep_long, timeout_s=5)
+
+
+PARENT = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import harness
+
+def report_and_sleep(rank):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    harness.run_ranks(1, report_and_sleep)
+"""
+
+
+def test_a_killed_benchmark_leaves_no_rank_behind(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, str(script), str(BENCHMARKS)], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            rank = int(parent.stdout.readline())  # the suite's watchdog bounds it
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{rank}").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, f"rank {rank} outlives its parent"
+        time.sleep(0.05)
 
 
 def test_memcpy_and_threads() -> None:
