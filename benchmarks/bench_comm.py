@@ -2,12 +2,13 @@
 
     python benchmarks/bench_comm.py [--quick] [--json PATH]
 
-float32. Sizes are those of the full buffer. `pool`: buffers of the communicator's pool; `in place`: the shard is the rank's own part
-of the full buffer; `foreign`: torch's own memory, which goes through the staging buffers. Peer: gloo's
-all_gather_into_tensor and reduce_scatter_tensor on the same shapes. A sample is the job's time: that of its slowest rank, over
-back-to-back calls. Limit: one memcpy on each rank, both at once, that reads and writes as many bytes as the operation must
-(all-gather: what is not there already; reduce-scatter: reads the rank's part of every input, writes the shard), so half
-their sum is copied. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes.
+float32. Sizes are those of the full buffer. `pool`: buffers of the communicator's pool; `in place`: the shard is the
+rank's own part of the full buffer; `foreign`: torch's own memory, which goes through the staging buffers. Peer:
+gloo's all_gather_into_tensor and reduce_scatter_tensor on the same shapes. A sample is the job's time: that of its
+slowest rank, over back-to-back calls. Limit: one memcpy on each rank, both at once, that reads and writes as many
+bytes as the operation must (all-gather: what is not there already; reduce-scatter: reads the rank's part of every
+input, writes the shard), so half their sum is copied. Agreement (post, collect) is compared with gloo's all_gather of
+8 bytes.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ MUTANTS = {
     "noop ignored": ("kernels/adam.cpp", "step.noop != nullptr && *step.noop != 0.0F", "false", ADAM),
     "all rows take the first one's scalars": ("kernels/adam.cpp", "rows_[r].group == last_group && step.steps[r] == last_step && gscale == last_gscale", "true", ADAM),
     "scalars kept across groups": ("kernels/adam.cpp", "rows_[r].group == last_group && ", "", ADAM),
+    "scalars kept across steps": ("kernels/adam.cpp", "step.steps[r] == last_step && ", "", ADAM),
+    "scalars kept across factors": ("kernels/adam.cpp", " && gscale == last_gscale", "", ADAM),
     "row range ignored": ("kernels/adam.cpp", "segments_.first_chunk(step.last_row) - first_chunk", "segments_.chunks() - first_chunk", ADAM),
     "bfloat16 truncated": ("kernels/bf16.h", "bits + 0x7fffu + ((bits >> 16) & 1u)", "bits", [*PACK, *ADAM]),
     "bfloat16 ties away from even": ("kernels/bf16.h", "0x7fffu + ((bits >> 16) & 1u)", "0x8000u", PACK),

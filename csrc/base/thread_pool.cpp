@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "base/fork.h"
 #include "base/platform.h"
@@ -63,8 +64,12 @@ class Pool {
   void resize() {
     std::lock_guard lock(mutex_);
     wanted_ = wanted_threads.load() - 1;
-    for (; started_ < wanted_; ++started_) {
-      std::thread([this, index = started_] { help(index); }).detach();
+    is_running_.resize(std::max(is_running_.size(), static_cast<size_t>(wanted_)));
+    for (int index = 0; index < wanted_; ++index) {
+      if (!is_running_[static_cast<size_t>(index)]) {
+        std::thread([this, index] { help(index); }).detach();
+        is_running_[static_cast<size_t>(index)] = true;
+      }
     }
     wake_.notify_all();  // those beyond `wanted_` leave
   }
@@ -125,14 +130,8 @@ class Pool {
         --sleeping_;
       }
       if (loop == nullptr) {
-        // Indices leave from the top, so that a later resize() can start them again.
-        if (index == started_ - 1) {
-          --started_;
-          wake_.notify_all();
-          return;
-        }
-        wake_.wait(lock, [&] { return index < wanted_ || index == started_ - 1; });
-        continue;
+        is_running_[static_cast<size_t>(index)] = false;  // a later resize() may start it again
+        return;
       }
       loop->helpers.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
@@ -150,7 +149,7 @@ class Pool {
   Loop* loops_ = nullptr;
   std::atomic<uint64_t> posted_{0};
   int wanted_ = 0;
-  int started_ = 0;
+  std::vector<bool> is_running_;  // by index: a helper that has started and not left
   int sleeping_ = 0;
 };
 

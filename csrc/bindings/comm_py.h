@@ -59,10 +59,10 @@ class TensorSegments {
       const dlpack::Described full = take(fulls[i], full_name);
       const dlpack::Described shard = take(shards[i], shard_name);
       dlpack::expect_dtype(full, shard.dtype, full_name);
-      BW_EXPECTS(full.numel == world * shard.numel,
-                 full_name.text() + " has shape " + full.shape_text() + ", expected world (" + std::to_string(world) +
-                     ") x the " + std::to_string(shard.numel) + " elements of " + shard_name.text() + ", shape " +
-                     shard.shape_text());
+      BW_EXPECTS(full.numel == world * shard.numel, full_name.text() + " has shape " + full.shape_text() +
+                                                        ", expected world (" + std::to_string(world) + ") x the " +
+                                                        std::to_string(shard.numel) + " elements of " +
+                                                        shard_name.text() + ", shape " + shard.shape_text());
       segments_.push_back({{full.data, full.numel, full.dtype}, {shard.data, shard.numel, shard.dtype}});
     }
   }
@@ -81,11 +81,11 @@ class TensorSegments {
 
  private:
   dlpack::Described take(const py::object& object, dlpack::Name name) {
-    dlpack::Described tensor = dlpack::describe_item(object, name);
-    BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
-                                           dlpack::text_of(tensor.strides));
-    owners_.push_back(dlpack::hold(object).owner);
-    return tensor;
+    dlpack::Held held = dlpack::hold_item(object, name);
+    BW_EXPECTS(held.tensor.is_contiguous(), name.text() + " is not contiguous: shape " + held.tensor.shape_text() +
+                                                ", strides " + dlpack::text_of(held.tensor.strides));
+    owners_.push_back(std::move(held.owner));
+    return std::move(held.tensor);
   }
 
   std::vector<Segment> segments_;
@@ -122,10 +122,11 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
 inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, Stream* stream,
                                         const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Name name{"full", 0};
-  const dlpack::Described tensor = dlpack::describe_item(full, name);
+  const dlpack::Held held = dlpack::hold_item(full, name);
+  const dlpack::Described& tensor = held.tensor;
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
-             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) + "), got shape " +
-                 tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
+             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
+                 "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
   const Segment segment{{tensor.data, tensor.numel, tensor.dtype},
                         {nullptr, tensor.numel / comm.world(), tensor.dtype}};
   IssueOptions options;
@@ -134,7 +135,7 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
     options.after.push_back(handle->event());
   }
   options.timing = timing;
-  options.keepalive.push_back(dlpack::hold(full).owner);
+  options.keepalive.push_back(held.owner);
   py::gil_scoped_release unlocked;
   return comm.reduce_scatter({&segment, 1}, ReduceOp::kSum, std::move(sink), options);
 }
@@ -148,7 +149,12 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   std::vector<std::vector<std::byte>> payloads;
   {
     py::gil_scoped_release unlocked;
-    payloads = comm.collect(deadline_of(timeout));
+    payloads = comm.collect(deadline_of(timeout), [] {
+      const py::gil_scoped_acquire locked;
+      if (PyErr_CheckSignals() != 0) {  // Ctrl-C while peers do not come
+        throw py::error_already_set();
+      }
+    });
   }
   py::list out;
   for (const auto& payload : payloads) {
@@ -161,9 +167,9 @@ inline void bind_handle(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Handle, HandleRef>(m, "Handle")
       .def("wait", &Handle::wait, py::arg("stream").none(true) = py::none(), Unlocked())
-      .def("synchronize",
-           [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
-           py::arg("timeout") = py::none(), Unlocked())
+      .def(
+          "synchronize", [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
+          py::arg("timeout") = py::none(), Unlocked())
       .def("query", &Handle::query)
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
       .def_property_readonly("seq", &Handle::seq)
@@ -194,22 +200,28 @@ inline void bind_comm(py::module_& m) {
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
       .def("abort", &Comm::abort, py::arg("why"), Unlocked())
-      .def("close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
-           py::arg("timeout") = py::none(), Unlocked());
+      .def(
+          "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
+          py::arg("timeout") = py::none(), Unlocked());
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
       .def(py::init<int, bool>(), py::arg("world"), py::arg("stages_inputs") = false)
       .def_property_readonly("world", &LocalWorld::world)
-      .def("join",
-           [](LocalWorld& self, int rank, std::string name, double timeout_s) {
-             return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
-           },
-           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+      .def(
+          "join",
+          [](LocalWorld& self, int rank, std::string name, double timeout_s) {
+            return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
+          },
+          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked());
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
-        ShmOptions options{rank, static_cast<int>(sockets.size()), std::move(sockets), std::move(pids), std::move(name),
+        ShmOptions options{rank,
+                           static_cast<int>(sockets.size()),
+                           std::move(sockets),
+                           std::move(pids),
+                           std::move(name),
                            expect_timeout(timeout_s)};
         return released_without_gil(make_shm_comm(options));
       },

@@ -111,4 +111,18 @@ inline Described describe_item(py::handle object, Name name) {
   }
 }
 
+// The same, and the owner of the memory, by one crossing of the border.
+inline Held hold_item(py::handle object, Name name) {
+  try {
+    Held held = hold(object);
+    expect_cpu(held.tensor, name);
+    return held;
+  } catch (const ValueError&) {
+    throw;
+  } catch (const std::exception&) {
+    describe_item(object, name);  // says what is wrong with it, by name
+    throw;
+  }
+}
+
 }  // namespace bucketwheel::dlpack

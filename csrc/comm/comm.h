@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -49,8 +50,8 @@ class ReduceSink {
 };
 
 struct IssueOptions {
-  Stream* stream = nullptr;           // null: the communicator's own
-  std::vector<EventRef> after;        // the operation starts after these
+  Stream* stream = nullptr;     // null: the communicator's own
+  std::vector<EventRef> after;  // the operation starts after these
   bool timing = false;
   std::vector<Handle::Keepalive> keepalive;
 };
@@ -67,7 +68,8 @@ class Comm {
   virtual const StreamRef& stream() const = 0;
 
   virtual HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) = 0;
-  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum only).
+  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum
+  // only).
   virtual HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
                                    const IssueOptions& options) = 0;
 
@@ -75,10 +77,12 @@ class Comm {
   // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.
   // Never touches the device. A round starts with post() and ends with collect(); a rank may post a round's payload
   // only when it has collected the round before (ValueError). Fails like a collective after the communicator's
-  // timeout; CommTimeout at an earlier `deadline` leaves the round open.
+  // timeout; CommTimeout at an earlier `deadline` leaves the round open, and so does what `poll` throws, which is called
+  // every 100 ms of waiting.
   static constexpr size_t kMaxPayloadBytes = size_t{1} << 20;
   virtual void post(std::span<const std::byte> payload) = 0;
-  virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {}) = 0;
+  virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {},
+                                                      const std::function<void()>& poll = {}) = 0;
 
   // Fails the communicator on every rank: their next wait throws CommError with `why`.
   virtual void abort(const std::string& why) noexcept = 0;

@@ -88,7 +88,8 @@ void expect_options(const ShmOptions& options) {
   BW_EXPECTS(options.world >= 1 && options.rank >= 0 && options.rank < options.world &&
                  options.sockets.size() == world && options.pids.size() == world,
              "rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " with " +
-                 std::to_string(options.sockets.size()) + " sockets and " + std::to_string(options.pids.size()) + " pids");
+                 std::to_string(options.sockets.size()) + " sockets and " + std::to_string(options.pids.size()) +
+                 " pids");
 }
 
 std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline deadline, const std::string& where) {
@@ -143,8 +144,7 @@ CommRef make_shm_comm(const ShmOptions& options) {
   expect_options(options);
   const auto memory = share_control(options, sockets);
   const Control control(memory->data(), options.world);
-  auto links =
-      std::make_shared<ShmLinks>(options.rank, std::move(sockets), options.pids, control.record(options.rank));
+  auto links = std::make_shared<ShmLinks>(options.rank, std::move(sockets), options.pids, control.record(options.rank));
   return std::make_shared<HostComm>(HostCommOptions{options.rank, options.name, options.timeout}, control, memory,
                                     std::make_unique<ShmTransport>(std::move(links)));
 }

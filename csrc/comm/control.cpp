@@ -11,8 +11,8 @@ namespace {
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kRecordBytes = round_up(sizeof(RankRecord), kPageBytes);
 
-// The records of all ranks, then the staging buffers, then the payloads: a page belongs to one rank and one purpose, and
-// pages that nobody uses never exist.
+// The records of all ranks, then the staging buffers, then the payloads: a page belongs to one rank and one purpose,
+// and pages that nobody uses never exist.
 size_t staging_at(int world) { return kRecordBytes * static_cast<size_t>(world); }
 size_t payload_at(int world) {
   return staging_at(world) + Control::kStagingSlots * Control::staging_bytes(world) * static_cast<size_t>(world);
@@ -22,7 +22,7 @@ size_t payload_at(int world) {
 
 size_t Control::staging_bytes(int world) {
   // A reduce-scatter stages a window for each peer: room for at least one block of the largest type in each.
-  constexpr size_t kLeastBytes = size_t{1} << 20;
+  constexpr size_t kLeastBytes = size_t{256} << 10;
   constexpr size_t kWindowBytes = size_t{32} << 10;
   return std::max(kLeastBytes, kWindowBytes * static_cast<size_t>(world));
 }

@@ -1,11 +1,11 @@
 // Control segment: the memory in which the ranks of a communicator publish their progress.
 //
 // [Note: progress words] Each rank owns one RankRecord and is the only one to write it, except for the doorbell. Words
-// only grow, so a reader needs no lock: `entered` = n says that the descriptor of operation n can be read, `finished` = n
-// that its rank no longer reads anybody's input. An operation is complete when all ranks have finished it, and a rank
-// enters the next one only then; so descriptors, staging buffers and inputs are free for reuse at that point.
-// All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says that
-// it sleeps and then looks at the word; with anything weaker both could miss each other.
+// only grow, so a reader needs no lock: `entered` = n says that the descriptor of operation n can be read, `finished`
+// = n that its rank no longer reads anybody's input. An operation is complete when all ranks have finished it, and a
+// rank enters the next one only then; so descriptors, staging buffers and inputs are free for reuse at that point.
+// All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says
+// that it sleeps and then looks at the word; with anything weaker both could miss each other.
 //
 // Zero-filled memory is a valid control segment.
 #pragma once
@@ -43,6 +43,7 @@ struct RankRecord {
 
   // Why this rank failed its communicator: written once, the kind last.
   alignas(kCacheLineBytes) std::atomic<FailureKind> failure;
+  std::atomic<uint64_t> given_up;  // the operation that failed here, once this rank reads nobody's input any more
   std::atomic<uint32_t> has_left;  // closed in an orderly way
   int32_t failure_rank;            // kPeer: who died
   uint64_t failure_seq;            // no operation before this one is affected
@@ -52,7 +53,16 @@ struct RankRecord {
   alignas(kCacheLineBytes) uint64_t signature;
   uint64_t inputs_address;  // local: the array of input pointers
   uint32_t is_direct;       // peers read the inputs where they are; else from the staging buffers
-  char text[500];
+  // For messages: what the operation is, with its first tensors.
+  uint8_t collective;
+  uint8_t reduce;
+  uint64_t tensors;
+  uint64_t size_bytes;
+  static constexpr size_t kShown = 6;
+  struct Shown {
+    uint8_t dtype;
+    int64_t numel;
+  } shown[kShown];
   // shm: where the inputs are. Longer lists are staged.
   static constexpr size_t kMaxParts = 4096;
   alignas(kCacheLineBytes) InputPart parts[kMaxParts];

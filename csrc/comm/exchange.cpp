@@ -10,6 +10,9 @@
 namespace bucketwheel {
 namespace {
 
+// From here on a gathered shard is copied past the cache: it would push out more than it leaves there.
+constexpr size_t kStreamBytes = size_t{1} << 20;
+
 size_t window_bytes_of(Collective collective, int world) {
   const size_t slot_bytes = Control::staging_bytes(world);
   if (collective == Collective::kAllGather || world <= 2) {
@@ -24,7 +27,6 @@ Exchange::Exchange(Team& team, const Operation& op, Deadline deadline)
     : team_(team),
       op_(op),
       deadline_(deadline),
-      what_(op.text()),
       window_bytes_(window_bytes_of(op.collective, team.world())),
       peers_(static_cast<size_t>(team.world())),
       sources_(static_cast<size_t>(team.world())) {}
@@ -52,9 +54,7 @@ void Exchange::enter() {
   is_staged_ = team_.world() > 1 && !team_.transport().describe_inputs(op_, own);
   own.is_direct = !is_staged_;
   own.signature = op_.signature;
-  const size_t length = std::min(what_.size(), sizeof(own.text) - 1);
-  std::memcpy(own.text, what_.data(), length);
-  own.text[length] = 0;
+  op_.describe(own);
   if (is_staged_) {
     chunks_ = std::make_unique<const Chunks>(op_, window_bytes_);
     if (chunks_->count() != 0) {
@@ -111,7 +111,7 @@ void Exchange::throw_mismatch() {
   const auto has_entered = [&](int r) { return team_.record(r).entered >= op_.seq; };
   try {
     team_.await(
-        {op_.seq, Clock::now() + kPatience, what_},
+        {op_.seq, Clock::now() + kPatience},
         [&] {
           for (int r = 0; r < team_.world(); ++r) {
             if (!has_entered(r)) {
@@ -126,7 +126,7 @@ void Exchange::throw_mismatch() {
   std::string text = "ranks called different operations:";
   for (int r = 0; r < team_.world(); ++r) {
     const RankRecord& record = team_.record(r);
-    text += "\n  rank " + std::to_string(r) + ": " + (has_entered(r) ? record.text : "(has not arrived)");
+    text += "\n  rank " + std::to_string(r) + ": " + (has_entered(r) ? text_of(record) : "(has not arrived)");
   }
   throw Failure{FailureKind::kMismatch, std::move(text), -1, op_.seq};
 }
@@ -137,7 +137,7 @@ void Exchange::pass_chunks() {
   }
   RankRecord& own = team_.own();
   const uint64_t count = chunks_->count();
-  const auto has_reached = [&](std::atomic<uint64_t> RankRecord::*word, int r, uint64_t chunks) {
+  const auto has_reached = [&](std::atomic<uint64_t> RankRecord::* word, int r, uint64_t chunks) {
     return r == team_.rank() || (team_.record(r).*word) >= chunk_word(op_.seq, chunks);
   };
   for (uint64_t chunk = 0; chunk < count; ++chunk) {
@@ -147,8 +147,7 @@ void Exchange::pass_chunks() {
       if (next >= Control::kStagingSlots) {
         const uint64_t taken = next + 1 - Control::kStagingSlots;
         for (int r = 0; r < team_.world(); ++r) {
-          team_.await(
-              wait(), [&] { return has_reached(&RankRecord::taken, r, taken); }, [&](int q) { return q == r; });
+          team_.await(wait(), [&] { return has_reached(&RankRecord::taken, r, taken); }, [&](int q) { return q == r; });
         }
       }
       stage(next);
@@ -159,8 +158,7 @@ void Exchange::pass_chunks() {
       if (peers_[static_cast<size_t>(r)].is_direct) {
         continue;
       }
-      team_.await(
-          wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
+      team_.await(wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
       if (gathers()) {
         gather_staged(r, chunk);
       }
@@ -198,8 +196,8 @@ void Exchange::stage(uint64_t chunk) {
     }
     for (int r = 0; r < team_.world(); ++r) {
       if (r != own_rank) {
-        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes, from + static_cast<size_t>(r) * shard.size_bytes(),
-                    bytes);
+        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes,
+                    from + static_cast<size_t>(r) * shard.size_bytes(), bytes);
       }
     }
   }
@@ -222,7 +220,12 @@ void Exchange::gather_direct(int rank) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
       std::byte* full = static_cast<std::byte*>(op_.segments[i].full.data);
-      std::memcpy(full + static_cast<size_t>(rank) * bytes, inputs.begins[i], bytes);
+      std::byte* to = full + static_cast<size_t>(rank) * bytes;
+      if (bytes < kStreamBytes) {
+        std::memcpy(to, inputs.begins[i], bytes);
+      } else {
+        stream_copy(to, inputs.begins[i], bytes);
+      }
     }
   }
 }
@@ -232,7 +235,8 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
     const Segment& segment = op_.segments[piece->segment];
     const size_t element_bytes = size_of(segment.shard.dtype);
-    std::byte* to = static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * segment.shard.size_bytes() +
+    std::byte* to = static_cast<std::byte*>(segment.full.data) +
+                    static_cast<size_t>(rank) * segment.shard.size_bytes() +
                     static_cast<size_t>(piece->begin) * element_bytes;
     std::memcpy(to, slot + piece->offset_bytes, static_cast<size_t>(piece->numel) * element_bytes);
   }
@@ -275,6 +279,11 @@ void Exchange::reduce_chunk(uint64_t chunk) {
 void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources) {
   const View& shard = op_.segments[index].shard;
   const size_t element_bytes = size_of(shard.dtype);
+  if (!op_.sink && op_.reduce == ReduceOp::kSum) {
+    reduce_sum(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, numel,
+               static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes);
+    return;
+  }
   const auto divisor = static_cast<float>(team_.world());
   alignas(kCacheLineBytes) float sum[kSinkBlockNumel];
   for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {

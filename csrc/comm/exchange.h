@@ -1,9 +1,9 @@
 // Exchange: moves the data of one operation on one rank.
 //
-// [Note: pull] Every rank reads its peers' inputs and writes its own outputs; nobody writes into a peer's memory. Inputs
-// that peers can map are read where they are (direct). Other inputs go through two staging buffers per rank: while peers
-// read chunk c, the owner copies chunk c + 1 into the other buffer. Whether a rank's inputs are direct or staged is its
-// own affair, operation by operation, and told in its descriptor.
+// [Note: pull] Every rank reads its peers' inputs and writes its own outputs; nobody writes into a peer's memory.
+// Inputs that peers can map are read where they are (direct). Other inputs go through two staging buffers per rank:
+// while peers read chunk c, the owner copies chunk c + 1 into the other buffer. Whether a rank's inputs are direct or
+// staged is its own affair, operation by operation, and told in its descriptor.
 //
 // A reduction adds in rank order 0 ... world - 1, in float, and rounds once: the result does not depend on who arrived
 // first, nor on direct or staged, and is the same bits on every backend.
@@ -32,10 +32,10 @@ class Exchange {
   };
 
   void enter();
-  void meet_peers();          // an all-gather copies from direct peers as they arrive
-  void meet(int rank);        // checks the signature and finds the inputs
+  void meet_peers();    // an all-gather copies from direct peers as they arrive
+  void meet(int rank);  // checks the signature and finds the inputs
   [[noreturn]] void throw_mismatch();
-  void pass_chunks();         // everything that is staged
+  void pass_chunks();  // everything that is staged
   void finish();
 
   void stage(uint64_t chunk);
@@ -49,12 +49,11 @@ class Exchange {
   bool gathers() const { return op_.collective == Collective::kAllGather; }
   const std::byte* part_of(int rank, size_t segment) const;  // what this rank shall own of a direct rank's input
   size_t window_of(int owner, int reader) const;             // offset in the owner's staging slot
-  Team::Wait wait() const { return {op_.seq, deadline_, what_}; }
+  Team::Wait wait() const { return {op_.seq, deadline_}; }
 
   Team& team_;
   const Operation& op_;
   const Deadline deadline_;
-  const std::string what_;
   const size_t window_bytes_;
   std::unique_ptr<const Chunks> chunks_;  // made when something is staged
   bool is_staged_ = false;                // our own inputs

@@ -45,8 +45,8 @@ FlightRing::Entry* FlightRing::find(uint64_t seq) {
 void FlightRing::issued(const Operation& op) {
   std::lock_guard lock(mutex_);
   last_seq_ = op.seq;
-  entries_[op.seq % kCapacity] = {op.seq,        op.collective, State::kIssued, op.segments.size(),
-                                  op.size_bytes, now_s(),       0,              0};
+  entries_[op.seq % kCapacity] = {op.seq, op.collective, State::kIssued, op.segments.size(), op.size_bytes, now_s(), 0,
+                                  0};
 }
 
 void FlightRing::started(uint64_t seq) {

@@ -29,9 +29,9 @@ class Handle {
   // Seconds between the completion of two handles made with timing = true; negative if `later` came first.
   double elapsed_s(const Handle& later) const;
 
-  uint64_t seq() const { return state_->seq; }                // of its communicator, counted from 1
-  size_t size_bytes() const { return state_->size_bytes; }    // bytes of the full buffers
-  const EventRef& event() const { return state_->done; }      // completes when the operation is over, failed or not
+  uint64_t seq() const { return state_->seq; }              // of its communicator, counted from 1
+  size_t size_bytes() const { return state_->size_bytes; }  // bytes of the full buffers
+  const EventRef& event() const { return state_->done; }    // completes when the operation is over, failed or not
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
   // completes; the rest is set before the handle is given out.

@@ -134,23 +134,22 @@ void HostComm::post(std::span<const std::byte> payload) {
   team_->ring_peers();
 }
 
-std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline) {
+std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const std::function<void()>& poll) {
   std::lock_guard lock(payload_mutex_);
   expect_usable();
   BW_EXPECTS(posted_ == collected_ + 1, "collect: nothing is posted");
   const uint64_t round = posted_;
   const int slot = static_cast<int>(round % 2);
   const Deadline own_deadline = timeout_from_now();
-  const std::string what = "collect() of round " + std::to_string(round);
   const auto is_missing = [&](int r) { return team_->record(r).posted < round; };
   std::vector<std::vector<std::byte>> payloads;
   try {
     for (int r = 0; r < world(); ++r) {
-      team_->await({0, earlier(deadline, own_deadline), what}, [&] { return !is_missing(r); }, is_missing);
+      team_->await({0, earlier(deadline, own_deadline), &poll}, [&] { return !is_missing(r); }, is_missing);
       const uint64_t bytes = team_->record(r).payload_bytes[slot];
       if (bytes > kMaxPayloadBytes) {
-        throw Failure{FailureKind::kError, what + ": rank " + std::to_string(r) + " claims " + std::to_string(bytes) +
-                                               " bytes"};
+        throw Failure{FailureKind::kError,
+                      "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes"};
       }
       const std::byte* payload = team_->control().payload(r, slot);
       payloads.emplace_back(payload, payload + bytes);

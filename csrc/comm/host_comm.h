@@ -39,7 +39,7 @@ class HostComm final : public Comm {
   HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
                            const IssueOptions& options) override;
   void post(std::span<const std::byte> payload) override;
-  std::vector<std::vector<std::byte>> collect(Deadline deadline) override;
+  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& why) noexcept override;
   void close(Deadline deadline) override;
 

@@ -9,10 +9,14 @@
 #include <cstring>
 #include <string>
 
+#include "base/align.h"
 #include "base/error.h"
 
 namespace bucketwheel {
 namespace {
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 [[noreturn]] void throw_errno(const std::string& what, size_t size_bytes) {
   const std::string reason = std::strerror(errno);
@@ -35,9 +39,32 @@ std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_wri
     throw CommError("a peer's memory has " + std::to_string(status.st_size) + " bytes, it announced " +
                     std::to_string(size_bytes));
   }
-  void* data = mmap(nullptr, size_bytes, is_writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) {
+  // At a multiple of a huge page, as the owner maps it: only then can the same huge pages serve here.
+  const size_t slack = size_bytes >= kHugePageBytes ? kHugePageBytes : 0;
+  void* range = mmap(nullptr, size_bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
     throw_errno("cannot map shared memory", size_bytes);
+  }
+  auto* begin = static_cast<std::byte*>(range);
+  const size_t lead =
+      slack == 0 ? 0 : round_up(reinterpret_cast<size_t>(begin), kHugePageBytes) - reinterpret_cast<size_t>(begin);
+  const int protection = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* data = mmap(begin + lead, size_bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    munmap(range, size_bytes + slack);
+    errno = error;
+    throw_errno("cannot map shared memory", size_bytes);
+  }
+  if (lead != 0) {
+    munmap(begin, lead);
+  }
+  const size_t end = lead + round_up(size_bytes, kPageBytes);
+  if (end < size_bytes + slack) {
+    munmap(begin + end, size_bytes + slack - end);
+  }
+  if (!is_writable) {
+    madvise(data, size_bytes, MADV_HUGEPAGE);  // a wish, as the owner's
   }
   return std::shared_ptr<Mapping>(new Mapping(data, size_bytes));
 }

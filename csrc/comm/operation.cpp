@@ -18,8 +18,7 @@ void check_reduction(const Operation& op) {
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const DType dtype = op.segments[i].full.dtype;
     BW_EXPECTS(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
-               at(i) + "reduce_scatter of " + name_of(dtype) +
-                   " is not supported: float32 and bfloat16 are");
+               at(i) + "reduce_scatter of " + name_of(dtype) + " is not supported: float32 and bfloat16 are");
   }
 }
 
@@ -130,19 +129,30 @@ const char* name_of(Collective collective) {
   return "?";
 }
 
-std::string Operation::text() const {
-  constexpr size_t kMostShown = 6;
+void Operation::describe(RankRecord& record) const {
+  record.collective = static_cast<uint8_t>(collective);
+  record.reduce = static_cast<uint8_t>(reduce);
+  record.tensors = segments.size();
+  record.size_bytes = size_bytes;
+  for (size_t i = 0; i < std::min(segments.size(), RankRecord::kShown); ++i) {
+    record.shown[i] = {static_cast<uint8_t>(segments[i].full.dtype), segments[i].full.numel};
+  }
+}
+
+std::string text_of(const RankRecord& record) {
+  const auto collective = static_cast<Collective>(record.collective);
   std::string out = name_of(collective);
   if (collective == Collective::kReduceScatter) {
-    out += std::string("(") + name_of(reduce) + ")";
+    out += std::string("(") + name_of(static_cast<ReduceOp>(record.reduce)) + ")";
   }
-  out += " of " + std::to_string(segments.size()) + (segments.size() == 1 ? " tensor, " : " tensors, ") +
-         std::to_string(size_bytes) + " bytes:";
-  for (size_t i = 0; i < std::min(segments.size(), kMostShown); ++i) {
-    const View& full = segments[i].full;
-    out += std::string(i ? ", " : " ") + name_of(full.dtype) + "[" + std::to_string(full.numel) + "]";
+  out += " of " + std::to_string(record.tensors) + (record.tensors == 1 ? " tensor, " : " tensors, ") +
+         std::to_string(record.size_bytes) + " bytes:";
+  for (size_t i = 0; i < std::min<size_t>(record.tensors, RankRecord::kShown); ++i) {
+    const RankRecord::Shown& shown = record.shown[i];
+    out += std::string(i ? ", " : " ") + name_of(static_cast<DType>(shown.dtype)) + "[" + std::to_string(shown.numel) +
+           "]";
   }
-  return segments.size() > kMostShown ? out + ", ..." : out;
+  return record.tensors > RankRecord::kShown ? out + ", ..." : out;
 }
 
 std::shared_ptr<Operation> make_operation(Collective collective, std::span<const Segment> segments, ReduceOp reduce,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/control.h"
 
 namespace bucketwheel {
 
@@ -29,9 +30,12 @@ struct Operation {
   const View& input_of(size_t segment) const {
     return collective == Collective::kAllGather ? segments[segment].shard : segments[segment].full;
   }
-  // For messages: "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]".
-  std::string text() const;
+  // What it is, for peers; see text_of().
+  void describe(RankRecord& record) const;
 };
+
+// "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]": the operation that the record describes.
+std::string text_of(const RankRecord& record);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.

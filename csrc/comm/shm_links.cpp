@@ -23,8 +23,8 @@ constexpr std::chrono::seconds kSendPatience{60};
 // How often the watcher looks for freed slabs of ours.
 constexpr int kPollMs = 1000;
 
-// [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The descriptors
-// registered here are closed in the child at once.
+// [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The
+// descriptors registered here are closed in the child at once.
 class ClosedInChild {
  public:
   static ClosedInChild& get() {

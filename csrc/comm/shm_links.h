@@ -1,12 +1,14 @@
 // ShmLinks: the sockets of one rank to its peers. Over them slabs travel, and by them deaths are seen.
 //
-// [Note: liveness] A watcher thread, which never needs the GIL, sleeps in poll() on the sockets and, where the system has
-// them, on pidfds. When a process ends, however it ends, the kernel closes its sockets: the watcher marks the peer dead
-// and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it closes.
+// [Note: liveness] A watcher thread, which never needs the GIL, sleeps in poll() on the sockets and, where the system
+// has them, on pidfds. When a process ends, however it ends, the kernel closes its sockets: the watcher marks the
+// peer dead and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it
+// closes.
 //
-// [Note: slabs travel ahead] A rank announces a slab to every peer before anybody can use it; operations name slabs by id.
-// A peer's watcher may still be about to receive the announcement when an operation names the slab: the operation then
-// waits for the doorbell. A slab that its owner has freed is announced as gone, and unmapped when no operation reads it.
+// [Note: slabs travel ahead] A rank announces a slab to every peer before anybody can use it; operations name slabs
+// by id. A peer's watcher may still be about to receive the announcement when an operation names the slab: the
+// operation then waits for the doorbell. A slab that its owner has freed is announced as gone, and unmapped when no
+// operation reads it.
 #pragma once
 
 #include <sys/types.h>

@@ -1,7 +1,5 @@
 #include "comm/team.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -29,12 +27,6 @@ constexpr std::chrono::seconds kReadersPatience{30};
 
 constexpr char kOrigin[] = " failed first: ";
 
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 bool has_failed(const RankRecord& record, const Team::Wait& wait) {
   return record.failure != FailureKind::kNone && (wait.seq == 0 || record.failure_seq <= wait.seq);
 }
@@ -45,7 +37,7 @@ Team::Team(int rank, Control control, std::unique_ptr<Transport> transport)
     : rank_(rank),
       control_(control),
       transport_(std::move(transport)),
-      may_spin_(usable_cores() >= control.world()),
+      may_spin_(std::thread::hardware_concurrency() >= static_cast<unsigned>(control.world())),
       spin_ns_(kMostSpinNs / 2) {}
 
 void Team::ring_peers() const {
@@ -75,6 +67,9 @@ void Team::await_slow(const Wait& wait, const IsReady& is_ready, const Needs& ne
     expect_no_trouble(wait, is_ready, needs);
     if (has_passed(wait.deadline)) {
       throw_timeout(wait, needs);
+    }
+    if (wait.poll != nullptr && *wait.poll) {
+      (*wait.poll)();
     }
     futex_wait(own_record.bell, seen, earlier(wait.deadline, Clock::now() + kSleepSlice), FutexScope::kShared);
   }
@@ -120,7 +115,7 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
       }
       throw Failure{FailureKind::kPeer,
                     "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" +
-                        (has_left ? " has closed the communicator" : " died") + "; needed for " + wait.what,
+                        (has_left ? " has closed the communicator" : " died") + "; needed for " + text_of_wait(wait),
                     r, wait.seq};
     }
   }
@@ -138,13 +133,18 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
                 theirs.failure_seq};
 }
 
+// Our own record describes the operation that we are in.
+std::string Team::text_of_wait(const Wait& wait) const {
+  return wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own());
+}
+
 void Team::throw_timeout(const Wait& wait, const Needs& needs) const {
-  std::string text = "timeout in " + wait.what + ". Not arrived:";
+  std::string text = "timeout in " + text_of_wait(wait) + ". Not arrived:";
   const char* separator = " ";
   for (int r = 0; r < world(); ++r) {
     if (r != rank_ && needs(r)) {
-      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) + ", last seen in operation " +
-              std::to_string(record(r).entered.load()) + ")";
+      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) +
+              ", last seen in operation " + std::to_string(record(r).entered.load()) + ")";
       separator = ", ";
     }
   }
@@ -180,13 +180,14 @@ void Team::publish(const Failure& failure) {
 }
 
 void Team::await_readers(uint64_t seq) {
+  own().given_up = seq;
   if (!transport_->shares_inputs()) {
     return;
   }
   const auto until = Clock::now() + kReadersPatience;
   for (int r = 0; r < world(); ++r) {
     const RankRecord& theirs = record(r);
-    while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.failure == FailureKind::kNone &&
+    while (r != rank_ && theirs.entered >= seq && theirs.finished < seq && theirs.given_up < seq &&
            theirs.has_left == 0 && !transport_->is_dead(r) && Clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -37,12 +37,12 @@ class Team {
   void ring_peers() const;
 
   struct Wait {
-    uint64_t seq;             // failures at later operations do not concern this wait; 0: all do
-    Deadline deadline;        // Failure kTimeout behind it
-    const std::string& what;  // for messages
+    uint64_t seq;  // of the operation; failures at later ones do not concern this wait. 0: not an operation, all do
+    Deadline deadline;                            // Failure kTimeout behind it
+    const std::function<void()>* poll = nullptr;  // called, unless empty, every 100 ms of sleep; may throw
   };
-  // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or left,
-  // a rank failed, we were stopped, or the deadline passed. Safe on several threads.
+  // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or
+  // left, a rank failed, we were stopped, or the deadline passed. Safe on several threads.
   template <class IsReady, class Needs>
   void await(const Wait& wait, IsReady&& is_ready, Needs&& needs) {
     if (!is_ready()) {
@@ -54,9 +54,10 @@ class Team {
   void stop(Failure failure);
   // Tells the other ranks that this one failed. The first call counts.
   void publish(const Failure& failure);
-  // [Note: failing with readers] A rank that fails frees its inputs while peers may be reading them. So it first says that
-  // it failed and then waits for the peers that have entered the operation; a peer first says that it has entered and
-  // then looks whether the rank failed. One of the two sees the other.
+  // [Note: failing with readers] A rank that fails frees its inputs while peers may be reading them. So it first says
+  // that it failed, then that it reads nothing any more, and then waits for the peers that have entered the operation to
+  // say the same; a peer first says that it has entered and then looks whether the rank failed. One of the two sees the
+  // other. (An abort says that a rank failed while its operation may still be reading: the second word is needed.)
   void await_readers(uint64_t seq);
   // Throws when `rank` has failed in `wait` or before.
   void expect_not_failed(const Wait& wait, int rank) const;
@@ -67,15 +68,16 @@ class Team {
   void await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs);
   bool spin(const IsReady& is_ready);
   void expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const;
+  std::string text_of_wait(const Wait& wait) const;
   [[noreturn]] void throw_timeout(const Wait& wait, const Needs& needs) const;
 
   const int rank_;
   const Control control_;
   const std::unique_ptr<Transport> transport_;
-  const bool may_spin_;                 // there is a core for every rank
-  std::atomic<int64_t> spin_ns_;        // [Note: adaptive spin], team.cpp
+  const bool may_spin_;           // there is a core for every rank
+  std::atomic<int64_t> spin_ns_;  // [Note: adaptive spin], team.cpp
   std::atomic<bool> is_stopped_{false};
-  std::mutex mutex_;                    // of the two below
+  std::mutex mutex_;                     // of the two below
   std::unique_ptr<const Failure> stop_;  // set once, before is_stopped_
   bool is_published_ = false;
 };

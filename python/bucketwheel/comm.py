@@ -48,7 +48,8 @@ class LocalWorld:
     >>> world = LocalWorld(4)
     >>> comm = Communicator(world.rank(2))  # in the thread that is rank 2
 
-    Each rank is taken once. ``stages_inputs`` sends tensors through the staging buffers, as between processes (for tests).
+    Each rank is taken once. ``stages_inputs`` sends tensors through the staging buffers, as between processes (for
+    tests).
     """
 
     def __init__(self, size: int, *, stages_inputs: bool = False) -> None:
@@ -69,16 +70,17 @@ class Communicator:
     """A group of ranks that run the same collectives in the same order.
 
     Args:
-        group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default process
-            group if there is one, else a world of one rank.
+        group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default
+            process group if there is one, else a world of one rank.
         backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"auto"``,
-            ``"local"`` for a `LocalRank` and a world of one, else ``"shm"``. Whether all ranks share a host is found by trying,
-            and all ranks come to the same result.
-        timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises `CommTimeout`.
-            Also bounds the making of the communicator.
+            ``"local"`` for a `LocalRank` and a world of one, else ``"shm"``. Whether all ranks share a host is found
+            by trying, and all ranks come to the same result.
+        timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
+            `CommTimeout`. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
 
-    Making one is collective. Raises `ValueError` for bad arguments, `NotImplementedError` when the ranks do not share a host.
+    Making one is collective. Raises `ValueError` for bad arguments, `NotImplementedError` when the ranks do not share
+    a host.
 
     An operation that fails (`PeerError`: a peer died or left, `CommTimeout`, `MismatchError`: ranks called different
     operations, or an `abort`) fails the communicator: every later call raises the same error. Bad arguments do not.
@@ -140,8 +142,8 @@ class Communicator:
     def post(self, payload: bytes) -> None:
         """Give this rank's payload of one round of agreement between the hosts; lengths may differ between ranks.
 
-        Beside the stream: neither waits for operations nor holds them up. `ValueError` when too long, or when the round before
-        has not been collected.
+        Beside the stream: neither waits for operations nor holds them up. `ValueError` when too long, or when the
+        round before has not been collected.
         """
         self._native.post(bytes(payload))
 
@@ -153,9 +155,15 @@ class Communicator:
         return self._native.collect(timeout)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """`post` and `collect`."""
+        """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
         self._native.post(bytes(payload))
-        return self._native.collect()
+        try:
+            return self._native.collect()
+        except CommError:
+            raise
+        except BaseException as error:  # raised by a signal handler
+            self.abort(f"{type(error).__name__} while it waited for the others")
+            raise
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
         """`all_gather` of one tensor that does not tell autograd about the write: for buffers that nobody saves."""
@@ -172,7 +180,8 @@ class Communicator:
     def close(self, timeout: float | None = None) -> None:
         """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
 
-        Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do leases of the pool.
+        Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
+        leases of the pool.
         """
         self._native.close(timeout)
 
@@ -222,9 +231,9 @@ def _make_of_group(group: dist.ProcessGroup | None, backend: str, timeout_s: flo
 class _Meeting:
     """How the ranks of a process group get connected: who is where goes through the group, the rest over Unix sockets.
 
-    Names in the abstract namespace are random and end with their socket. Each end checks the other's credentials, so that
-    the process at the other end is the one that the group speaks of. All ranks come to the same result: what fails on one
-    is told to all through the group.
+    Names in the abstract namespace are random and end with their socket. Each end checks the other's credentials, so
+    that the process at the other end is the one that the group speaks of. All ranks come to the same result: what
+    fails on one is told to all through the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, name: str) -> None:

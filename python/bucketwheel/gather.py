@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .comm import Communicator
@@ -83,7 +87,7 @@ class Gathers:
         for handle, _ in running:
             handle.wait()
 
-    def wait_for(self, params: frozenset[int]) -> None:
+    def wait_for(self, params: AbstractSet[int]) -> None:
         """Waits for the gathers that bring ``params``."""
         later = []
         for handle, brings in self._running:
@@ -96,27 +100,33 @@ class Gathers:
     def attach(self, model: torch.nn.Module) -> Callable[[], None]:
         """Waits for parameters just before the forward that uses them. Returns a function that takes the hooks off again.
 
-        A module's forward-pre-hook waits for the parameters that it owns itself. Parameters of modules whose forward has not
-        been seen (a weight used by another module, `F.linear(x, self.embedding.weight)`) are waited for when the model's own
-        forward begins, and so is everything before anything reads ``model.state_dict()``.
+        A module's forward-pre-hook waits for the parameters that it owns, and for those of other modules that its forward uses
+        (`F.linear(x, self.embedding.weight)`): the model's first forward in training and in evaluation is watched for them.
+        Parameters of modules whose forward has not been seen are waited for when the model's own forward begins, and so is
+        everything before anything reads ``model.state_dict()``.
         """
         self_ref = weakref.ref(self)  # the model may outlive the optimizer
         index_of = {id(info.param): info.index for info in self._infos}
-        owned = {
-            id(module): frozenset(index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of)
+        used_by = {
+            id(module): {index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of}
             for module in model.modules()
         }
-
+        watched: set[bool] = set()
         model_id = id(model)
 
         def before_forward(module: torch.nn.Module, _: object) -> None:
             gathers = self_ref()
             if gathers is None:
                 return
+            is_whole = id(module) == model_id
+            if is_whole and module.training not in watched:
+                watched.add(module.training)
+                gathers.wait_all()
+                _WatchUses(module, index_of, used_by)
             if gathers._running:
-                mine = owned.get(id(module), frozenset())
-                if id(module) == model_id:
-                    mine = mine.union(*(params for key, params in owned.items() if key not in gathers._has_run))
+                mine = used_by.get(id(module), set())
+                if is_whole:
+                    mine = mine.union(*(params for key, params in used_by.items() if key not in gathers._has_run))
                 if mine:
                     gathers.wait_for(mine)
             gathers._has_run.add(id(module))
@@ -143,3 +153,42 @@ class Gathers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class _WatchUses(TorchFunctionMode):
+    """Adds to ``used_by`` the parameters that each module's own forward gives to torch functions.
+
+    Made just before a forward of ``model``; ends with it, also when it raises.
+    """
+
+    def __init__(self, model: torch.nn.Module, index_of: Mapping[int, int], used_by: Mapping[int, set[int]]) -> None:
+        super().__init__()
+        self._index_of = index_of
+        self._used_by = used_by
+        self._running = [id(model)]  # its pre-hooks are being called
+        self._hooks = []
+        for module in model.modules():
+            if module is not model:
+                self._hooks.append(module.register_forward_pre_hook(self._enter))
+                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        self._hooks.append(model.register_forward_hook(self._end, always_call=True))
+        self.__enter__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = {self._index_of[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._index_of}
+        self._used_by[self._running[-1]].update(found)
+        return func(*args, **kwargs)
+
+    def _enter(self, module: torch.nn.Module, _: object) -> None:
+        self._running.append(id(module))
+
+    def _leave(self, *_: object) -> None:
+        self._running.pop()
+
+    def _end(self, *_: object) -> None:
+        self.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()

@@ -126,7 +126,7 @@ class GradSync:
             if not self.reduced.has_content(i):
                 continue
             if i == arriving or info.param.grad is not self._placeholders[i]:
-                self.reduced.drop(i)
+                self.reduced.forget(i)
             else:
                 self.reduced.flush_factor(i, remaining[i])
         for bucket in self.buckets:
@@ -306,7 +306,7 @@ class GradSync:
                 self._arrive(i, grad, add=False, launch=False)
             else:
                 if self.reduced.has_content(i):
-                    self.reduced.drop(i)  # replaced
+                    self.reduced.forget(i)  # replaced
                 self._kept[i] = grad
             info.param.grad = self._placeholders[i]
 

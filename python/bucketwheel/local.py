@@ -58,6 +58,7 @@ class LocalEngine:
         self._rows.table.set_grads(grads)
         self._rows.begin_step(param_groups, [grad is not None for grad in grads], factors)
         self._rows.step()
+        self._rows.table.clear_grads()  # zero_grad() is to free their memory
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(updated)  # D14
         self._versions = [info.param._version for info in self.infos]

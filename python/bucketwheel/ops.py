@@ -156,17 +156,17 @@ def all_gather(
 ) -> Handle:
     """Gather every rank's ``inputs[i]`` into ``outputs[i]``, rank r's elements from ``r * inputs[i].numel()`` on.
 
-    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller: the outputs
-    may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's work so far
-    is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are copied through staging
-    buffers, which costs about half as much again.
+    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller:
+    the outputs may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's
+    work so far is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are
+    copied through staging buffers first.
 
     Args:
         outputs: contiguous CPU tensors of any dtype; ``world * inputs[i].numel()`` elements, whatever the shape.
-        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]`` (in place);
-            nothing else may overlap.
-        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the order of
-            the calls on any stream.
+        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
+            (in place); nothing else may overlap.
+        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
+            order of the calls on any stream.
         after: handles of operations (of any communicator) that must be over first.
         timing: allow `Handle.elapsed_time`.
 
@@ -176,10 +176,12 @@ def all_gather(
         CommError: the communicator had failed (the error it failed with) or is closed.
     """
     outs, ins = _listed(outputs), _listed(inputs)
-    _expect_equal_dtypes(outs, ins)
-    native_outs, native_ins = [_as_native(t) for t in outs], [_as_native(t) for t in ins]
     events = [handle._native for handle in after]
-    handle = comm._native.all_gather(native_outs, native_ins, stream=stream, after=events, timing=timing)
+    try:
+        handle = comm._native.all_gather(outs, ins, stream, events, timing)
+    except TypeError:
+        native_outs, native_ins = _by_bytes(outs, ins)
+        handle = comm._native.all_gather(native_outs, native_ins, stream, events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
@@ -196,18 +198,18 @@ def reduce_scatter(
 ) -> Handle:
     """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in ``outputs[i]``.
 
-    Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in every
-    run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
+    Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in
+    every run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
 
     Args:
         outputs: contiguous CPU tensors, float32 or bfloat16.
-        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]`` may be this
-            rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
+        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
+            may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
         op: ``"sum"``, or ``"avg"``: the float32 sum divided by the world size before the rounding.
     """
     outs, ins = _listed(outputs), _listed(inputs)
     events = [handle._native for handle in after]
-    handle = comm._native.reduce_scatter(outs, ins, op, stream=stream, after=events, timing=timing)
+    handle = comm._native.reduce_scatter(outs, ins, op, stream, events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
@@ -216,15 +218,15 @@ def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _expect_equal_dtypes(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Of what is gathered by bytes; native code checks the rest."""
+def _by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same lists with tensors of dtypes that native code does not know as bytes: gathering does not look at values."""
     for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
             raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
+    return [_bytes_of(tensor) for tensor in outputs], [_bytes_of(tensor) for tensor in inputs]
 
 
-def _as_native(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or its bytes when native code does not know the dtype: gathering does not look at values."""
+def _bytes_of(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or not tensor.is_contiguous():
         return tensor
     return tensor.detach().view(-1).view(torch.uint8)

@@ -88,9 +88,9 @@ class ReducedGrads:
             piece.grad.zero_()
         self.mark_edited([index])
 
-    def drop(self, index: int) -> None:
-        """Forgets a parameter's gradient."""
-        self.zero(index)
+    def forget(self, index: int) -> None:
+        """Drops a parameter's gradient. The shards keep its numbers; a window that adds to them zeroes them first."""
+        self._sums = None
         self._states[index].factor = 1.0
         self._states[index].has_content = False
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bucketwheel.comm import Communicator
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal, run_ranks
 
 VOCABULARY, WIDTH, CONTEXT, BATCH = 31, 24, 12, 4
 
@@ -37,7 +38,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Registered in another order than it runs; the output layer uses the embedding's weight by itself."""
+    """Registered in another order than it runs.
+
+    The output layer uses the embedding's weight by itself, and a bias of a block is used before the block runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions
+        x = self.embedding(tokens) + self.positions + self.blocks[1].second_norm.bias
         for block in reversed(self.blocks):
             x = block(x)
         return F.linear(self.norm(x), self.embedding.weight)
@@ -179,12 +183,9 @@ def train_with_other_schedules(rank: int, world: int) -> None:
     """Whatever only moves work in time leaves the same bits."""
     expected = train_sharded(rank, Job(steps=10, evaluates=True, options=(("overlap_grad_sync", False),)))
     late = ("overlap_param_sync", True)
-    for options in ((), (late,), (late, ("max_inflight_buckets", 1)), (late, ("bucket_cap_mb", 8.0))):
-        for prefetches in (False, True) if late in options else (False,):
-            if late in options and not prefetches:
-                continue  # without hooks the caller has to call param_sync
-            job = Job(steps=10, evaluates=True, prefetches=prefetches, options=tuple(options))
-            assert_bitwise_equal(train_sharded(rank, job), expected, f"{job}")
+    for options in ((), (("max_inflight_buckets", 1),), (late,), (late, ("max_inflight_buckets", 1))):
+        job = Job(steps=10, evaluates=True, prefetches=late in options, options=options)
+        assert_bitwise_equal(train_sharded(rank, job), expected, f"{job}")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -192,26 +193,63 @@ def test_overlap_and_prefetch_change_no_bit(rank_pool: Any, world: int) -> None:
     rank_pool(world).run(train_with_other_schedules, timeout_s=90)
 
 
+class Foreign(nn.Module):
+    """Uses the weight of its last module before that runs, in evaluation also that of the middle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.look: Callable[[list[Tensor]], None] = lambda params: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        foreign = [self.last.weight] if self.training else [self.last.weight, self.middle.weight]
+        self.look(foreign)
+        for weight in foreign:
+            x = F.linear(x, weight)
+        return self.last(self.middle(self.first(x)))
+
+
+def use_foreign_weights(rank: int, world: int) -> int:
+    """Gathers that were left running, correctly, when foreign weights were used."""
+    model = Foreign()
+    opt = ShardedAdamW(model.parameters(), lr=0.01, bucket_cap_mb=1e-4, overlap_param_sync=True)
+    opt.prefetch_params(model)
+    gathers = opt._engine._gathers  # type: ignore[union-attr]
+    left: list[int] = []
+
+    def look(params: list[Tensor]) -> None:
+        waits = {opt._index_of[p] for p in params}  # type: ignore[index]
+        assert all(waits.isdisjoint(brings) for _, brings in gathers._running)
+        left.append(len(gathers._running))
+
+    model.look = look
+    for step in range(6):
+        model.train(step % 3 != 2)
+        model(torch.full((2, 8), 1.0 + rank)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    with pytest.raises(TypeError):  # ends what watches, too
+        opt.prefetch_params(model)
+        model("no tensor")
+    assert torch.overrides._len_torch_function_stack() == 0
+    opt.close()
+    return sum(left)
+
+
+def test_a_weight_used_by_another_module_is_waited_for(rank_pool: Any) -> None:
+    assert all(left > 0 for left in rank_pool(2).run(use_foreign_weights, timeout_s=60))
+
+
 def late_gathers(rank: int, world: int) -> int:
     """Reads parameters right after steps in ways that must wait; returns how many gathers were still running then."""
-    job = Job(steps=1)
-    model = make_model(job)
+    model = make_model(Job())
     comm = Communicator(timeout_s=30)
     opt = ShardedAdamW(model.parameters(), lr=0.01, bucket_cap_mb=0.01, overlap_param_sync=True, process_group=comm)
     opt.prefetch_params(model)
     running = 0
-    for step, read in enumerate(
-        [
-            lambda: model.eval()(batches(7, 0, 1)[0][:, :-1]).detach(),
-            lambda: model.train().state_dict()["blocks.0.qkv.weight"].clone(),
-            lambda: opt.state_dict()["state"][0]["exp_avg"].clone(),
-        ]
-    ):
+    tokens = batches(7, 0, 1)[0][:, :-1]
+    for step, read in enumerate([lambda: model.eval()(tokens), model.train().state_dict, opt.state_dict]):
         loss_of(model, batches(rank, step, 1)[0]).backward()
-        if rank == 0:
-            opt.grad_sync()
-        else:
-            opt.grad_sync()
         opt.step()
         running += len(opt._engine._gathers._running)
         read()
@@ -223,3 +261,23 @@ def late_gathers(rank: int, world: int) -> int:
 
 def test_reading_parameters_waits_for_them(rank_pool: Any) -> None:
     assert all(running > 0 for running in rank_pool(2).run(late_gathers, timeout_s=60))
+
+
+def train_fuzzed(rank: int, world: int) -> Any:
+    late = ("overlap_param_sync", True)
+    return [
+        train_sharded(rank, Job(steps=10, evaluates=True)),
+        train_sharded(
+            rank, Job(steps=10, evaluates=True, prefetches=True, options=(late, ("max_inflight_buckets", 1)))
+        ),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_pauses_of_the_streams_change_no_bit(rank_pool: Any, world: int) -> None:
+    expected = rank_pool(world).run(train_fuzzed, timeout_s=90)[0]
+    for seed in ("1", "2", "3"):
+        results = run_ranks(train_fuzzed, world, timeout_s=90, env={"BW_HOST_STREAM_FUZZ": seed})
+        expect_equal_on_all_ranks([expected, *results])

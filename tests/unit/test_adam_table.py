@@ -85,14 +85,15 @@ def test_a_table_steps_every_row_as_if_alone(sizes: list[int], threads: int) -> 
 
 
 def test_each_row_has_its_own_step_use_factor_and_group() -> None:
-    rows = rows_of([100, 50, CHUNK + 3, 70, 30, 30])
+    rows = rows_of([100, 50, CHUNK + 3, 70, 30, 30, 30])
     before = clone(rows)
     expected = clone(rows)
-    steps, factors, groups = [1, 5, 9, 2, 2, 2], [1.0, 0.5, 0.25, 1.0, 1.0, 2.0], [0, 1, 0, 1, 1, 1]
+    # The last four differ from their neighbour in one thing each: group, factor, step.
+    steps, factors, groups = [1, 5, 9, 2, 2, 2, 3], [1.0, 0.5, 0.25, 1.0, 1.0, 2.0, 2.0], [0, 1, 0, 1, 0, 0, 0]
     hyper = [{"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.01, "weight_decay": 0.2}]
     for row, step, factor, g in zip(expected, steps, factors, groups, strict=True):
         ops.adam_step(*([x] for x in row), step, grad_scale=factor, **hyper[g])
-    used = torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8)
+    used = torch.tensor([1, 1, 0, 1, 1, 1, 1], dtype=torch.uint8)
     expected[2] = before[2]
     rows[2][1].fill_(float("nan"))  # an unused row is not even looked at
     expected[2][1].fill_(float("nan"))
