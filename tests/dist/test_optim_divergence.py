@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Callable
@@ -155,10 +156,10 @@ def test_checkpointing_shared_and_reused_modules(world: int, mode: bool | None) 
 def test_two_optimizers_over_disjoint_parameters(world: int) -> None:
     """As for a GAN: the critic's backward reaches the generator too. All ranks have the same inputs."""
 
+    initial = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
     def play(make_optimizers: Callable[..., list]) -> list[Tensor]:
-        torch.manual_seed(3)
-        generator = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        critic = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        generator, critic = copy.deepcopy(initial)
         g_opt, c_opt = make_optimizers(generator.parameters(), critic.parameters())
         for step in range(4):
             x = inputs(0, step, generator[0].weight)
