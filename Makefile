@@ -15,7 +15,7 @@ SETUP := pyproject.toml setup.py build_backend.py constraints.txt
 INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
 SOURCES := $(shell find csrc -type f) python/bucketwheel/_build.py python/bucketwheel/_toolchain.py
-CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo test test-all lint format setup clean
 .DELETE_ON_ERROR:

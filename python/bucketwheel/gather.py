@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from .comm import Communicator
 from .flat import ParamInfo
 from .handle import Handle
+from .plan import Packing
 
-__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout"]
+__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings"]
 
 _BROADCAST_CHUNK_BYTES = 8 << 20
 
@@ -55,6 +56,16 @@ def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: 
         f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
         "in the same order, with the same options"
     )
+
+
+def expect_equal_packings(comm: Communicator, packings: Sequence[Packing]) -> None:
+    """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
+    digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
+            "run the same version of bucketwheel?"
+        )
 
 
 def broadcast_flat(comm: Communicator, flat: Tensor) -> None:

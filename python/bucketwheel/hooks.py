@@ -222,12 +222,12 @@ class GradSync:
 
     def _sweep(self) -> None:
         """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand."""
-        kept, self._kept = self._kept, {}
         for info in self.infos:
             grad = info.param.grad
+            kept = self._kept.pop(info.index, None)
             if grad is self._placeholders[info.index]:
-                if info.index in kept:
-                    self._arrive(info.index, kept[info.index], add=True, launch=self._overlap)
+                if kept is not None:
+                    self._arrive(info.index, kept, add=True, launch=self._overlap)
             elif grad is not None:
                 self._arrive(info.index, grad, add=False, launch=self._overlap)
                 info.param.grad = self._placeholders[info.index]

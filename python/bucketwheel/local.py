@@ -44,13 +44,6 @@ class LocalEngine:
                 info.index, info.group, param, None, state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
             )
 
-    def add_params(self, infos: Sequence[ParamInfo]) -> None:
-        self.infos += infos
-        self.states += [_new_state(info.param.detach()) for info in infos]
-        self.steps = torch.cat([self.steps, torch.zeros(len(infos), dtype=torch.int64)])
-        self._versions += [info.param._version for info in infos]
-        self._bind()
-
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._follow_edits()
         grads = [self._grad(info) for info in self.infos]

@@ -144,7 +144,12 @@ class ShardedAdamW(Optimizer):
                 overlap_param_sync=overlap_param_sync,
                 max_inflight_buckets=max_inflight_buckets,
             )
-            self._made_engine = ShardedEngine(comm, infos, _texts(self.param_groups), options)
+            try:
+                self._made_engine = ShardedEngine(comm, infos, _texts(self.param_groups), options)
+            except BaseException:
+                if self._owns_comm:
+                    comm.close(0.0)
+                raise
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
 

@@ -104,6 +104,7 @@ class ShardedEngine:
         expect_dense(self.infos)
         self._state_pool = Pool("host")
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
+        gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)

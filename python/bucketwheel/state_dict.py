@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["load", "save"]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
-_KEPT_KEYS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_KEPT_KEYS = {
+    "params",
+    "param_names",
+    "granularity",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+}
 
 
 def save(optimizer: ShardedAdamW) -> dict[str, Any]:

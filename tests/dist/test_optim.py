@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 
 from bucketwheel.comm import Communicator
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.plan import Packing
 from bucketwheel.testing import assert_bitwise_equal
 
 
@@ -84,3 +86,26 @@ def test_the_local_optimizer_is_torch_adamw() -> None:
     for p, r in zip(params, reference, strict=True):
         torch.testing.assert_close(p, r, rtol=2e-6, atol=1e-7)
         assert p.stride() == r.stride()
+
+
+def train_over_shm(rank: int, world: int, how: str, clip: float | None) -> list[Tensor]:
+    with Communicator(timeout_s=30) as comm:
+        assert (comm.backend, comm.rank, comm.size) == ("shm", rank, world)
+        return train(comm, how, clip, bucket_cap_mb=3e-3)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_bitwise_equal_over_processes(rank_pool: Any, world: int) -> None:
+    for how, clip in (("once", None), ("no_sync", None)) + ((("twice", 0.5),) if world != 3 else ()):
+        expected = train(None, "once", clip)
+        for rank, params in enumerate(rank_pool(world).run(train_over_shm, how, clip)):
+            assert_bitwise_equal(params, expected, f"rank {rank} of {world}, {how}, clip {clip}")
+
+
+def test_ranks_that_pack_differently_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def construct(comm: Communicator) -> None:
+        monkeypatch.setattr(Packing, "digest", lambda self: threading.current_thread().name)
+        with pytest.raises(RuntimeError, match="packed the same parameters differently"):
+            ShardedAdamW(make_params(), process_group=comm)
+
+    run_local(2, construct)

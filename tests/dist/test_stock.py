@@ -5,79 +5,23 @@ Gradients are dyadic and their norms exact, so everything is compared bit for bi
 
 from __future__ import annotations
 
-import gc
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from optim_twins import dyadic, loss_of, run_local, share
+from optim_twins import run_local
+from stock_flows import SHAPES, scaler_step, Run, expect_equal_to_unsharded, run_flow
 from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.grad import ShardedGrad
-from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 
 FOREACH = [True, False, None]
-SHAPES = [(5, 7), (3,), (), (33, 12), (1, 1), (257,), (4, 3, 2, 2)]  # torch refuses the inf norm of an empty tensor
-
-
-def make_params() -> list[Parameter]:
-    generator = torch.Generator().manual_seed(1)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-class Run:
-    """One rank of a training: its optimizer, its backward, and what a flow has to say about it."""
-
-    def __init__(self, comm: Communicator | None, **options: Any) -> None:
-        self.comm = comm
-        self.rank, self.world = (comm.rank, comm.size) if comm else (0, 1)
-        self.params = make_params()
-        self.opt = ShardedAdamW(
-            self.params, lr=0.01, weight_decay=0.1, process_group=comm, bucket_cap_mb=1e-3, **options
-        )
-        self.seen: list[Any] = []
-        self.step = 0
-
-    def loss(self, used: Callable[[int], bool] = lambda i: True) -> Tensor:
-        return loss_of(self.params, share(dyadic(self.params, self.step), self.rank, self.world), used)
-
-    @property
-    def grads(self) -> list[Tensor]:
-        return [p.grad for p in self.params if p.grad is not None]
-
-    def result(self) -> Any:
-        return self.seen, [p.detach().clone() for p in self.params], self.opt.state_dict()["state"][0]["step"]
-
-
-Flow = Callable[[Run], None]
-
-
-def run_flow(comm: Communicator | None, flow: Flow, steps: int = 3, **options: Any) -> Any:
-    run = Run(comm, **options)
-    for run.step in range(steps):
-        flow(run)
-        run.opt.zero_grad()
-    return run.result()
-
-
-def expect_equal_to_unsharded(flow: Flow, worlds: tuple[int, ...] = (1, 2, 4), **options: Any) -> Any:
-    expected = run_flow(None, flow)
-    for world in worlds:
-        for rank, result in enumerate(run_local(world, lambda comm: run_flow(comm, flow, **options))):
-            assert_bitwise_equal(result, expected, f"rank {rank} of {world}: ")
-    return expected
-
-
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,89 +100,6 @@ def test_error_if_nonfinite_raises_on_every_rank() -> None:
         assert_bitwise_equal([p.detach() for p in run.params], before)
 
     run_local(3, body)
-
-
-# --- loss scaling -----------------------------------------------------------------------------------------------------
-
-
-def scaler_step(run: Run, scaler: torch.amp.GradScaler, how: str) -> None:
-    loss = run.loss()
-    if run.step == 2:
-        # One element of one parameter, on the last rank; its part of the shards lies on the first, because it is flat memory
-        # order that is sharded.
-        loss = loss + (run.params[0][0, 0] * math.inf if run.rank == run.world - 1 else 0.0)
-    before = [p.detach().clone() for p in run.params]
-    scaler.scale(loss).backward()
-    if how != "step":
-        scaler.unscale_(run.opt)
-        with pytest.raises(RuntimeError, match="already been called"):
-            scaler.unscale_(run.opt)
-    if how == "clip":
-        run.seen.append(clip_grad_norm_(run.params, 0.25))
-    if how == "own clip":
-        run.seen.append(run.opt.clip_grad_norm_(0.25))
-    scaler.step(run.opt)
-    scaler.update()
-    is_skipped = scaler.is_enabled() and run.step == 2
-    run.seen.append(scaler.get_scale())
-    for p, old in zip(run.params, before, strict=True):
-        assert torch.equal(p, old) == is_skipped
-
-
-@pytest.mark.parametrize("how", ["step", "unscale", "clip", "own clip"])
-def test_grad_scaler(how: str) -> None:
-    def flow(comm: Communicator | None) -> Any:
-        run = Run(comm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        states = []
-        for run.step in range(5):
-            scaler_step(run, scaler, how)
-            run.opt.zero_grad()
-            states.append([t.clone() for t in run.opt._engine.states[0].values()])
-        assert_bitwise_equal(states[2], states[1])
-        return run.result()
-
-    expected = flow(None)
-    scales = [seen for seen in expected[0] if not isinstance(seen, Tensor)]
-    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0] and expected[2] == 4
-    for world in (1, 2, 4):
-        for rank, result in enumerate(run_local(world, flow)):
-            assert_bitwise_equal(result, expected, f"rank {rank} of {world}: ")
-
-
-def test_grad_scaler_disabled() -> None:
-    def flow(run: Run) -> None:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        scaler.scale(run.loss()).backward()
-        scaler.unscale_(run.opt)
-        scaler.step(run.opt)
-        scaler.update()
-
-    def plain(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-
-    assert_bitwise_equal(expect_equal_to_unsharded(flow, (2,)), run_flow(None, plain))
-
-
-def test_grad_scaler_with_parameters_of_two_dtypes() -> None:
-    """The scaler makes one call per dtype, and each gradient is unscaled once."""
-
-    def flow(comm: Communicator | None) -> Any:
-        rank, world = (comm.rank, comm.size) if comm else (0, 1)
-        params = [Parameter(torch.ones(6, 5)), Parameter(torch.ones(9, dtype=torch.bfloat16)), Parameter(torch.ones(4))]
-        opt = ShardedAdamW(params, lr=0.1, process_group=comm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        scaler.scale(loss_of(params, share(dyadic(params, 0), rank, world))).backward()
-        scaler.unscale_(opt)
-        grads = [opt.full_grad(p).float() for p in params]
-        scaler.step(opt)
-        return grads, [p.detach() for p in params]
-
-    expected = flow(None)
-    for world in (2, 4):
-        for result in run_local(world, flow):
-            assert_bitwise_equal(result, expected)
 
 
 # --- accumulation, zeroing, scaling, reading --------------------------------------------------------------------------
@@ -434,18 +295,6 @@ def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
     expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
 
 
-def test_grad_scaler_on_gradients_kept_from_no_sync() -> None:
-    def flow(run: Run) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with run.opt.no_sync():
-            scaler.scale(run.loss()).backward()
-        scaler.scale(run.loss(lambda i: i % 2 == 0)).backward()
-        scaler.step(run.opt)
-        scaler.update()
-
-    expect_equal_to_unsharded(flow)
-
-
 # --- processes ----------------------------------------------------------------------------------------------------------
 
 
@@ -477,91 +326,6 @@ def _refusal_flow(run: Run) -> None:
     with pytest.raises(ShardedGradError, match=r"optimizer that holds it"):
         torch.optim.SGD(run.params, lr=1.0).step()
     run.opt.step()
-
-
-DDP_OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
-
-
-class Branches(nn.Module):
-    """One branch runs, or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.left, self.right = nn.Linear(3, 8), nn.Linear(8, 2), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor, runs_left: bool = True, runs_right: bool = True) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        branches = [branch(hidden) for branch, runs in ((self.left, runs_left), (self.right, runs_right)) if runs]
-        return torch.stack(branches).sum(0)
-
-
-def train_branches(wrap: Callable[[nn.Module], Any], rank: int, diverges: bool, is_first: bool) -> list[Tensor]:
-    model = Branches()
-    wrapped = wrap(model) if is_first else None
-    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=40))
-    wrapped = wrapped or wrap(model)
-    for step in range(4):
-        for micro in range(2):
-            x = torch.full((4, 3), 0.25 * step - rank + micro)
-            is_left = (rank + step + micro) % 3 == 0
-            wrapped(x, is_left or not diverges, not is_left or not diverges).square().sum().backward()
-        opt.clip_grad_norm_(0.5)
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def train_under_ddp(rank: int, world: int) -> int:
-    """Under DDP everything is what it is without; returns how many warnings there were."""
-    found = 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for options in DDP_OPTIONS:
-            diverges = "find_unused_parameters" in options
-            for is_first in (True, False):
-                wrap = lambda model: DistributedDataParallel(model, **options)  # noqa: E731,B023
-                actual = train_branches(wrap, rank, diverges, is_first)
-                assert_bitwise_equal(
-                    actual, train_branches(lambda model: model, rank, diverges, is_first), f"{options}"
-                )
-        found = len([w for w in caught if "wrapped in DistributedDataParallel" in str(w.message)])
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, actual)
-    assert_bitwise_equal(everyone[0], everyone[1])
-    return found
-
-
-def refuse_ddp_that_replaces_gradients(rank: int, world: int) -> None:
-    model = Branches()
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=40))
-    before = [p.detach().clone() for p in model.parameters()]
-    wrapped(torch.ones(4, 3)).sum().backward()
-    refused = pytest.raises(ShardedGradError, match=r"gradient_as_bucket_view=True\) replaced the gradient")
-    with refused:
-        opt.step()
-    with refused:
-        opt.clip_grad_norm_(1.0)
-    with refused:
-        wrapped(torch.ones(4, 3)).sum().backward()
-    assert_bitwise_equal([p.detach() for p in model.parameters()], before)
-    opt.zero_grad()
-    del wrapped  # without the wrapper training goes on
-    gc.collect()
-    model(torch.ones(4, 3)).sum().backward()
-    opt.step()
-    assert not torch.equal(model.first.weight, before[0])
-    opt.close()
-
-
-def test_a_ddp_wrapper_changes_nothing_and_is_called_redundant_once(rank_pool: Any) -> None:
-    assert rank_pool(2).run(train_under_ddp, timeout_s=60) == [1, 1]
-
-
-def test_ddp_with_gradients_as_bucket_views_is_refused(rank_pool: Any) -> None:
-    rank_pool(2).run(refuse_ddp_that_replaces_gradients, timeout_s=60)
 
 
 def flows_of_a_process(rank: int, world: int) -> list[Any]:

@@ -15,9 +15,9 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import compare
-import harness
-from harness import Rank, Results, Timing
+import compare  # noqa: E402
+import harness  # noqa: E402
+from harness import Rank, Results, Timing  # noqa: E402
 
 
 def test_median_and_spread() -> None:
