@@ -34,7 +34,8 @@ Segment segment(void* full, void* shard, int64_t shard_numel, int world, DType d
 }
 
 // Runs body(comm) for every rank of a local world on threads of their own.
-void on_threads(int world, bool stages_inputs, std::chrono::nanoseconds timeout, const std::function<void(Comm&)>& body) {
+void on_threads(int world, bool stages_inputs, std::chrono::nanoseconds timeout,
+                const std::function<void(Comm&)>& body) {
   LocalWorld place(world, stages_inputs);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
