@@ -99,7 +99,8 @@ void AdamTable::fill_scalars(const AdamStep& step) {
       last_step = step.steps[r];
       last_gscale = gscale;
       scalars_[r] =
-          adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled, step.maximize);
+          adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled, step.maximize)
+              .rounded<float>();
     }
     last = &scalars_[r];
   }

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/bf16.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/float16.h"
 
 namespace bucketwheel {
 namespace {
@@ -38,12 +38,12 @@ BW_HD void adam_range(P* p, const G* g, float* m, float* v, float* master, int64
     float vi = v[i];
     if constexpr (kHasMaster) {
       float weight = master[i];
-      adam_element<kDecoupled>(weight, grad, mi, vi, s);
+      adam_element<float>(weight, grad, mi, vi, nullptr, s, kDecoupled);
       master[i] = weight;
       p[i] = round_to_bf16(weight);
     } else {
       float weight = p[i];
-      adam_element<kDecoupled>(weight, grad, mi, vi, s);
+      adam_element<float>(weight, grad, mi, vi, nullptr, s, kDecoupled);
       p[i] = weight;
     }
     m[i] = mi;

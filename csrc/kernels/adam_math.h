@@ -3,14 +3,16 @@
 // fma is explicit, and the order below is part of the contract.
 //
 // Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (AdamW), Algorithm 2; L2 mode is Kingma & Ba, "Adam",
-// Algorithm 1 with wd * p added to the gradient. For step t (from 1), in this order:
+// Algorithm 1 with wd * p added to the gradient; amsgrad is Reddi, Kale & Kumar, "On the Convergence of Adam and Beyond",
+// Algorithm 2. For step t (from 1), in this order:
 //   1.  g = g * gscale                          gscale = 1 / (world * loss_scale) * clip coefficient; < 0: maximize
 //   2.  p = p * (1 - lr * wd)                   decoupled     or     g = fma(p, wd, g)     L2
 //   3.  m = fma(1 - b1, g - m, m)
 //   4.  v = fma((1 - b2) * g, g, v * b2)
-//   5.  den = sqrt(v) / sqrt(1 - b2^t) + eps
+//   5.  den = sqrt(v) / sqrt(1 - b2^t) + eps    amsgrad: x = max(x, v), a NaN stays, and sqrt(x) for sqrt(v)
 //   6.  p = p + (-lr / (1 - b1^t) * m) / den
-// Each coefficient is computed in double and rounded once: 1 - b2 in float would bias v by 1.3e-5 relative at b2 = 0.999.
+// in float32, or in float64 where the parameter is. Each coefficient is computed in double and rounded once: 1 - b2 in
+// float would bias v by 1.3e-5 relative at b2 = 0.999.
 #pragma once
 
 #include <cstdint>
@@ -28,17 +30,26 @@ struct AdamGroup {
   double weight_decay = 0.0;
 };
 
-// What one element needs beside itself, constant over a row.
-struct AdamScalars {
-  float gscale;
-  float decay;  // 1 - lr * wd, or wd in L2 mode
-  float one_minus_b1;
-  float b2;
-  float one_minus_b2;
-  float bc2_sqrt;  // sqrt(1 - b2^t)
-  float eps;
-  float neg_step;  // -lr / (1 - b1^t)
+// What one element needs beside itself, constant over a row. T: float, or double for float64 parameters.
+template <class T>
+struct AdamScalarsOf {
+  T gscale;
+  T decay;  // 1 - lr * wd, or wd in L2 mode
+  T one_minus_b1;
+  T b2;
+  T one_minus_b2;
+  T bc2_sqrt;  // sqrt(1 - b2^t)
+  T eps;
+  T neg_step;  // -lr / (1 - b1^t)
+
+  template <class U>
+  BW_HD AdamScalarsOf<U> rounded() const {
+    return {static_cast<U>(gscale), static_cast<U>(decay),        static_cast<U>(one_minus_b1),
+            static_cast<U>(b2),     static_cast<U>(one_minus_b2), static_cast<U>(bc2_sqrt),
+            static_cast<U>(eps),    static_cast<U>(neg_step)};
+  }
 };
+using AdamScalars = AdamScalarsOf<float>;
 
 // base^n by repeated squaring: multiplications only, so equal on every device (pow() is not).
 BW_HD double pow_int(double base, int64_t n) {
@@ -53,33 +64,45 @@ BW_HD double pow_int(double base, int64_t n) {
 }
 
 // The scalars of step `step`, counted from 1. `gscale` is the factor of the gradient, negated to maximize (exact).
-BW_HD AdamScalars adam_scalars(const AdamGroup& group, int64_t step, float gscale, bool decoupled, bool maximize) {
+BW_HD AdamScalarsOf<double> adam_scalars(const AdamGroup& group, int64_t step, double gscale, bool decoupled,
+                                         bool maximize) {
   const double bias_correction1 = 1.0 - pow_int(group.beta1, step);
   const double bias_correction2 = 1.0 - pow_int(group.beta2, step);
-  AdamScalars out;
+  AdamScalarsOf<double> out;
   out.gscale = maximize ? -gscale : gscale;
-  out.decay = static_cast<float>(decoupled ? 1.0 - group.lr * group.weight_decay : group.weight_decay);
-  out.one_minus_b1 = static_cast<float>(1.0 - group.beta1);
-  out.b2 = static_cast<float>(group.beta2);
-  out.one_minus_b2 = static_cast<float>(1.0 - group.beta2);
-  out.bc2_sqrt = static_cast<float>(__builtin_sqrt(bias_correction2));
-  out.eps = static_cast<float>(group.eps);
-  out.neg_step = static_cast<float>(-(group.lr / bias_correction1));
+  out.decay = decoupled ? 1.0 - group.lr * group.weight_decay : group.weight_decay;
+  out.one_minus_b1 = 1.0 - group.beta1;
+  out.b2 = group.beta2;
+  out.one_minus_b2 = 1.0 - group.beta2;
+  out.bc2_sqrt = __builtin_sqrt(bias_correction2);
+  out.eps = group.eps;
+  out.neg_step = -(group.lr / bias_correction1);
   return out;
 }
 
-template <bool kDecoupled>
-BW_HD void adam_element(float& p, float g, float& m, float& v, const AdamScalars& s) {
+BW_HD float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+BW_HD double fused_multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+BW_HD float square_root(float x) { return __builtin_sqrtf(x); }
+BW_HD double square_root(double x) { return __builtin_sqrt(x); }
+
+// `vmax`: amsgrad's running maximum of v, updated; null: without.
+template <class T>
+BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
   g = g * s.gscale;  // 1
-  if constexpr (kDecoupled) {
+  if (decoupled) {
     p = p * s.decay;  // 2
   } else {
-    g = __builtin_fmaf(p, s.decay, g);  // 2
+    g = fused_multiply_add(p, s.decay, g);  // 2
   }
-  m = __builtin_fmaf(s.one_minus_b1, g - m, m);               // 3
-  v = __builtin_fmaf(s.one_minus_b2 * g, g, v * s.b2);        // 4
-  const float den = __builtin_sqrtf(v) / s.bc2_sqrt + s.eps;  // 5
-  p = p + (s.neg_step * m) / den;                             // 6
+  m = fused_multiply_add(s.one_minus_b1, g - m, m);         // 3
+  v = fused_multiply_add(s.one_minus_b2 * g, g, v * s.b2);  // 4
+  T root = v;
+  if (vmax != nullptr) {
+    *vmax = v > *vmax || v != v ? v : *vmax;  // 5
+    root = *vmax;
+  }
+  const T den = square_root(root) / s.bc2_sqrt + s.eps;  // 5
+  p = p + (s.neg_step * m) / den;                        // 6
 }
 
 }  // namespace bucketwheel

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/bf16.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/float16.h"
 
 namespace bucketwheel {
 namespace {

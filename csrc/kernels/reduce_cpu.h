@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/bf16.h"
+#include "kernels/float16.h"
 
 namespace bucketwheel {
 namespace {

@@ -1,0 +1,91 @@
+// The Adam kernels on CUDA: what one launch gets. Every pointer is device memory; the host side is adam_table_cuda.h.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "kernels/adam_math.h"
+
+namespace bucketwheel {
+
+// Where the precise weight of a parameter is kept.
+enum class AdamWeight : uint8_t {
+  kParam,      // the parameter itself: float32, float64; or bfloat16, float16 that is rounded at every step
+  kMaster,     // a float32 master; the parameter (bfloat16 or float16) is its rounding
+  kRemainder,  // 16 bits more for each element of a bfloat16 parameter: [Note: split master] in float16.h
+};
+
+// Rows of one variant can go in one launch: the template arguments of the kernel.
+struct AdamVariant {
+  DType p_dtype = DType::kFloat32;
+  DType state_dtype = DType::kFloat32;  // of m, v and vmax: float32, bfloat16, or float64 with a float64 parameter
+  AdamWeight weight = AdamWeight::kParam;
+  bool amsgrad = false;
+  bool operator==(const AdamVariant&) const = default;
+};
+
+// One row in device memory. `head`: so many elements from the row's first on, every array is 16-byte aligned and the row's
+// elements are whole random blocks; kUnaligned: nowhere.
+struct AdamCudaRow {
+  static constexpr uint8_t kUnaligned = 255;
+  void* p;
+  const void* g;
+  void* m;
+  void* v;
+  void* vmax;    // null without amsgrad
+  void* master;  // float32, or uint16 remainders; null for kParam
+  int64_t numel;
+  int64_t param_begin;  // the row's first element within its parameter: the key of its random bits
+  uint32_t param;       // the place of its step, use and factor; the key of its random bits
+  uint32_t group;
+  DType g_dtype;  // float32, bfloat16 or float16; float64 with a float64 parameter
+  uint8_t head;
+};
+
+// What a row's elements need, made on the device by launch_adam_scalars.
+struct AdamCudaScalars {
+  AdamScalarsOf<double> scalars;  // rounded to float32 by rows that are not float64
+  int64_t step;
+  int32_t is_active;  // used, and no noop
+};
+
+inline constexpr int64_t kAdamCudaChunkNumel = 8192;
+
+// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table.
+struct AdamLaunch {
+  AdamVariant variant;
+  const AdamCudaRow* rows = nullptr;
+  const int64_t* first_chunk = nullptr;
+  const AdamCudaScalars* scalars = nullptr;  // by row
+  int64_t first_row = 0;
+  int64_t last_row = 0;
+  int64_t chunks = 0;  // of these rows
+  bool decoupled = true;
+  bool stochastic = true;         // bfloat16 v is rounded stochastically; m always to nearest
+  bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
+  uint64_t seed = 0;
+  int max_blocks = 0;  // of the grid
+};
+
+// Counts the step of every parameter in use and makes the scalars of every row: one block.
+struct AdamScalarsLaunch {
+  static constexpr int kMaxGroups = 64;  // more: several launches
+  const AdamCudaRow* rows = nullptr;
+  AdamCudaScalars* scalars = nullptr;
+  int64_t row_count = 0;
+  int64_t* steps = nullptr;  // by parameter: the steps taken, counted up here unless `counts_steps` is false
+  int64_t param_count = 0;
+  const uint8_t* used = nullptr;    // by parameter; null: all
+  const double* factors = nullptr;  // of the gradient, by parameter; null: 1
+  double average = 1.0;             // of all gradients
+  const float* noop = nullptr;      // not null and not zero: nothing changes, the steps neither
+  bool counts_steps = true;         // in the first of several launches
+  bool decoupled = true;
+  bool maximize = false;
+  uint32_t first_group = 0;  // rows of the groups [first_group, first_group + group_count)
+  int32_t group_count = 0;
+  AdamGroup groups[kMaxGroups];
+  const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)
+};
+
+}  // namespace bucketwheel

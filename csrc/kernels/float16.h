@@ -1,0 +1,79 @@
+// bfloat16, float16 and the split master as bits: the codecs that every kernel and every device shares.
+#pragma once
+
+#include <cstdint>
+
+#include "base/platform.h"
+
+namespace bucketwheel {
+
+BW_HD float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+BW_HD uint32_t bits_of_float(float value) { return __builtin_bit_cast(uint32_t, value); }
+BW_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+// ---- bfloat16
+
+// Exact.
+BW_HD float widen_bf16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
+
+// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0.
+BW_HD uint16_t round_to_bf16(float value) {
+  const uint32_t bits = bits_of_float(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : rounded);
+}
+
+// Stochastic rounding: up (away from zero) with probability (the 16 bits cut off) / 2^16. `random` is uniform in
+// [0, 2^16). Values that bfloat16 holds stay as they are, infinities too; every NaN becomes 0x7fc0.
+BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
+  const uint32_t bits = bits_of_float(value);
+  const uint32_t rounded = (bits + random) >> 16;
+  const bool is_infinite = (bits & 0x7fffffffu) == 0x7f800000u;
+  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : is_infinite ? bits >> 16 : rounded);
+}
+
+// ---- float16
+
+// Exact.
+BW_HD float widen_fp16(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  // The exponent's bias differs by 112; the product also makes denormals right.
+  const uint32_t finite = bits_of_float(float_of_bits(magnitude) * 0x1p112F);
+  return float_of_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
+}
+
+// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7e00.
+BW_HD uint16_t round_to_fp16(float value) {
+  const uint32_t bits = bits_of_float(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // 0.5 has the ulp of float16's denormals, 2^-24: the sum rounds there.
+  const uint32_t denormal = bits_of_float(float_of_bits(magnitude) + 0.5F) - 0x3f000000u;
+  const uint32_t normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+  const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
+  const uint32_t rounded = magnitude >= 0x477ff000u ? 0x7c00u : finite;
+  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7e00u : sign | rounded);
+}
+
+// ---- the split master: a float32 as a bfloat16 and 16 bits more
+
+// [Note: split master] The high half is the float rounded to bfloat16, halves away from zero; the low half holds the 16
+// bits cut off, and its top bit says whether the high half was rounded up. decode(encode(x)) == x for every x; a NaN becomes
+// 0x7fc00000 first, else the carry would turn 0x7fffffff into -0. The largest finite floats show as an infinite
+// bfloat16 and still decode. A bfloat16 that did not come from here is encoded by widening: low half 0.
+struct SplitMaster {
+  uint16_t high;
+  uint16_t low;
+};
+BW_HD SplitMaster split_master(float value) {
+  const uint32_t raw = bits_of_float(value);
+  const uint32_t bits = is_nan_bits(raw) ? 0x7fc00000u : raw;
+  return {static_cast<uint16_t>((bits >> 16) + ((bits >> 15) & 1u)), static_cast<uint16_t>(bits)};
+}
+BW_HD float join_master(SplitMaster split) {
+  const uint32_t low = split.low;
+  return float_of_bits(((split.high - (low >> 15)) << 16) | low);
+}
+
+}  // namespace bucketwheel

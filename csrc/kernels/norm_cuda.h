@@ -1,0 +1,78 @@
+// Sums of squares, and gradient shards, on CUDA: what one launch gets. The order of additions is that of norm.h, so results
+// are bitwise those of the CPU. Every pointer is device memory unless it says otherwise.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace bucketwheel {
+
+// Elements of one tensor, or of one span of a shard.
+struct NormCudaRow {
+  const void* data;  // null in an accumulate launch
+  int64_t begin;     // in an accumulate launch: element of the shard
+  int64_t numel;
+  DType dtype;
+  uint8_t is_summed;  // 0: padding of a shard, stored only
+};
+
+// partial[c] = the sum of squares of chunk c (kNormChunkNumel elements) of the rows: steps 1 to 3 of [Note: order of a sum
+// of squares] in norm.h.
+struct SumsqLaunch {
+  const NormCudaRow* rows = nullptr;
+  const int64_t* first_chunk = nullptr;  // [row_count + 1]
+  int64_t row_count = 0;
+  int64_t chunks = 0;
+  double* partial = nullptr;
+  int max_blocks = 0;
+};
+
+// shard[i] = sum over ranks of sources[r][i], in rank order, or added to what is there; and SumsqLaunch of what is stored, in
+// the same pass. The rows cover the shard in ascending order, without gaps.
+struct AccumulateLaunch {
+  static constexpr int kMaxWorld = 64;
+  float* shard = nullptr;  // float32
+  const void* sources[kMaxWorld] = {};
+  int world = 1;
+  DType dtype = DType::kFloat32;  // of the sources: float32, bfloat16 or float16
+  bool add = false;
+  SumsqLaunch sums;
+};
+
+// sums[r] = the chunks of row r added as step 4 says, for the rows that are summed.
+struct FoldLaunch {
+  const NormCudaRow* rows = nullptr;
+  const int64_t* first_chunk = nullptr;
+  int64_t row_count = 0;
+  const double* partial = nullptr;
+  double* sums = nullptr;
+};
+
+// param_sums[i] = the sums of the rows rows_of[first_row_of[i]] ... of parameter i, added in order; 0 where held[i] is 0.
+struct ParamSumsLaunch {
+  const double* sums = nullptr;
+  const int64_t* first_row_of = nullptr;  // [param_count + 1]
+  const int64_t* rows_of = nullptr;
+  const uint8_t* held = nullptr;  // null: all
+  int64_t param_count = 0;
+  double* param_sums = nullptr;
+};
+
+// The norm of all chosen gradients, and what clipping to it makes of their factors. One block.
+//   S_i = param_sums[0][i] + param_sums[1][i] + ... in rank order;  norm = sqrt(fold of S_i * factors[i]^2) * average
+//   coefficient = min(max_norm / (float32(norm) + 1e-6), 1), a NaN stays; in float32, as torch.nn.utils.clip_grad_norm_
+struct ClipLaunch {
+  const double* param_sums = nullptr;  // [world][param_count]
+  int world = 1;
+  int64_t param_count = 0;
+  double* factors = nullptr;
+  const uint8_t* chosen = nullptr;  // null: all
+  double average = 1.0;
+  float max_norm = 0.0F;
+  bool clips = false;             // multiplies the factors of the chosen by the coefficient
+  float* norm = nullptr;          // [1], written
+  double* param_norms = nullptr;  // not null: sqrt(S_i) * |factors[i]| * average, before clipping
+};
+
+}  // namespace bucketwheel

@@ -1,0 +1,54 @@
+// Random bits for stochastic rounding: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011), a function of a key and a counter without state.
+//
+// The counter is what an element *is*, not where it lies or who computes it: the parameter, the element's place in it (in
+// memory order), the step and the value that is rounded. So results do not depend on the world size, on sharding, on
+// launch geometry or on the device, and a run that resumes on another number of ranks goes on as it would have.
+#pragma once
+
+#include <cstdint>
+
+#include "base/platform.h"
+
+namespace bucketwheel {
+
+// What is rounded; each has random bits of its own.
+enum class RandomUse : uint32_t { kExpAvgSq = 0, kParam = 1 };
+
+// One block is 128 bits: 16 for each of 8 elements, kRandomBlockNumel * block ... of the parameter.
+inline constexpr int64_t kRandomBlockNumel = 8;
+
+struct RandomBlock {
+  uint32_t word[4];
+  BW_HD uint32_t bits16(int64_t element) const {
+    const uint32_t lane = static_cast<uint32_t>(element) & 7u;
+    return (word[lane >> 1] >> ((lane & 1u) * 16u)) & 0xffffu;
+  }
+};
+
+BW_HD RandomBlock philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = static_cast<uint32_t>(key);
+  uint32_t k1 = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * c0;
+    const uint64_t b = uint64_t{0xCD9E8D57u} * c2;
+    const uint32_t next0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
+    const uint32_t next2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(b);
+    c3 = static_cast<uint32_t>(a);
+    c0 = next0;
+    c2 = next2;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The random bits of the 8 elements [8 * block, 8 * block + 8) of a parameter. `param` < 2^30.
+BW_HD RandomBlock random_block(uint64_t seed, uint32_t param, int64_t block, int64_t step, RandomUse use) {
+  const auto place = static_cast<uint64_t>(block);
+  return philox(seed, static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32), static_cast<uint32_t>(step),
+                param * 4u + static_cast<uint32_t>(use));
+}
+
+}  // namespace bucketwheel
