@@ -80,6 +80,10 @@ class PyShardAccumulator {
 
 inline void bind_norm(py::module_& m) {
   m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
+  m.def(
+      "fold",
+      [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
+      py::arg("values"));
   py::class_<SumsqAccumulator>(m, "SumsqAccumulator")
       .def(py::init<>())
       .def(

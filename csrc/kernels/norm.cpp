@@ -82,24 +82,20 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   });
   std::vector<SumSquares> results(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
-    double sum = 0.0;
-    for (int64_t i = segments.first_chunk(static_cast<int64_t>(r));
-         i < segments.first_chunk(static_cast<int64_t>(r) + 1); ++i) {
-      sum += partial[static_cast<size_t>(i)];
-    }
-    results[r] = with_bit(sum);
+    const int64_t first = segments.first_chunk(static_cast<int64_t>(r));
+    results[r] = with_bit(fold(partial.data() + first, segments.first_chunk(static_cast<int64_t>(r) + 1) - first));
   }
   return results;
 }
 
 void SumsqAccumulator::reset() {
   std::fill_n(lanes_, used_lanes(), 0.0);
-  sum_ = 0.0;
+  sum_ = Fold();
   in_chunk_ = 0;
 }
 
 void SumsqAccumulator::close_chunk() {
-  sum_ += fold_lanes(lanes_, kNormLanes);
+  sum_.add(fold_lanes(lanes_, kNormLanes));
   std::fill_n(lanes_, kNormLanes, 0.0);
   in_chunk_ = 0;
 }
@@ -132,7 +128,11 @@ void SumsqAccumulator::store(float* to, const float* values, int64_t numel, bool
 }
 
 SumSquares SumsqAccumulator::result() const {
-  return with_bit(in_chunk_ == 0 ? sum_ : sum_ + fold_lanes(lanes_, used_lanes()));
+  Fold sum = sum_;
+  if (in_chunk_ != 0) {
+    sum.add(fold_lanes(lanes_, used_lanes()));
+  }
+  return with_bit(sum.result());
 }
 
 ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)

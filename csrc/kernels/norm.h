@@ -5,7 +5,8 @@
 //   1. A segment is cut into chunks of kNormChunkNumel elements from its first element.
 //   2. Element i of a chunk adds its square to lane i % kNormLanes, in ascending i. (1,024 lanes = 256 CUDA threads of 4.)
 //   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
-//   4. The chunks of a segment are added in ascending order; so are the segments, where a total is wanted.
+//   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and the
+//      groups in ascending order. So are the segments, where a total is wanted.
 // The squares of floats are exact in double and no sum of them overflows, so a sum is not finite if and only if some
 // element is not: the non-finite bit is read off the sum's exponent and costs nothing.
 #pragma once
@@ -16,6 +17,7 @@
 
 #include "base/dtype.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/norm_fold.h"
 
 namespace bucketwheel {
 
@@ -54,7 +56,7 @@ class SumsqAccumulator {
   int64_t used_lanes() const { return in_chunk_ < kNormLanes ? in_chunk_ : kNormLanes; }
   void close_chunk();
 
-  double sum_ = 0.0;      // of the complete chunks
+  Fold sum_;              // of the complete chunks
   int64_t in_chunk_ = 0;  // elements of the chunk in progress
   alignas(64) double lanes_[kNormLanes] = {};
 };

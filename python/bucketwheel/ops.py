@@ -128,10 +128,8 @@ def l2_norm(
     module = native()
     module.set_num_threads(torch.get_num_threads())
     results = module.sumsq(tensors)
-    total = 0.0
-    for sumsq, _ in results:  # not sum(), whose rounding depends on the version of Python
-        total += sumsq
-    norm = torch.tensor([sumsq for sumsq, _ in results] if per_tensor else total, dtype=torch.float64).sqrt_()
+    sums = [sumsq for sumsq, _ in results]
+    norm = torch.tensor(sums if per_tensor else module.fold(sums), dtype=torch.float64).sqrt_()
     if not return_nonfinite:
         return norm
     nonfinite = [bad for _, bad in results]
