@@ -59,7 +59,8 @@ struct Row {
     m = array(variant.state_dtype, true);
     v = array(variant.state_dtype, true);
     vmax = array(variant.state_dtype, variant.amsgrad);
-    master = array(variant.weight == AdamWeight::kRemainder ? DType::kInt16 : F32, variant.weight != AdamWeight::kParam);
+    master =
+        array(variant.weight == AdamWeight::kRemainder ? DType::kInt16 : F32, variant.weight != AdamWeight::kParam);
     p.fill(key, true);
     g.fill(key + 1);
     m.fill(key + 2, true);
@@ -320,14 +321,12 @@ TEST(more_elements_than_32_bits_count) {
 
 TEST(what_there_is_not_is_refused) {
   const Table table({});
-  for (const AdamVariant& variant : {AdamVariant{F32, F32, AdamWeight::kMaster, false},
-                                     AdamVariant{F32, F64, AdamWeight::kParam, false},
-                                     AdamVariant{F32, F16, AdamWeight::kParam, false},
-                                     AdamVariant{F64, F32, AdamWeight::kParam, false},
-                                     AdamVariant{F64, F64, AdamWeight::kMaster, false},
-                                     AdamVariant{F16, F32, AdamWeight::kRemainder, false},
-                                     AdamVariant{F32, F32, AdamWeight::kRemainder, true},
-                                     AdamVariant{DType::kInt32, F32, AdamWeight::kParam, false}}) {
+  for (const AdamVariant& variant :
+       {AdamVariant{F32, F32, AdamWeight::kMaster, false}, AdamVariant{F32, F64, AdamWeight::kParam, false},
+        AdamVariant{F32, F16, AdamWeight::kParam, false}, AdamVariant{F64, F32, AdamWeight::kParam, false},
+        AdamVariant{F64, F64, AdamWeight::kMaster, false}, AdamVariant{F16, F32, AdamWeight::kRemainder, false},
+        AdamVariant{F32, F32, AdamWeight::kRemainder, true},
+        AdamVariant{DType::kInt32, F32, AdamWeight::kParam, false}}) {
     CHECK(launch_adam(table.launch(variant, 0, 0, 1), nullptr) == cudaErrorInvalidValue);
   }
   AdamLaunch launch = table.launch({}, 0, 0, 1);
