@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads) copy_kernel(const __grid_consta
   const ChunkRange range = chunks_of_block(launch.chunks);
   int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
-    index = next_row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
+    index = next_row_of_chunk(launch.first_chunk, index, chunk);
     const CopyItem& item = launch.items[index];
     const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
