@@ -1,7 +1,7 @@
 // bucketwheel._cuda: hands the table of cuda_api.h over as the capsule `api`. It binds no class, so it is plain C API.
 #include <Python.h>
 
-#include "device/cuda_table.h"
+#include "bindings/cuda_table.h"
 
 namespace {
 

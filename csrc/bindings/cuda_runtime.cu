@@ -5,7 +5,7 @@
 
 #include "base/platform.h"
 #include "device/cuda_api.h"
-#include "device/cuda_table.h"
+#include "bindings/cuda_table.h"
 #include "kernels/adam_cuda.h"
 #include "kernels/norm_cuda.h"
 #include "kernels/pack_cuda.h"
