@@ -14,6 +14,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "The native core of bucketwheel.";
   bucketwheel::bind_error(m);
   bucketwheel::bind_device(m);
+  bucketwheel::bind_cuda(m);
   bucketwheel::bind_pool(m);
   bucketwheel::bind_pack(m);
   bucketwheel::bind_norm(m);

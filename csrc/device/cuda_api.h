@@ -51,6 +51,7 @@ struct CudaDeviceFacts {
   X(stream_synchronize, (void* stream))                                            \
   X(stream_wait_event, (void* stream, void* event))                                \
   X(stream_is_capturing, (void* stream, bool* is_capturing))                       \
+  X(exchange_capture_mode, (int* mode)) /* of this thread; 2: relaxed */           \
   X(event_create, (void** event, bool timing))                                     \
   X(event_destroy, (void* event))                                                  \
   X(event_record, (void* event, void* stream))                                     \
