@@ -101,7 +101,7 @@ def sum_squares(x: torch.Tensor) -> float:
 
 def sum_squares_in_order(x: np.ndarray) -> float:
     """The kernels' order of a sum of squares (csrc/kernels/norm.h), element by element, for one contiguous segment."""
-    total = 0.0
+    chunks = []
     for begin in range(0, x.size, 32768):
         lanes = [0.0] * 1024
         for i, value in enumerate(x[begin : begin + 32768].astype(np.float64).tolist()):
@@ -114,7 +114,18 @@ def sum_squares_in_order(x: np.ndarray) -> float:
                 half = len(part) // 2
                 part = [part[k] + part[k + half] for k in range(half)]
             chunk += part[0]
-        total += chunk
+        chunks.append(chunk)
+    return fold(chunks)
+
+
+def fold(values: list[float]) -> float:
+    """Groups of 64, each in ascending order, and then the groups in ascending order."""
+    total = 0.0
+    for begin in range(0, len(values), 64):
+        group = 0.0
+        for value in values[begin : begin + 64]:
+            group += value
+        total += group
     return total
 
 

@@ -6,7 +6,7 @@
 
 namespace bucketwheel {
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8 };
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8, kInt16 };
 
 constexpr size_t size_of(DType dtype) {
   switch (dtype) {
@@ -18,11 +18,16 @@ constexpr size_t size_of(DType dtype) {
       return 4;
     case DType::kBFloat16:
     case DType::kFloat16:
+    case DType::kInt16:
       return 2;
     case DType::kUInt8:
       return 1;
   }
   return 0;
+}
+
+constexpr bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
 }
 
 // torch's names, for messages.
@@ -40,6 +45,8 @@ constexpr const char* name_of(DType dtype) {
       return "int64";
     case DType::kInt32:
       return "int32";
+    case DType::kInt16:
+      return "int16";
     case DType::kUInt8:
       return "uint8";
   }

@@ -28,7 +28,7 @@ inline std::vector<std::pair<double, bool>> pairs_of(std::span<const SumSquares>
 
 inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
   dlpack::Described tensor = dlpack::describe_item(object, name);
-  dlpack::expect_float_or_bfloat16(tensor, name);
+  dlpack::expect_float(tensor, name);
   dlpack::expect_dense(tensor, name);
   return tensor;
 }
@@ -80,6 +80,10 @@ class PyShardAccumulator {
 
 inline void bind_norm(py::module_& m) {
   m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
+  m.def(
+      "fold",
+      [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
+      py::arg("values"));
   py::class_<SumsqAccumulator>(m, "SumsqAccumulator")
       .def(py::init<>())
       .def(

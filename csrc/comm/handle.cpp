@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "device/deferred_event.h"
 
 namespace bucketwheel {
 
@@ -26,6 +27,14 @@ void Handle::synchronize(Deadline deadline) {
                       " bytes) was still running at the deadline given to synchronize()");
   }
   rethrow();
+}
+
+bool Handle::is_ordered() const {
+  if (state_->device.kind == DeviceId::Kind::kCpu) {
+    return state_->done->query();
+  }
+  const auto* deferred = dynamic_cast<const DeferredEvent*>(state_->done.get());
+  return deferred == nullptr || deferred->is_resolved();
 }
 
 bool Handle::query() const {

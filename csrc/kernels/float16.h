@@ -38,8 +38,10 @@ BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
 BW_HD float widen_fp16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
-  // The exponent's bias differs by 112; the product also makes denormals right.
-  const uint32_t finite = bits_of_float(float_of_bits(magnitude) * 0x1p112F);
+  const uint32_t normal = magnitude + (112u << 23);  // the exponents' biases differ by 112
+  // A denormal has the exponent of the least normal number, and no implicit one: that is put there and taken away.
+  const uint32_t denormal = bits_of_float(float_of_bits(magnitude + (113u << 23)) - 0x1p-14F);
+  const uint32_t finite = magnitude < 0x00800000u ? denormal : normal;
   return float_of_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
 }
 

@@ -34,11 +34,8 @@ double chunk_sumsq(const NormRow& row, int64_t begin, int64_t numel) {
   const int64_t used = std::min(numel, kNormLanes);
   alignas(64) double lanes[kNormLanes];
   std::fill_n(lanes, round_to_warp(used), 0.0);
-  if (row.dtype == DType::kFloat32) {
-    cpu_kernels().sumsq_f32(static_cast<const float*>(row.data) + begin, numel, 0, lanes);
-  } else {
-    cpu_kernels().sumsq_bf16(static_cast<const uint16_t*>(row.data) + begin, numel, 0, lanes);
-  }
+  const std::byte* x = static_cast<const std::byte*>(row.data) + begin * static_cast<int64_t>(size_of(row.dtype));
+  cpu_kernels().sumsq(x, row.dtype, numel, 0, lanes);
   return fold_lanes(lanes, used);
 }
 
@@ -65,9 +62,9 @@ double fold_lanes(const double* lanes, int64_t used) {
 std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   SegmentTable segments(kNormChunkNumel);
   for (size_t r = 0; r < rows.size(); ++r) {
-    if (rows[r].dtype != DType::kFloat32 && rows[r].dtype != DType::kBFloat16) {
+    if (!is_float(rows[r].dtype)) {
       throw TypeError("tensor " + std::to_string(r) + " is " + name_of(rows[r].dtype) +
-                      ": float32 and bfloat16 are supported");
+                      ": float32, bfloat16, float16 and float64 are supported");
     }
     segments.add(rows[r].numel);
   }
@@ -82,24 +79,20 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   });
   std::vector<SumSquares> results(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
-    double sum = 0.0;
-    for (int64_t i = segments.first_chunk(static_cast<int64_t>(r));
-         i < segments.first_chunk(static_cast<int64_t>(r) + 1); ++i) {
-      sum += partial[static_cast<size_t>(i)];
-    }
-    results[r] = with_bit(sum);
+    const int64_t first = segments.first_chunk(static_cast<int64_t>(r));
+    results[r] = with_bit(fold(partial.data() + first, segments.first_chunk(static_cast<int64_t>(r) + 1) - first));
   }
   return results;
 }
 
 void SumsqAccumulator::reset() {
   std::fill_n(lanes_, used_lanes(), 0.0);
-  sum_ = 0.0;
+  sum_ = Fold();
   in_chunk_ = 0;
 }
 
 void SumsqAccumulator::close_chunk() {
-  sum_ += fold_lanes(lanes_, kNormLanes);
+  sum_.add(fold_lanes(lanes_, kNormLanes));
   std::fill_n(lanes_, kNormLanes, 0.0);
   in_chunk_ = 0;
 }
@@ -121,7 +114,7 @@ void SumsqAccumulator::by_chunk(int64_t numel, Take&& take) {
 
 void SumsqAccumulator::consume(const float* values, int64_t numel) {
   by_chunk(numel, [&](int64_t offset, int64_t part, int64_t lane) {
-    cpu_kernels().sumsq_f32(values + offset, part, lane, lanes_);
+    cpu_kernels().sumsq(values + offset, DType::kFloat32, part, lane, lanes_);
   });
 }
 
@@ -132,7 +125,11 @@ void SumsqAccumulator::store(float* to, const float* values, int64_t numel, bool
 }
 
 SumSquares SumsqAccumulator::result() const {
-  return with_bit(in_chunk_ == 0 ? sum_ : sum_ + fold_lanes(lanes_, used_lanes()));
+  Fold sum = sum_;
+  if (in_chunk_ != 0) {
+    sum.add(fold_lanes(lanes_, used_lanes()));
+  }
+  return with_bit(sum.result());
 }
 
 ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)

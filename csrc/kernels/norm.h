@@ -5,9 +5,11 @@
 //   1. A segment is cut into chunks of kNormChunkNumel elements from its first element.
 //   2. Element i of a chunk adds its square to lane i % kNormLanes, in ascending i. (1,024 lanes = 256 CUDA threads of 4.)
 //   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
-//   4. The chunks of a segment are added in ascending order; so are the segments, where a total is wanted.
-// The squares of floats are exact in double and no sum of them overflows, so a sum is not finite if and only if some
-// element is not: the non-finite bit is read off the sum's exponent and costs nothing.
+//   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and the
+//      groups in ascending order. So are the segments, where a total is wanted.
+// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows, so a sum is not finite if and only
+// if some element is not: the non-finite bit is read off the sum's exponent and costs nothing. The square of a float64 is
+// rounded to double before it is added; it, and a sum of such, may overflow to infinity, and then the bit is set too.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +18,7 @@
 
 #include "base/dtype.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/norm_fold.h"
 
 namespace bucketwheel {
 
@@ -23,14 +26,14 @@ inline constexpr int64_t kNormChunkNumel = 32768;
 
 struct SumSquares {
   double sumsq = 0.0;
-  bool bad = false;  // some element is infinite or NaN
+  bool bad = false;  // some element is infinite or NaN, or the sum of float64 squares has overflowed
 };
 
 // Elements of one tensor, or of a piece of one, contiguous.
 struct NormRow {
   const void* data = nullptr;
   int64_t numel = 0;
-  DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
+  DType dtype = DType::kFloat32;  // kFloat32, kBFloat16, kFloat16 or kFloat64
 };
 
 // One result for each row. TypeError, naming the row, for another dtype.
@@ -54,7 +57,7 @@ class SumsqAccumulator {
   int64_t used_lanes() const { return in_chunk_ < kNormLanes ? in_chunk_ : kNormLanes; }
   void close_chunk();
 
-  double sum_ = 0.0;      // of the complete chunks
+  Fold sum_;              // of the complete chunks
   int64_t in_chunk_ = 0;  // elements of the chunk in progress
   alignas(64) double lanes_[kNormLanes] = {};
 };

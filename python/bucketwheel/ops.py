@@ -5,6 +5,8 @@ Every function checks all its arguments before it changes anything, and names th
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -32,9 +34,15 @@ def adam_step(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
     noop: torch.Tensor | None = None,
+    max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
     master_params: Sequence[torch.Tensor | None] | None = None,
+    remainders: Sequence[torch.Tensor | None] | None = None,
     decoupled: bool = True,
     maximize: bool = False,
+    state_rounding: Literal["stochastic", "nearest"] = "stochastic",
+    param_rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
+    param_ids: Sequence[int] | None = None,
 ) -> None:
     """One Adam step over lists of CPU tensors, in place and in one native call.
 
@@ -45,21 +53,35 @@ def adam_step(
         v = beta2 * v + (1 - beta2) * g * g
         p = p - lr / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
 
+    with the largest v so far in place of v in the last line where ``max_exp_avg_sqs`` holds it (amsgrad). Computed in
+    float32, and in float64 for float64 parameters.
+
     AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the exact
     order of operations. The result is bitwise the same for any number of threads, division into tensors, alignment and
     processor (NaN payloads excepted).
 
     Args:
-        params: float32, or bfloat16 with a float32 entry in ``master_params``. Any shape; non-overlapping and dense.
-        grads: float32 or bfloat16. Read only: they are not scaled in place.
-        exp_avgs, exp_avg_sqs: m and v, float32.
+        params: float32, bfloat16, float16 or float64. Any shape; non-overlapping and dense.
+        grads: float32, bfloat16 or float16; float64 for a float64 parameter. Read only: they are not scaled in place.
+        exp_avgs, exp_avg_sqs: m and v, both float32 or both bfloat16; float64 for a float64 parameter.
         steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
             (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
             A tensor listed several times advances once.
-        grad_scale: factor of every gradient, rounded to float32: 1 / world size, 1 / loss scale, a clip coefficient.
+        grad_scale: factor of every gradient, rounded to float32 (but for float64): 1 / world size, 1 / loss scale, a clip
+            coefficient.
         noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
-        master_params: for each bfloat16 parameter its float32 master (None for the others). The master is updated and
+        max_exp_avg_sqs: for each parameter the running maximum of v (amsgrad), of v's dtype, or None.
+        master_params: for each bfloat16 or float16 parameter its float32 master, or None. The master is updated and
             the parameter becomes its value rounded to nearest even; its own old value is not read.
+        remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The two
+            are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros where
+            there is only a bfloat16 weight yet. docs/numerics.md gives the format.
+        state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at all
+            where 1 - beta2 < 2**-8, which is warned about once.
+        param_rounding: of bfloat16 parameters with neither master nor remainder. Rounded to nearest, they ignore updates
+            smaller than half their last place.
+        seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place in
+            its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
 
     All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
 
@@ -72,27 +94,51 @@ def adam_step(
     module.set_num_threads(torch.get_num_threads())
     group = module.AdamGroup(lr, betas[0], betas[1], eps, weight_decay)
     skip = noop is not None and bool(noop.item() != 0)
+    stochastic = _is_stochastic("state_rounding", state_rounding)
+    if not stochastic and 1 - betas[1] < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
+        _warn_of_nearest(betas[1])
     module.adam_step(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
+        max_exp_avg_sqs,
         master_params,
+        remainders,
         steps,
         group,
         grad_scale=grad_scale,
         decoupled=decoupled,
         maximize=maximize,
         noop=skip,
+        stochastic=stochastic,
+        stochastic_param=_is_stochastic("param_rounding", param_rounding),
+        seed=seed,
+        param_ids=param_ids,
     )
     if skip:
         return
     written = [*params, *exp_avgs, *exp_avg_sqs]
-    if master_params is not None:
-        written += [master for master in master_params if master is not None]
+    for extra in (max_exp_avg_sqs, master_params, remainders):
+        written += [tensor for tensor in extra or () if tensor is not None]
     if not isinstance(steps, int):
         written += [step for step in steps if isinstance(step, torch.Tensor)]
     torch.autograd.graph.increment_version(written)
+
+
+def _is_stochastic(name: str, rounding: str) -> bool:
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"{name} is {rounding!r}, expected 'stochastic' or 'nearest'")
+    return rounding == "stochastic"
+
+
+@functools.cache  # so once for each beta2
+def _warn_of_nearest(beta2: float) -> None:
+    warnings.warn(
+        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its last "
+        "place. Use state_rounding='stochastic', or float32 states",
+        stacklevel=3,
+    )
 
 
 @overload
@@ -113,9 +159,10 @@ def l2_norm(
     into tensors and, in the last bit, on their order in memory.
 
     Args:
-        tensors: float32 or bfloat16, of any shapes, non-overlapping and dense. May be empty, list and tensors.
+        tensors: float32, bfloat16, float16 or float64, of any shapes, non-overlapping and dense. May be empty, list and
+            tensors. Squares of float64 elements are rounded to double, and overflow to infinity from 1.3e154 on.
         per_tensor: return a norm for each tensor.
-        return_nonfinite: return also whether there is an infinity or a NaN.
+        return_nonfinite: return also whether there is an infinity or a NaN, or a sum of float64 squares has overflowed.
 
     Returns:
         A float64 tensor of shape [] (or [len(tensors)]). With ``return_nonfinite`` also a bool tensor of the same shape.
@@ -128,10 +175,8 @@ def l2_norm(
     module = native()
     module.set_num_threads(torch.get_num_threads())
     results = module.sumsq(tensors)
-    total = 0.0
-    for sumsq, _ in results:  # not sum(), whose rounding depends on the version of Python
-        total += sumsq
-    norm = torch.tensor([sumsq for sumsq, _ in results] if per_tensor else total, dtype=torch.float64).sqrt_()
+    sums = [sumsq for sumsq, _ in results]
+    norm = torch.tensor(sums if per_tensor else module.fold(sums), dtype=torch.float64).sqrt_()
     if not return_nonfinite:
         return norm
     nonfinite = [bad for _, bad in results]
@@ -141,7 +186,7 @@ def l2_norm(
 # ------------------------------------------------------------------------------------------------------ collectives
 
 _NATIVE_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8}
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from reference import sum_squares, sum_squares_in_order
+from reference import fold, sum_squares, sum_squares_in_order
 
 from bucketwheel import ops
 from bucketwheel._build import native
@@ -36,6 +36,33 @@ def test_the_order_is_the_one_written_down(numel: int) -> None:
     assert native().sumsq([x]) == [(sum_squares_in_order(x.numpy()), False)]
     y = x.bfloat16()
     assert native().sumsq([y]) == [(sum_squares_in_order(y.float().numpy()), False)]
+
+
+@pytest.mark.parametrize("chunks", [63, 64, 65, 129, 200])
+def test_chunks_are_added_by_groups_of_64(chunks: int) -> None:
+    """One element in each chunk: the sum of a chunk is its square."""
+    each = values(chunks, chunks)
+    x = torch.zeros(chunks * CHUNK)
+    x[::CHUNK] = each
+    squares = [value * value for value in each.double().tolist()]
+    assert native().sumsq([x]) == [(fold(squares), False)]
+    accumulator = native().SumsqAccumulator()
+    for begin in range(0, x.numel(), 10 * CHUNK):
+        accumulator.consume(x[begin : begin + 10 * CHUNK])
+    assert accumulator.result() == (fold(squares), False)
+    singles = [each[i : i + 1] for i in range(chunks)]
+    assert ops.l2_norm(singles).item() == math.sqrt(fold(squares))
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 129, 1000])
+def test_fold(count: int) -> None:
+    summands = (values(count, count).double() ** 2).tolist()
+    assert native().fold(summands) == fold(summands)
+    if count >= 1000:  # the data is such that another order shows
+        plain = 0.0
+        for summand in summands:
+            plain += summand
+        assert fold(summands) != plain
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
