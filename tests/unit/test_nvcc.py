@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bucketwheel import _nvcc
-from bucketwheel._nvcc import Arch
 from bucketwheel.errors import BuildError
 
 
