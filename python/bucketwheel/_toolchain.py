@@ -33,7 +33,7 @@ __all__ = [
     "find_csrc",
     "find_toolchain",
 ]
-__all__ += ["read_recipe", "say", "sources_digest", "tree"]
+__all__ += ["find_toolchain", "read_recipe", "say", "sources_digest", "tree"]
 
 _ERROR_LINES = 30
 
@@ -207,7 +207,7 @@ def build_key(recipe: Recipe, toolchain: Toolchain) -> str:
 
 def find_toolchain() -> Toolchain:
     """The compiler ($CXX, else c++, g++, clang++) and the headers of Python and pybind11, or a `BuildError`."""
-    cxx = _find_compiler()
+    cxx = find_compiler()
     try:
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -228,7 +228,7 @@ def find_toolchain() -> Toolchain:
     return Toolchain(cxx, (*_python_includes(), pybind11.get_include()), "\n".join(identity))
 
 
-def _find_compiler() -> tuple[str, ...]:
+def find_compiler() -> tuple[str, ...]:
     remedies = ["install a C++20 compiler (Debian: apt install g++)", "name one: CXX=/path/to/g++"]
     if named := os.environ.get("CXX", "").strip():
         words = shlex.split(named)
