@@ -189,7 +189,9 @@ def test_step_refuses_what_does_not_fit_the_table() -> None:
     for message, call in {
         "steps has 1 entries for 2 rows": lambda: table.step(two, numbers([0])),
         "used has 1 entries for 2 rows": lambda: table.step(two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
-        "gscale has 3 entries for 2 rows": lambda: table.step(two, numbers(rows), None, torch.ones(3, dtype=torch.float64)),
+        "gscale has 3 entries for 2 rows": lambda: table.step(
+            two, numbers(rows), None, torch.ones(3, dtype=torch.float64)
+        ),
         "row 1 is of group 1 of 1": lambda: table.step([group()], numbers(rows)),
         "row 0 takes step 0": lambda: table.step(two, numbers(rows, 0)),
         r"rows \[1, 3\) of 2": lambda: table.step(two, numbers(rows), None, None, 1, 3),

@@ -102,10 +102,10 @@ def test_a_killed_builder_blocks_nobody(tree: TinyTree) -> None:
 
 
 def test_the_folder_of_a_living_builder_stays(tree: TinyTree) -> None:
-    code = "from pathlib import Path; from bucketwheel import _build\n"
+    code = "from pathlib import Path; from bucketwheel import _cache\n"
     code += "cache = Path('cache'); (cache / 'tmp').mkdir(parents=True)\n"
-    code += "with _build._private_folder(cache) as mine:\n"
-    code += "    _build._prune(cache); assert (mine / 'alive').exists()\n"
+    code += "with _cache.private_folder(cache) as mine:\n"
+    code += "    _cache.prune(cache); assert (mine / 'alive').exists()\n"
     code += "assert not mine.exists(); print('ok')"
     assert tree.run(code)[0] == "ok"
 
@@ -121,7 +121,7 @@ def test_a_damaged_entry_is_built_again(tree: TinyTree, damage: str) -> None:
     elif damage == "other bytes":
         module.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     elif damage == "no manifest":
-        (entry / "manifest.json").unlink()
+        (entry / "_cpu.json").unlink()
     else:
         module.unlink()
     out, err = tree.run()
@@ -237,13 +237,13 @@ def test_an_unwritable_home_falls_back_to_a_folder_of_our_own(tree: TinyTree) ->
 
 
 def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketwheel import _build
+    from bucketwheel import _cache
 
     mounts = "/dev/sda / ext4 rw 0 0\nserver:/users /users nfs4 rw 0 0\nx /users/me/local\\040disk xfs rw 0 0\n"
-    monkeypatch.setattr(_build.Path, "read_text", lambda *_, **__: mounts)
-    assert _build._is_network(Path("/users/me/.cache"))
-    assert not _build._is_network(Path("/users/me/local disk/cache"))
-    assert not _build._is_network(Path("/usersgroup"))
+    monkeypatch.setattr(_cache.Path, "read_text", lambda *_, **__: mounts)
+    assert _cache.is_network(Path("/users/me/.cache"))
+    assert not _cache.is_network(Path("/users/me/local disk/cache"))
+    assert not _cache.is_network(Path("/usersgroup"))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
