@@ -184,9 +184,9 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
              "the local backend on CUDA has one stream for all ranks: stream= is not supported");
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
   std::lock_guard lock(issue_mutex_);
-  host_->expect_usable();
-  op->seq = seq_ + 1;
-  const uint64_t seq = op->seq;
+  const uint64_t seq = seq_ + 1;
+  host_->expect_peers(seq, [](int) { return false; });  // one that has failed will not come
+  op->seq = seq;
   const Deadline deadline = host_->timeout_from_now();
   // Called by threads that wait for the peers to issue.
   auto poll = [host = host_, board = board_, seq, deadline] {

@@ -34,10 +34,20 @@ uint8_t head_of(const AdamRow& row) {
   return AdamCudaRow::kUnaligned;
 }
 
-AdamCudaRow cuda_row(const AdamRow& row) {
-  return {row.p,       row.g,       row.m,           row.v,     row.vmax,
-          row.master,  row.numel,   row.param_begin, row.param, static_cast<uint32_t>(row.group),
-          row.g_dtype, head_of(row)};
+AdamCudaRow cuda_row(const AdamRow& row, uint32_t place) {
+  return {row.p,
+          row.g,
+          row.m,
+          row.v,
+          row.vmax,
+          row.master,
+          row.numel,
+          row.param_begin,
+          row.param,
+          place,
+          static_cast<uint32_t>(row.group),
+          row.g_dtype,
+          head_of(row)};
 }
 
 }  // namespace
@@ -50,11 +60,12 @@ AdamCudaTable::AdamCudaTable(CudaDevice& device)
       device_used_(device),
       device_scalars_(device) {}
 
-int64_t AdamCudaTable::add(const AdamRow& row) {
+int64_t AdamCudaTable::add(const AdamRow& row, uint32_t place) {
   expect_adam_row(row, rows());
   segments_.add(row.numel);
   rows_.push_back(row);
-  cuda_rows_.push_back(cuda_row(row));
+  places_.push_back(place);
+  cuda_rows_.push_back(cuda_row(row, place));
   first_chunk_.push_back(segments_.first_chunk(rows()));
   are_rows_new_ = are_chunks_new_ = true;
   return rows() - 1;
@@ -69,13 +80,14 @@ void AdamCudaTable::set_grad(int64_t row, const void* g, DType g_dtype) {
   expect_adam_grad(own, g_dtype, row);
   own.g = g;
   own.g_dtype = g_dtype;
-  cuda_rows_[static_cast<size_t>(row)] = cuda_row(own);
+  cuda_rows_[static_cast<size_t>(row)] = cuda_row(own, places_[static_cast<size_t>(row)]);
   are_rows_new_ = true;
 }
 
 void AdamCudaTable::clear() {
   segments_ = SegmentTable(kAdamCudaChunkNumel);
   rows_.clear();
+  places_.clear();
   cuda_rows_.clear();
   first_chunk_.assign(1, 0);
   are_rows_new_ = are_chunks_new_ = true;
@@ -90,13 +102,14 @@ void AdamCudaTable::validate(const AdamCudaStep& step) const {
       "lr has " + std::to_string(step.lr.size()) + " entries for " + std::to_string(step.groups.size()) + " groups");
   for (int64_t r = 0; r < rows(); ++r) {
     const AdamRow& row = rows_[static_cast<size_t>(r)];
-    BW_EXPECTS(static_cast<int64_t>(row.param) < step.param_count, "row " + std::to_string(r) + " is of parameter " +
-                                                                       std::to_string(row.param) + " of " +
-                                                                       std::to_string(step.param_count));
+    const uint32_t place = places_[static_cast<size_t>(r)];
+    BW_EXPECTS(static_cast<int64_t>(place) < step.param_count,
+               "row " + std::to_string(r) + " is of parameter " + std::to_string(place) + " of " +
+                   std::to_string(step.param_count));
     BW_EXPECTS(row.group >= 0 && static_cast<size_t>(row.group) < step.groups.size(),
                "row " + std::to_string(r) + " is of group " + std::to_string(row.group) + " of " +
                    std::to_string(step.groups.size()));
-    const bool is_used = step.used.empty() || step.used[row.param] != 0;
+    const bool is_used = step.used.empty() || step.used[place] != 0;
     BW_EXPECTS(!is_used || row.g != nullptr || row.numel == 0, "row " + std::to_string(r) + " has no gradient");
   }
 }
@@ -117,8 +130,9 @@ void AdamCudaTable::leave(Stream& stream) {
 }
 
 void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream) {
-  if (are_rows_new_) {
-    device_rows_.upload<AdamCudaRow>(cuda_rows_, stream);
+  if (are_rows_new_ && cuda_rows_ != uploaded_rows_) {  // gradients often come back to the same memory
+    uploaded_rows_ = cuda_rows_;
+    device_rows_.upload<AdamCudaRow>(uploaded_rows_, stream);
     device_scalars_.reserve(cuda_rows_.size() * sizeof(AdamCudaScalars));
   }
   if (are_chunks_new_) {

@@ -38,8 +38,9 @@ class AdamCudaTable {
  public:
   explicit AdamCudaTable(CudaDevice& device);
 
-  // As AdamTable's, for arrays on the device. AdamRow::param is below the param_count of every step.
-  int64_t add(const AdamRow& row);
+  // As AdamTable's, for arrays on the device. `place`: of the row's parameter in the arrays of every step.
+  int64_t add(const AdamRow& row, uint32_t place);
+  int64_t add(const AdamRow& row) { return add(row, row.param); }
   void set_grad(int64_t row, const void* g, DType g_dtype);
   // Forgets the rows; the device memory stays for the next ones.
   void clear();
@@ -62,10 +63,12 @@ class AdamCudaTable {
   CudaDevice& device_;
   SegmentTable segments_;
   std::vector<AdamRow> rows_;
-  std::vector<AdamCudaRow> cuda_rows_;  // what device_rows_ holds, or will at the next begin()
+  std::vector<uint32_t> places_;
+  std::vector<AdamCudaRow> cuda_rows_;
+  std::vector<AdamCudaRow> uploaded_rows_;  // what device_rows_ holds
   std::vector<int64_t> first_chunk_{0};
   std::vector<uint8_t> used_;  // what device_used_ holds
-  bool are_rows_new_ = false;
+  bool are_rows_new_ = false;  // since the last begin(); they may still be equal
   bool are_chunks_new_ = false;
   AdamCudaStep flags_;  // of the last begin(), without its spans
 
