@@ -155,6 +155,7 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
     """
     machine = machine or platform.machine()
     sources: list[Source] = []
+    seen: set[str] = set()
     common: dict[str, list[str]] = {"flags:": [], "link:": [], "nvcc:": []}
     for number, line in enumerate((csrc / module.sources).read_text().splitlines(), 1):
         words = shlex.split(line, comments=True)
@@ -165,6 +166,9 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
             continue
         if not (csrc / words[0]).is_file():
             raise ValueError(f"{csrc / module.sources}:{number}: no such source: {words[0]!r}")
+        if words[0] in seen:
+            raise ValueError(f"{csrc / module.sources}:{number}: listed twice: {words[0]!r}")
+        seen.add(words[0])
         only = [word[len("only=") :] for word in words[1:] if word.startswith("only=")]
         if not only or machine in only:
             flags = tuple(word for word in words[1:] if not word.startswith("only="))
