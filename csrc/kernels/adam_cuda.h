@@ -75,4 +75,9 @@ struct AdamScalarsLaunch {
   const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)
 };
 
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a variant that there is not and
+// for sizes that cannot be.
+int launch_adam(const AdamLaunch& launch, void* stream);
+int launch_adam_scalars(const AdamScalarsLaunch& launch, void* stream);
+
 }  // namespace bucketwheel
