@@ -36,10 +36,11 @@ MAY_INCLUDE = {
 PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
+    ["device"],
     ["plan", "handle", "pool", "comm", "ops"],
-    ["schedule", "bucket", "flat", "reduced", "gather", "rows"],
+    ["schedule", "bucket", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["grad", "grad_owner", "hooks"],
-    ["local", "sharded"],
+    ["local", "local_cuda", "sharded"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor"],
     ["__init__", "__main__"],
