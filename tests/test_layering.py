@@ -36,10 +36,11 @@ MAY_INCLUDE = {
 PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
+    ["device"],
     ["plan", "handle", "pool", "comm", "ops"],
-    ["schedule", "bucket", "flat", "reduced", "gather", "rows"],
+    ["schedule", "bucket", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["grad", "grad_owner", "hooks"],
-    ["local", "sharded"],
+    ["local", "local_cuda", "sharded"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor"],
     ["__init__", "__main__"],
@@ -145,6 +146,7 @@ def headers_compile(headers: list[Path]) -> None:
     recipe = _toolchain.read_recipe(CSRC)
     own = {Path(source.path).stem: source.flags for source in recipe.sources}
     include = [word for folder in toolchain.includes for word in ("-isystem", folder)]
+    include += ["-isystem", str(ROOT / "tests" / "native" / "fake_cuda")]  # <cuda_runtime.h>, where there is no toolkit
 
     def compile_alone(header: Path) -> str:
         flags = [*recipe.flags, *own.get(header.stem, ()), "-O0", "-Wno-pragma-once-outside-header", "-fsyntax-only"]

@@ -104,20 +104,32 @@ class PyAdamCudaTable : public PyAdamRows<AdamCudaTable> {
   }
 };
 
-// One table for each device serves all calls of adam_step_cuda: its device memory is kept. Never freed.
-struct AdamCudaScratch {
-  std::mutex mutex;
-  AdamCudaTable table;
-  explicit AdamCudaScratch(CudaDevice& device) : table(device) {}
+// Tables (AdamCudaTable, SumsqCudaTable, ...) for calls that have none of their own: one for each device, whose device memory is
+// kept from call to call, and one for each call that is captured, because replays read what it uploaded. Never freed.
+template <class Table>
+class CudaScratch {
+ public:
+  explicit CudaScratch(CudaDevice& device) : table_(device) {}
 
-  static AdamCudaScratch& of(int device) {
-    static auto* const all = new std::map<int, std::unique_ptr<AdamCudaScratch>>();  // guarded by the GIL
-    std::unique_ptr<AdamCudaScratch>& one = (*all)[device];
-    if (one == nullptr) {
-      one = std::make_unique<AdamCudaScratch>(CudaDevice::at(device));
+  // Calls use(table), alone.
+  template <class Use>
+  static void with(int device, Stream& stream, Use&& use) {
+    if (is_capturing(stream)) {
+      use((new CudaScratch(CudaDevice::at(device)))->table_);
+      return;
     }
-    return *one;
+    static std::mutex mutex;
+    static auto* const all = new std::map<int, std::unique_ptr<CudaScratch>>();
+    std::lock_guard lock(mutex);
+    std::unique_ptr<CudaScratch>& one = (*all)[device];
+    if (one == nullptr) {
+      one = std::make_unique<CudaScratch>(CudaDevice::at(device));
+    }
+    use(one->table_);
   }
+
+ private:
+  Table table_;
 };
 
 // One step over lists of tensors on `device`, in the caller's current stream. Everything is checked before anything is
@@ -140,16 +152,16 @@ inline void adam_step_cuda(int device, const AdamLists& lists, const std::option
   });
   AdamCudaStepHolder holder(arguments, {}, id);
   holder.step.groups = {&group, 1};
-  AdamCudaScratch& scratch = AdamCudaScratch::of(device);
   const StreamRef stream = current_stream(id);
   py::gil_scoped_release unlocked;
-  std::lock_guard lock(scratch.mutex);
-  scratch.table.clear();
-  for (const auto& [row, place] : rows) {
-    scratch.table.add(row, place);
-  }
-  scratch.table.begin(holder.step, *stream);
-  scratch.table.step(0, scratch.table.rows(), *stream);
+  CudaScratch<AdamCudaTable>::with(device, *stream, [&](AdamCudaTable& table) {
+    table.clear();
+    for (const auto& [row, place] : rows) {
+      table.add(row, place);
+    }
+    table.begin(holder.step, *stream);
+    table.step(0, table.rows(), *stream);
+  });
 }
 
 inline void bind_adam_cuda(py::module_& m) {

@@ -23,26 +23,7 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// Tables that serve all calls on one device: their device memory is kept. Never freed.
-struct CudaScratch {
-  std::mutex mutex;
-  SumsqCudaTable sums;
-  CopyCudaTable copies;
-  explicit CudaScratch(CudaDevice& device) : sums(device), copies(device) {}
-
-  static CudaScratch& of(int device) {
-    static auto* const all = new std::map<int, std::unique_ptr<CudaScratch>>();  // guarded by the GIL
-    std::unique_ptr<CudaScratch>& one = (*all)[device];
-    if (one == nullptr) {
-      one = std::make_unique<CudaScratch>(CudaDevice::at(device));
-    }
-    return *one;
-  }
-};
-
-// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU.
-inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums) {
-  const DeviceId id{DeviceId::Kind::kCuda, device};
+inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) {
   std::vector<NormRow> rows;
   for (size_t i = 0; i < py::len(tensors); ++i) {
     const dlpack::Name name{"tensors", static_cast<int64_t>(i)};
@@ -52,21 +33,28 @@ inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums)
     dlpack::expect_dense(tensor, name);
     rows.push_back({tensor.data, tensor.numel, tensor.dtype});
   }
+  return rows;
+}
+
+// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU. `table`: null for one of ours.
+inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, SumsqCudaTable* table) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  const std::vector<NormRow> rows = norm_rows(id, tensors);
   auto* const out = device_array<double>(sums, DType::kFloat64, id, static_cast<int64_t>(rows.size()), "sums");
-  CudaScratch& scratch = CudaScratch::of(device);
   const StreamRef stream = current_stream(id);
   py::gil_scoped_release unlocked;
-  std::lock_guard lock(scratch.mutex);
-  scratch.sums.run(rows, out, *stream);
+  if (table != nullptr) {
+    table->run(rows, out, *stream);
+    return;
+  }
+  CudaScratch<SumsqCudaTable>::with(device, *stream, [&](SumsqCudaTable& shared) { shared.run(rows, out, *stream); });
 }
 
 // outputs[i] <- inputs[i], as copy_all() on the CPU.
 inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
-  CudaScratch& scratch = CudaScratch::of(device);
   const StreamRef stream = current_stream({DeviceId::Kind::kCuda, device});
   py::gil_scoped_release unlocked;
-  std::lock_guard lock(scratch.mutex);
-  scratch.copies.run(items, *stream);
+  CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
 }
 
 // param_sums[i] = the sums of parameter i's rows added in order, 0 where held[i] is 0: ParamSumsLaunch.
@@ -152,8 +140,26 @@ class ShardSinkCuda final : public ReduceSink {
   std::shared_ptr<PyShardAccumulatorCuda> accumulator_;
 };
 
+// Writes bytes of the host into a contiguous tensor on a CUDA device; never blocks.
+inline void upload_bytes(py::handle to, std::string_view values) {
+  const dlpack::Described tensor = dlpack::describe_on_any_device(to, {"to", 0});
+  BW_EXPECTS(tensor.device.kind == DeviceId::Kind::kCuda && tensor.is_contiguous() &&
+                 static_cast<size_t>(tensor.numel) * size_of(tensor.dtype) == values.size(),
+             "to must be a contiguous tensor of " + std::to_string(values.size()) +
+                 " bytes on a CUDA device; it has shape " + tensor.shape_text());
+  const StreamRef stream = current_stream(tensor.device);
+  CudaDevice::at(tensor.device.index).upload(tensor.data, values.data(), values.size(), *stream);
+}
+
 inline void bind_norm_cuda(py::module_& m) {
-  m.def("sumsq_cuda", &sumsq_cuda, py::arg("device"), py::arg("tensors"), py::arg("sums"));
+  m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
+  py::class_<SumsqCudaTable>(m, "SumsqCudaTable").def(py::init([](int device) {
+                                                          return std::make_unique<SumsqCudaTable>(
+                                                              CudaDevice::at(device));
+                                                        }),
+                                                        py::arg("device"));
+  m.def("sumsq_cuda", &sumsq_cuda, py::arg("device"), py::arg("tensors"), py::arg("sums"),
+        py::arg("table").none(true) = py::none());
   m.def("param_sums_cuda", &param_sums_cuda, py::arg("device"), py::arg("sums"), py::arg("first_row_of"),
         py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),

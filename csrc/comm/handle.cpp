@@ -29,12 +29,14 @@ void Handle::synchronize(Deadline deadline) {
   rethrow();
 }
 
-bool Handle::is_ordered() const {
+bool Handle::is_ordered() const { return await_order(Clock::now()); }
+
+bool Handle::await_order(Deadline deadline) const {
   if (state_->device.kind == DeviceId::Kind::kCpu) {
-    return state_->done->query();
+    return state_->done->query() || state_->done->synchronize(deadline);
   }
   const auto* deferred = dynamic_cast<const DeferredEvent*>(state_->done.get());
-  return deferred == nullptr || deferred->is_resolved();
+  return deferred == nullptr || deferred->await(deadline) != nullptr;
 }
 
 bool Handle::query() const {

@@ -36,6 +36,8 @@ class Handle {
   // Whether a stream can wait for the operation, and memory be given on behind it, without the host waiting for a peer: on
   // the CPU when it is over, on CUDA when it is in a stream.
   bool is_ordered() const;
+  // Blocks until is_ordered() or the deadline; which.
+  bool await_order(Deadline deadline) const;
   const EventRef& event() const { return state_->done; }  // completes when the operation is over, failed or not
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`

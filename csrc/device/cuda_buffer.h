@@ -24,6 +24,7 @@ class CudaBuffer {
     if (size_bytes > size_bytes_) {
       free();
       CudaGuard guard(device_->id().index);
+      const RelaxedCapture relaxed;
       BW_CUDA_TRY(malloc_device, &data_, size_bytes);
       size_bytes_ = size_bytes;
     }
@@ -46,6 +47,7 @@ class CudaBuffer {
     if (data_ != nullptr) {
       try {
         CudaGuard guard(device_->id().index);
+        const RelaxedCapture relaxed;
         (void)BW_CUDA_CALL(free_device, data_);
       } catch (const std::exception&) {  // the driver is gone, and the memory with it
       }

@@ -29,22 +29,15 @@ CudaGuard::~CudaGuard() {
   }
 }
 
-namespace {
+RelaxedCapture::RelaxedCapture() { BW_CUDA_TRY(exchange_capture_mode, &mode_); }
 
-// While a stream is captured, CUDA refuses calls that could wait or allocate, to this thread too. Ours have nothing to do with
-// what is captured.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { BW_CUDA_TRY(exchange_capture_mode, &mode_); }
-  ~RelaxedCapture() { (void)BW_CUDA_CALL(exchange_capture_mode, &mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+RelaxedCapture::~RelaxedCapture() { (void)BW_CUDA_CALL(exchange_capture_mode, &mode_); }
 
- private:
-  int mode_ = 2;
-};
-
-}  // namespace
+bool is_capturing(Stream& stream) {
+  bool captures = false;
+  BW_CUDA_TRY(stream_is_capturing, native_stream(stream, "is_capturing"), &captures);
+  return captures;
+}
 
 class CudaEvent final : public Event {
  public:
@@ -309,15 +302,13 @@ void CudaDevice::upload(void* to, const void* from, size_t size_bytes, Stream& s
   }
   CudaGuard guard(index_);
   void* const native = native_stream(stream, "upload");
-  bool is_capturing = false;
-  BW_CUDA_TRY(stream_is_capturing, native, &is_capturing);
   Staging staging = [&] {
     const RelaxedCapture relaxed;
     return take_staging(size_bytes);
   }();
   std::memcpy(staging.data, from, size_bytes);
   BW_CUDA_TRY(memcpy_async, to, staging.data, size_bytes, native);
-  if (is_capturing) {
+  if (is_capturing(stream)) {
     return;  // replays read the block: it is never used again, and never freed
   }
   staging.last_use = stream.record(false);

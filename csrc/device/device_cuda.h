@@ -28,6 +28,19 @@ class CudaGuard {
   int before_ = -1;  // -1: nothing to put back
 };
 
+// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate, to the whole thread. While
+// this is alive it does not: for calls that have nothing to do with what is captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_ = 2;  // relaxed; then the one before
+};
+
 class CudaDevice final : public Device {
  public:
   // DeviceError when there is no such device.
@@ -71,6 +84,9 @@ class CudaDevice final : public Device {
   std::vector<void*> free_events_[2];  // by timing
   std::vector<Staging> staging_;
 };
+
+// Whether a stream made above is being captured.
+bool is_capturing(Stream& stream);
 
 // The cudaStream_t of a stream made above; ValueError, naming `what`, for another stream.
 void* native_stream(Stream& stream, const char* what);

@@ -124,9 +124,7 @@ void AdamCudaTable::enter(Stream& stream) {
 }
 
 void AdamCudaTable::leave(Stream& stream) {
-  bool is_capturing = false;
-  BW_CUDA_TRY(stream_is_capturing, last_stream_, &is_capturing);
-  last_use_ = is_capturing ? nullptr : stream.record();  // nothing outside a graph can wait for what is inside
+  last_use_ = is_capturing(stream) ? nullptr : stream.record();  // nothing outside a graph can wait for what is inside
 }
 
 void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream) {

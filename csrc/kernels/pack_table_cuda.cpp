@@ -35,9 +35,7 @@ void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
   launch.max_blocks = device_.fill_blocks(kThreads);
   BW_CUDA_TRY(launch_copy, launch, native);
   last_stream_ = native;
-  bool is_capturing = false;
-  BW_CUDA_TRY(stream_is_capturing, native, &is_capturing);
-  last_use_ = is_capturing ? nullptr : stream.record();
+  last_use_ = is_capturing(stream) ? nullptr : stream.record();
 }
 
 }  // namespace bucketwheel

@@ -58,9 +58,7 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, Stream& st
   const FoldLaunch fold{launch.rows, launch.first_chunk, launch.row_count, launch.partial, sums};
   BW_CUDA_TRY(launch_fold, fold, native);
   last_stream_ = native;
-  bool is_capturing = false;
-  BW_CUDA_TRY(stream_is_capturing, native, &is_capturing);
-  last_use_ = is_capturing ? nullptr : stream.record();
+  last_use_ = is_capturing(stream) ? nullptr : stream.record();
 }
 
 ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel,
