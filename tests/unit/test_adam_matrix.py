@@ -125,7 +125,9 @@ def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) 
 
 
 def assert_same(got: Row, expected: Row, what: object = "") -> None:
-    for name, a, b in zip(("p", "g", "m", "v", "vmax", "master", "remainder"), got.tensors(), expected.tensors(), strict=True):
+    for name, a, b in zip(
+        ("p", "g", "m", "v", "vmax", "master", "remainder"), got.tensors(), expected.tensors(), strict=True
+    ):
         assert (a is None) == (b is None), name
         if a is not None and b is not None:
             same = torch.equal(a, b) if name == "remainder" else torch.equal(bits(a), bits(b))
@@ -157,7 +159,9 @@ def test_every_configuration_bit_for_bit(kind: tuple[str, torch.dtype, torch.dty
 SIZES = [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1025, CHUNK - 1, CHUNK + 1]
 
 
-@pytest.mark.parametrize("kind", [("param", BF16, BF16, BF16), ("remainder", BF16, BF16, BF16), ("param", BF16, F32, F32)], ids=ids)
+@pytest.mark.parametrize(
+    "kind", [("param", BF16, BF16, BF16), ("remainder", BF16, BF16, BF16), ("param", BF16, F32, F32)], ids=ids
+)
 def test_every_size_and_every_place_in_the_parameter(kind) -> None:
     args = Adam(step=2, lr=1e-2, weight_decay=0.1)
     for numel, begin in itertools.product(SIZES, (0, 3, 8, 2**34 + 5)):
@@ -306,7 +310,9 @@ def test_noop_leaves_everything(kind) -> None:
     run_op([row], Adam(), noop=torch.tensor(math.nan))
     assert_same(row, before)
     table = table_of([(row, 0, 0)])
-    table.step([native().AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.1)], torch.ones(1, dtype=torch.int64), noop=torch.tensor(2.0))
+    table.step(
+        [native().AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.1)], torch.ones(1, dtype=torch.int64), noop=torch.tensor(2.0)
+    )
     assert_same(row, before)
     run_op([row], Adam(), noop=torch.tensor(0))
     assert not torch.equal(bits(row.m), bits(before.m))
@@ -407,7 +413,11 @@ BAD = [
         r"master_params\[0\] is float64, expected float32",
     ),
     (
-        {"p": lambda x: x.bfloat16(), "master": lambda x: torch.zeros(8), "remainder": lambda x: torch.zeros(8).short()},
+        {
+            "p": lambda x: x.bfloat16(),
+            "master": lambda x: torch.zeros(8),
+            "remainder": lambda x: torch.zeros(8).short(),
+        },
         ValueError,
         r"params\[0\] has both master_params and remainders",
     ),
@@ -445,7 +455,14 @@ def test_other_bad_arguments_are_refused() -> None:
         ({"state_rounding": "up"}, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
         ({"param_rounding": 1}, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
     ):
-        lists = {"params": [row.p], "grads": [row.g], "exp_avgs": [row.m], "exp_avg_sqs": [row.v], "steps": 1, "lr": 1e-3}
+        lists = {
+            "params": [row.p],
+            "grads": [row.g],
+            "exp_avgs": [row.m],
+            "exp_avg_sqs": [row.v],
+            "steps": 1,
+            "lr": 1e-3,
+        }
         with pytest.raises(ValueError, match=message):
             ops.adam_step(**lists, **more)
     with pytest.raises(ValueError, match="of parameter 0 from element -1"):
