@@ -43,7 +43,7 @@ from bucketwheel._toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError
 
-__all__ = ["Found", "build_into", "cuda", "find", "locate", "native"]
+__all__ = ["Found", "build_into", "cuda", "find", "locate", "native", "try_import"]
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -218,7 +218,7 @@ def _build(recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | 
     made = _compile.compile_module(recipe, toolchain, scratch, objects=objects, log=log, timeout_s=timeout_s)
     path = out / made.name
     made.rename(path)
-    _try(recipe.module, path, log)
+    try_import(recipe.module, path, log)
     manifest = {
         "key": _toolchain.build_key(recipe, toolchain),
         "sources": _toolchain.sources_digest(recipe.csrc),
@@ -226,13 +226,18 @@ def _build(recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | 
         "version": __version__,
         "compiler": toolchain.identity,
         "flags": " ".join(recipe.flags),
-        **({"nvcc": toolchain.nvcc_identity, "nvcc_flags": " ".join(recipe.nvcc_flags)} if toolchain.nvcc else {}),
+        **(
+            {"nvcc": [*toolchain.nvcc, *recipe.nvcc_flags], "nvcc_version": toolchain.nvcc_identity}
+            if toolchain.nvcc
+            else {}
+        ),
     }
     (out / recipe.module.manifest).write_text(json.dumps(manifest, indent=1) + "\n")
     return out
 
 
-def _try(module: Module, path: Path, log: Path) -> None:
+def try_import(module: Module, path: Path, log: Path | None = None) -> None:
+    """Import a module in a child process. Raises `BuildError` where that fails, with the ``log`` of its build."""
     command = [sys.executable, "-c", _TRY, f"bucketwheel.{module.name}", str(path), str(_PACKAGE)]
     try:
         subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
 
-__all__ = ["closure", "command", "compile_module", "object_key", "store"]
+__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store"]
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTILINE)
 # Said about every kernel, whatever else went wrong.
@@ -128,7 +128,7 @@ def store(path: Path, place: Path) -> None:
 
 
 def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: float, module: Module) -> None:
-    ninja = _find_ninja()
+    ninja = find_ninja()
     if ninja is not None:
         failed, output = _run_ninja(ninja, steps, link, work, timeout_s)
     else:
@@ -147,7 +147,7 @@ def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: floa
         )
 
 
-def _find_ninja() -> str | None:
+def find_ninja() -> str | None:
     if path := shutil.which("ninja"):
         return path
     try:

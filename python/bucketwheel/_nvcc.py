@@ -17,7 +17,17 @@ from pathlib import Path
 
 from bucketwheel._toolchain import CUDA, Toolchain, explain, find_toolchain
 
-__all__ = ["Arch", "choose_archs", "covers", "find_cuda_toolchain", "find_nvcc", "nvcc_version", "parse_archs"]
+__all__ = [
+    "Arch",
+    "ArchList",
+    "archs_of",
+    "choose_archs",
+    "covers",
+    "find_cuda_toolchain",
+    "find_nvcc",
+    "nvcc_version",
+    "parse_archs",
+]
 __all__ += ["visible_devices"]
 
 _ARCH = re.compile(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(\+PTX)?", re.IGNORECASE)
@@ -90,6 +100,14 @@ def choose_archs(devices: Sequence[tuple[int, int]] | None = None) -> ArchList:
         archs = sorted({Arch(major, minor) for major, minor in devices})
         return ArchList(tuple(archs), False, "the visible GPUs")
     return parse_archs(_DEFAULT, "no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST")
+
+
+def archs_of(nvcc: Sequence[str]) -> ArchList | None:
+    """What an nvcc command compiles for, by its -gencode flags."""
+    codes = re.findall(r"code=(sm|compute)_(\d+)(\d)([af]?)", " ".join(nvcc))
+    archs = {Arch(int(major), int(minor), variant) for _, major, minor, variant in codes}
+    has_ptx = any(kind == "compute" for kind, *_ in codes)
+    return ArchList(tuple(sorted(archs)), has_ptx, "its build") if archs else None
 
 
 def covers(archs: ArchList, device: tuple[int, int]) -> bool:

@@ -33,7 +33,7 @@ __all__ = [
     "find_csrc",
     "find_toolchain",
 ]
-__all__ += ["read_recipe", "say", "sources_digest", "tree"]
+__all__ += ["find_toolchain", "read_recipe", "say", "sources_digest", "tree"]
 
 _ERROR_LINES = 30
 
@@ -155,6 +155,7 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
     """
     machine = machine or platform.machine()
     sources: list[Source] = []
+    seen: set[str] = set()
     common: dict[str, list[str]] = {"flags:": [], "link:": [], "nvcc:": []}
     for number, line in enumerate((csrc / module.sources).read_text().splitlines(), 1):
         words = shlex.split(line, comments=True)
@@ -165,6 +166,9 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
             continue
         if not (csrc / words[0]).is_file():
             raise ValueError(f"{csrc / module.sources}:{number}: no such source: {words[0]!r}")
+        if words[0] in seen:
+            raise ValueError(f"{csrc / module.sources}:{number}: listed twice: {words[0]!r}")
+        seen.add(words[0])
         only = [word[len("only=") :] for word in words[1:] if word.startswith("only=")]
         if not only or machine in only:
             flags = tuple(word for word in words[1:] if not word.startswith("only="))
@@ -207,7 +211,7 @@ def build_key(recipe: Recipe, toolchain: Toolchain) -> str:
 
 def find_toolchain() -> Toolchain:
     """The compiler ($CXX, else c++, g++, clang++) and the headers of Python and pybind11, or a `BuildError`."""
-    cxx = _find_compiler()
+    cxx = find_compiler()
     try:
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -228,7 +232,7 @@ def find_toolchain() -> Toolchain:
     return Toolchain(cxx, (*_python_includes(), pybind11.get_include()), "\n".join(identity))
 
 
-def _find_compiler() -> tuple[str, ...]:
+def find_compiler() -> tuple[str, ...]:
     remedies = ["install a C++20 compiler (Debian: apt install g++)", "name one: CXX=/path/to/g++"]
     if named := os.environ.get("CXX", "").strip():
         words = shlex.split(named)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.requirements import need_nvcc
 from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -348,9 +349,11 @@ def test_import_compiles_nothing_and_loads_no_native_module() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("aot", ["", "cpu"])
+@pytest.mark.parametrize("aot", ["", "cpu", "cuda"])
 def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
     """Needs the package index. Torch is left out (--no-deps): building must not need it."""
+    if aot == "cuda":
+        need_nvcc()
     source, target = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "build_backend.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -362,4 +365,5 @@ def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
     subprocess.run(command, env={**environment, "BW_AOT": aot}, check=True, timeout=500)
     package = target / "bucketwheel"
     assert (package / "_csrc" / "sources.txt").read_text() == (ROOT / "csrc" / "sources.txt").read_text()
-    assert [path.name.partition(".")[0] for path in package.glob("_native/*.so")] == (["_cpu"] if aot else [])
+    modules = {"": [], "cpu": ["_cpu"], "cuda": ["_cpu", "_cuda"]}[aot]
+    assert sorted(path.name.partition(".")[0] for path in package.glob("_native/*.so")) == modules

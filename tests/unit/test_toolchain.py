@@ -38,11 +38,19 @@ def test_an_unknown_source_names_the_line(tmp_path: Path) -> None:
         _toolchain.read_recipe(tmp_path)
 
 
+def test_a_source_listed_twice_names_the_line(tmp_path: Path) -> None:
+    write(tmp_path, a_dot_cpp="")
+    (tmp_path / "sources.txt").write_text("a.cpp\n\na.cpp -O1\n")
+    with pytest.raises(ValueError, match=r"sources\.txt:3: listed twice: 'a\.cpp'"):
+        _toolchain.read_recipe(tmp_path)
+
+
 def test_every_source_file_is_listed() -> None:
     listed: list[str] = []
     for module in (_toolchain.CPU, _toolchain.CUDA):
-        found = {source.path for source in _toolchain.read_recipe(CSRC, "x86_64", module).sources}
-        listed += found | {source.path for source in _toolchain.read_recipe(CSRC, "aarch64", module).sources}
+        found = [source.path for source in _toolchain.read_recipe(CSRC, "x86_64", module).sources]
+        others = [source.path for source in _toolchain.read_recipe(CSRC, "aarch64", module).sources]
+        listed += found + [path for path in others if path not in found]
     present = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu")]
     assert sorted(listed) == sorted(str(path.relative_to(CSRC)) for path in present)
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
+# doctor.py and __main__.py need torch, the others nothing.
+REAL = ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py")
+REAL += ("doctor.py", "__main__.py")
+
 MODULE = """
 #include <Python.h>
 #include "base/answer.h"
@@ -79,7 +83,7 @@ class TinyTree:
         self.calls = root / "compiler_calls"
         package = root / "python" / "bucketwheel"
         package.mkdir(parents=True)
-        for name in ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py"):
+        for name in REAL:
             shutil.copy(PACKAGE / name, package)
         (package / "__init__.py").touch()
         self.write("bindings/module.cpp", MODULE)
