@@ -1,29 +1,20 @@
 // Adam over one chunk of a row.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 //
-// The usual kinds of rows have a loop of their own over what is in memory (adam_blocks). All others go through the same
-// loop over floats by stages (adam_staged): what is not float32 is converted into a buffer in the first-level cache and back.
+// The usual kinds of rows have a loop of their own over what is in memory (adam_blocks, and adam_pairs_cpu.h for bfloat16
+// alone). All others go through the same loop over floats by stages (adam_staged): what is not float32 is converted into a
+// buffer in the first-level cache and back.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/adam_pairs_cpu.h"
 #include "kernels/convert_cpu.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/random_cpu.h"
 
 namespace bucketwheel {
 namespace {
-
-// A block far enough ahead is asked for while this one is computed: the processor's own prefetcher stops at each page.
-inline constexpr int64_t kBlockNumel = 64;
-inline constexpr int64_t kAhead = 512;
-
-template <class T>
-BW_HD void prefetch_block(const T* x) {
-  for (int64_t line = 0; line < kBlockNumel; line += 64 / static_cast<int64_t>(sizeof(T))) {
-    __builtin_prefetch(x + line);
-  }
-}
 
 // The arrays of some elements, computed in T. A parameter that is not a T is rounded from its T master.
 template <class T, class P, class G>
@@ -111,15 +102,25 @@ void adam_arrays(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<T
 
 // ---- stages
 
-inline constexpr int64_t kStageNumel = 512;
+inline constexpr int64_t kStageNumel = 256;
+inline constexpr int64_t kStageAhead = 512;
 static_assert(kStageNumel % (kRandomGroup * kRandomBlockNumel) == 0, "fill_random() fills a stage exactly");
 
 BW_HD void* advanced(void* base, DType dtype, int64_t i) {
   return static_cast<char*>(base) + i * (dtype == DType::kFloat32 ? 4 : 2);
 }
 
+// Asks for the stage after next, as adam_blocks does for a block.
+void prefetch_stage(const void* x, DType dtype, int64_t n) {
+  const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
+  for (int64_t line = 0; line < n * bytes; line += 64) {
+    __builtin_prefetch(static_cast<const char*>(x) + kStageAhead * bytes + line);
+  }
+}
+
 // The elements as floats: where they are, or converted into `room`.
 float* as_floats(void* x, DType dtype, int64_t n, float* room) {
+  prefetch_stage(x, dtype, n);
   if (dtype == DType::kFloat32) {
     return static_cast<float*>(x);
   }
@@ -170,9 +171,12 @@ void adam_stage(const AdamRow& row, const AdamPass& pass, const AdamScalars& s, 
       weight = as_floats(p, row.p_dtype, n, rooms[0]);
       break;
     case AdamWeight::kMaster:
-      weight = static_cast<float*>(row.master) + i;
+      prefetch_stage(p, row.p_dtype, n);
+      weight = as_floats(static_cast<float*>(row.master) + i, DType::kFloat32, n, nullptr);
       break;
     case AdamWeight::kRemainder:
+      prefetch_stage(p, row.p_dtype, n);
+      prefetch_stage(static_cast<uint16_t*>(row.master) + i, row.p_dtype, n);
       weight = rooms[0];
       join_masters(weight, static_cast<uint16_t*>(p), static_cast<uint16_t*>(row.master) + i, n);
       break;
@@ -219,6 +223,34 @@ void adam_staged(const AdamRow& row, const AdamPass& pass, const AdamScalars& s)
   }
 }
 
+// ---- which rows go where
+
+template <bool kDecoupled>
+void adam_pairs_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& s, int64_t begin, int64_t n) {
+  if (!pass.stochastic) {
+    adam_pairs<PairKind<kDecoupled, false, false>>(row, pass, s, begin, n);
+  } else if (pass.stochastic_param) {
+    adam_pairs<PairKind<kDecoupled, true, true>>(row, pass, s, begin, n);
+  } else {
+    adam_pairs<PairKind<kDecoupled, true, false>>(row, pass, s, begin, n);
+  }
+}
+
+void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
+  // Up to where a block of random bits begins, an even number, and the last one.
+  const int64_t lead = (kRandomBlockNumel - (row.param_begin + pass.begin) % kRandomBlockNumel) % kRandomBlockNumel;
+  const int64_t head = lead < pass.numel ? lead : pass.numel;
+  const int64_t even = (pass.numel - head) / 2 * 2;
+  const int64_t begin = pass.begin + head;
+  if (head > 0) {
+    adam_stage(row, pass, s, pass.begin, head);
+  }
+  pass.decoupled ? adam_pairs_of<true>(row, pass, s, begin, even) : adam_pairs_of<false>(row, pass, s, begin, even);
+  if (head + even < pass.numel) {
+    adam_stage(row, pass, s, begin + even, 1);
+  }
+}
+
 void adam(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>& scalars) {
   if (row.p_dtype == DType::kFloat64) {
     return row.vmax == nullptr ? adam_arrays<false, double, double, double>(row, pass, scalars)
@@ -227,6 +259,9 @@ void adam(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>&
   const AdamScalars s = scalars.rounded<float>();
   const bool has_float_states = row.state_dtype == DType::kFloat32 && row.vmax == nullptr;
   const bool is_float = row.p_dtype == DType::kFloat32;
+  const bool is_all_bf16 = row.p_dtype == DType::kBFloat16 && row.g_dtype == DType::kBFloat16 &&
+                           row.state_dtype == DType::kBFloat16 && row.vmax == nullptr &&
+                           row.weight == AdamWeight::kParam;
   const bool is_master = row.p_dtype == DType::kBFloat16 && row.weight == AdamWeight::kMaster;
   if (has_float_states && is_float && row.g_dtype == DType::kFloat32) {
     adam_arrays<false, float, float, float>(row, pass, s);
@@ -236,6 +271,8 @@ void adam(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>&
     adam_arrays<false, float, BFloat16, float>(row, pass, s);
   } else if (has_float_states && is_master && row.g_dtype == DType::kBFloat16) {
     adam_arrays<false, float, BFloat16, BFloat16>(row, pass, s);
+  } else if (is_all_bf16 && (pass.stochastic || !pass.stochastic_param)) {
+    adam_bf16(row, pass, s);
   } else {
     adam_staged(row, pass, s);
   }

@@ -16,20 +16,24 @@ BW_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000
 // Exact.
 BW_HD float widen_bf16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
-// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0.
-BW_HD uint16_t round_to_bf16(float value) {
+// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0. The result is the upper
+// half of these bits, the lower one is rubbish.
+BW_HD uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : rounded);
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return value != value ? 0x7fc00000u : rounded;
 }
+BW_HD uint16_t round_to_bf16(float value) { return static_cast<uint16_t>(bf16_bits(value) >> 16); }
 
 // Stochastic rounding: up (away from zero) with probability (the 16 bits cut off) / 2^16. `random` is uniform in
 // [0, 2^16). Values that bfloat16 holds stay as they are, infinities too; every NaN becomes 0x7fc0.
-BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
+BW_HD uint32_t bf16_bits_stochastic(float value, uint32_t random) {
   const uint32_t bits = bits_of_float(value);
-  const uint32_t rounded = (bits + random) >> 16;
-  const bool is_infinite = (bits & 0x7fffffffu) == 0x7f800000u;
-  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : is_infinite ? bits >> 16 : rounded);
+  const uint32_t rounded = bits + random;  // infinities have nothing below, to which this could add a carry
+  return value != value ? 0x7fc00000u : rounded;
+}
+BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
+  return static_cast<uint16_t>(bf16_bits_stochastic(value, random) >> 16);
 }
 
 // ---- float16

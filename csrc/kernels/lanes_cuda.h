@@ -89,9 +89,7 @@ struct Lanes {
   __device__ __forceinline__ void load(const void* at) { load_words<kWords>(word, at); }
   __device__ __forceinline__ void store(void* at) const { store_words<kWords>(at, word); }
 
-  __device__ __forceinline__ uint16_t bits16(int i) const {
-    return static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
-  }
+  __device__ __forceinline__ uint16_t bits16(int i) const { return static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16)); }
   __device__ __forceinline__ void set_bits16(int i, uint16_t bits) {
     const uint32_t shifted = uint32_t{bits} << (i % 2 * 16);
     word[i / 2] = (word[i / 2] & (i % 2 == 0 ? 0xffff0000u : 0x0000ffffu)) | shifted;

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kBlockThreads) fold_kernel(const __grid_consta
     }
     const int64_t first = launch.first_chunk[r];
     const double* partial = launch.partial + first;
-    const double sum = fold_by_block(
-        launch.first_chunk[r + 1] - first, [partial](int64_t i) { return partial[i]; }, sums);
+    const double sum =
+        fold_by_block(launch.first_chunk[r + 1] - first, [partial](int64_t i) { return partial[i]; }, sums);
     if (threadIdx.x == 0) {
       launch.sums[r] = sum;
     }
@@ -115,7 +115,7 @@ int launch_param_sums(const ParamSumsLaunch& launch, void* stream) {
 
 int launch_clip(const ClipLaunch& launch, void* stream) {
   if (launch.world < 1 || launch.param_count < 0 || launch.norm == nullptr ||
-      (launch.clips && launch.factors == nullptr)) {
+      (launch.clips && launch.factors == nullptr && launch.param_count > 0)) {
     return cudaErrorInvalidValue;
   }
   return launch_kernel(&clip_kernel, 1, stream, launch);

@@ -40,12 +40,12 @@ __device__ __forceinline__ void copy_chunk(char* to, const char* from, int numel
   constexpr int kBytes = sizeof(T);
   constexpr int kLanes = 16 / kBytes;
   int head = 0;
-  while (head < kLanes && !(is_aligned_after<kBytes, kLanes>(to, head) && is_aligned_after<kBytes, kLanes>(from, head))) {
+  while (head < kLanes &&
+         !(is_aligned_after<kBytes, kLanes>(to, head) && is_aligned_after<kBytes, kLanes>(from, head))) {
     ++head;
   }
   for_elements<kLanes>(
-      numel, head,
-      [&](int i) { store_vector(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
+      numel, head, [&](int i) { store_vector(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
       [&](int i) { reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i]; });
 }
 
@@ -60,8 +60,8 @@ __device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel
   constexpr int kNarrow = kSizeOf<kTo> < kSizeOf<kFrom> ? kSizeOf<kTo> : kSizeOf<kFrom>;
   constexpr int kLanes = 16 / kNarrow;
   int head = 0;
-  while (head < kLanes && !(is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) &&
-                            is_aligned_after<kSizeOf<kFrom>, kLanes>(from, head))) {
+  while (head < kLanes &&
+         !(is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) && is_aligned_after<kSizeOf<kFrom>, kLanes>(from, head))) {
     ++head;
   }
   for_elements<kLanes>(

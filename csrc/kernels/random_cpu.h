@@ -35,7 +35,7 @@ BW_HD RandomLanes multiply_low(RandomLanes a, RandomLanes b) {
 }
 
 inline constexpr int64_t kRandomLanes = kVectorBytes / 8;
-inline constexpr int kRandomChains = 2;  // computed side by side: one alone waits for its multiplications
+inline constexpr int kRandomChains = 4;  // computed side by side: one alone waits for its multiplications
 // fill_random() writes whole groups of so many blocks.
 inline constexpr int64_t kRandomGroup = kRandomChains * kRandomLanes;
 
@@ -56,6 +56,7 @@ void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, in
       c3[chain] = RandomLanes{} + random_place(param, use);
     }
     PhiloxKey key(seed);
+#pragma GCC unroll 7  // else the chains lie in memory
     for (int round = 0; round < kPhiloxRounds; ++round) {
       for (int chain = 0; chain < kRandomChains; ++chain) {
         const RandomLanes a = multiply_low(c0[chain], RandomLanes{} + kPhiloxM0);

@@ -41,8 +41,7 @@ void in_many_orders(Body&& body) {
   fake_cuda::set_seed(0);
 }
 
-#define CHECK_FAULT(text, ...) \
-  in_many_orders([&] { CHECK_THROWS(fake_cuda::Fault, text, launch(__VA_ARGS__)); });
+#define CHECK_FAULT(text, ...) in_many_orders([&] { CHECK_THROWS(fake_cuda::Fault, text, launch(__VA_ARGS__)); });
 
 // ---- what is right
 

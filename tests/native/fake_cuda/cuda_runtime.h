@@ -57,8 +57,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, std::source_location where =
 }
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int from,
-                     std::source_location where = std::source_location::current()) {
+inline T __shfl_sync(unsigned mask, T value, int from, std::source_location where = std::source_location::current()) {
   static_assert(sizeof(T) <= sizeof(uint64_t) && std::is_trivially_copyable_v<T>);
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
@@ -102,7 +101,6 @@ cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void**
   const auto values = [&]<size_t... i>(std::index_sequence<i...>) {
     return std::tuple<P...>(*static_cast<P*>(args[i])...);
   }(std::index_sequence_for<P...>());
-  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] {
-    fake_cuda::run_grid(grid, block, shared, [&] { std::apply(kernel, values); });
-  }));
+  return static_cast<cudaError_t>(fake_cuda::enqueue(
+      stream, [=] { fake_cuda::run_grid(grid, block, shared, [&] { std::apply(kernel, values); }); }));
 }
