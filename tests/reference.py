@@ -1,13 +1,14 @@
 """Slow, obvious versions of the kernels, in numpy.
 
 `adam_exact` and `to_bf16` repeat the kernels' operations one by one and must agree bitwise; `adam_float64` computes the
-formula in float64 and is the reference for error bounds.
+formula in float64 and is the reference for error bounds. What is stored and how it is rounded is in `reference_rows.py`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -44,21 +45,51 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where(fix, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
 
 
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float64(a * b + c) with one rounding: in fractions, one by one."""
+
+    def one(x: float, y: float, z: float) -> float:
+        if not (math.isfinite(x) and math.isfinite(y) and math.isfinite(z)):
+            return x * y + z
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        return float(exact) if exact else x * y + z  # the sign of a zero
+
+    shape = np.broadcast(a, b, c).shape
+    flat = [np.broadcast_to(x, shape).ravel().tolist() for x in (a, b, c)]
+    return np.array([one(*xs) for xs in zip(*flat, strict=True)], np.float64).reshape(shape)
+
+
 def adam_exact(
-    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, args: Adam
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One step, float32 in and out, in the kernels' order of operations. numpy's float32 operations are IEEE-rounded."""
-    f = np.float32
-    bias1, bias2 = 1.0 - args.beta1**args.step, 1.0 - args.beta2**args.step
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, args: Adam, vmax: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """One step in the kernels' order of operations, in float32 or, where p is, in float64: p, m, v, and vmax (amsgrad).
+
+    numpy's operations are IEEE-rounded.
+    """
+    f, fma = (np.float64, fma64) if p.dtype == np.float64 else (np.float32, fma32)
+    bias1, bias2 = 1.0 - power(args.beta1, args.step), 1.0 - power(args.beta2, args.step)
     g = g * f(-args.grad_scale if args.maximize else args.grad_scale)
     if args.decoupled:
         p = p * f(1.0 - args.lr * args.weight_decay)
     else:
-        g = fma32(p, f(args.weight_decay), g)
-    m = fma32(f(1.0 - args.beta1), g - m, m)
-    v = fma32(f(1.0 - args.beta2) * g, g, v * f(args.beta2))
-    den = np.sqrt(v) / f(math.sqrt(bias2)) + f(args.eps)
-    return p + (f(-(args.lr / bias1)) * m) / den, m, v
+        g = fma(p, f(args.weight_decay), g)
+    m = fma(f(1.0 - args.beta1), g - m, m)
+    v = fma(f(1.0 - args.beta2) * g, g, v * f(args.beta2))
+    largest = v if vmax is None else np.where((v > vmax) | np.isnan(v), v, vmax)
+    den = np.sqrt(largest) / f(math.sqrt(bias2)) + f(args.eps)
+    p = p + (f(-(args.lr / bias1)) * m) / den
+    return (p, m, v) if vmax is None else (p, m, v, largest)
+
+
+def power(base: float, n: int) -> float:
+    """base**n by repeated squaring, in the kernels' order: ``**`` differs in the last bit."""
+    result = 1.0
+    while n:
+        if n & 1:
+            result *= base
+        base *= base
+        n >>= 1
+    return result
 
 
 def adam_float64(

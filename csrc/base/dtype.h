@@ -26,6 +26,10 @@ constexpr size_t size_of(DType dtype) {
   return 0;
 }
 
+constexpr bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
+}
+
 // torch's names, for messages.
 constexpr const char* name_of(DType dtype) {
   switch (dtype) {

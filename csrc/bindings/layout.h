@@ -88,39 +88,58 @@ inline void expect_dtype(const Described& tensor, DType dtype, Name name) {
     throw TypeError(name.text() + " is " + name_of(tensor.dtype) + ", expected " + name_of(dtype));
   }
 }
-// float32 or bfloat16: what the kernels read.
-inline void expect_float_or_bfloat16(const Described& tensor, Name name) {
-  if (tensor.dtype != DType::kFloat32 && tensor.dtype != DType::kBFloat16) {
-    throw TypeError(name.text() + " is " + name_of(tensor.dtype) + ", expected float32 or bfloat16");
+// What the kernels compute with.
+inline void expect_float(const Described& tensor, Name name) {
+  if (!is_float(tensor.dtype)) {
+    throw TypeError(name.text() + " is " + name_of(tensor.dtype) + ", expected float32, bfloat16, float16 or float64");
   }
 }
 
-inline Described describe_item(py::handle object, Name name) {
+inline std::string text_of(DeviceId device) {
+  return device.kind == DeviceId::Kind::kCpu ? "the cpu" : "cuda:" + std::to_string(device.index);
+}
+inline void expect_same_device(const Described& tensor, Name name, const Described& like, Name like_name) {
+  BW_EXPECTS(tensor.device == like.device, name.text() + " is on " + text_of(tensor.device) + ", " + like_name.text() +
+                                               " on " + text_of(like.device));
+}
+
+inline void expect_device(const Described& tensor, DeviceId device, Name name) {
+  if (device.kind == DeviceId::Kind::kCpu) {
+    expect_cpu(tensor, name);
+  }
+  BW_EXPECTS(tensor.device == device,
+             name.text() + " is on " + text_of(tensor.device) + ", expected " + text_of(device));
+}
+
+inline Described describe_on_any_device(py::handle object, Name name) {
   if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
     throw TypeError(name.text() + ": expected a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
   }
   try {
-    Described tensor = describe(object);
-    expect_cpu(tensor, name);
-    return tensor;
+    return describe(object);
   } catch (const py::error_already_set& error) {  // sparse, meta, conjugated: whatever has no plain memory
     const std::string what = error.what();
-    throw TypeError(name.text() + " has no strided memory on the cpu: " + what.substr(0, what.find('\n')));
+    throw TypeError(name.text() + " has no strided memory: " + what.substr(0, what.find('\n')));
   } catch (const TypeError& error) {
     throw TypeError(name.text() + ": " + error.what());
   }
 }
+inline Described describe_item(py::handle object, Name name) {
+  Described tensor = describe_on_any_device(object, name);
+  expect_cpu(tensor, name);
+  return tensor;
+}
 
 // The same, and the owner of the memory, by one crossing of the border.
-inline Held hold_item(py::handle object, Name name) {
+inline Held hold_item(py::handle object, Name name, DeviceId device = {}) {
   try {
     Held held = hold(object);
-    expect_cpu(held.tensor, name);
+    expect_device(held.tensor, device, name);
     return held;
   } catch (const ValueError&) {
     throw;
   } catch (const std::exception&) {
-    describe_item(object, name);  // says what is wrong with it, by name
+    expect_device(describe_on_any_device(object, name), device, name);  // says what is wrong with it, by name
     throw;
   }
 }

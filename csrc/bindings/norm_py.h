@@ -28,7 +28,7 @@ inline std::vector<std::pair<double, bool>> pairs_of(std::span<const SumSquares>
 
 inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
   dlpack::Described tensor = dlpack::describe_item(object, name);
-  dlpack::expect_float_or_bfloat16(tensor, name);
+  dlpack::expect_float(tensor, name);
   dlpack::expect_dense(tensor, name);
   return tensor;
 }

@@ -11,34 +11,47 @@ namespace {
 // About 25 us of work: what a thread takes at once. Less is not worth waking a thread for.
 constexpr int64_t kGrainNumel = 16384;
 
-void expect_gradient_dtype(DType dtype, int64_t row) {
-  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16) {
-    throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) +
-                    ": float32 and bfloat16 are supported");
-  }
-}
-
-const std::byte* advance(const void* base, int64_t elements, DType dtype) {
-  return static_cast<const std::byte*>(base) + elements * static_cast<int64_t>(size_of(dtype));
-}
-
-AdamPointers pointers_at(const AdamRow& row, int64_t begin) {
-  return {const_cast<std::byte*>(advance(row.p, begin, row.p_dtype)), advance(row.g, begin, row.g_dtype), row.m + begin,
-          row.v + begin, row.master == nullptr ? nullptr : row.master + begin};
-}
-
 }  // namespace
 
-int64_t AdamTable::add(const AdamRow& row) {
-  const std::string name = "row " + std::to_string(rows());
-  if (row.p_dtype != DType::kFloat32 && row.p_dtype != DType::kBFloat16) {
-    throw TypeError(name + ": parameter is " + name_of(row.p_dtype) + ": float32 and bfloat16 are supported");
+void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row) {
+  const bool is_double = of.p_dtype == DType::kFloat64;
+  if (!is_float(dtype) || (dtype == DType::kFloat64) != is_double) {
+    throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) + ": " +
+                    (is_double ? "float64 is" : "float32, bfloat16 and float16 are") + " supported for " +
+                    name_of(of.p_dtype));
   }
+}
+
+void expect_adam_row(const AdamRow& row, int64_t index) {
+  const std::string name = "row " + std::to_string(index);
+  if (!is_float(row.p_dtype)) {
+    throw TypeError(name + ": parameter is " + name_of(row.p_dtype) +
+                    ": float32, bfloat16, float16 and float64 are supported");
+  }
+  const bool is_double = row.p_dtype == DType::kFloat64;
+  const bool is_known_state = is_double ? row.state_dtype == DType::kFloat64
+                                        : row.state_dtype == DType::kFloat32 || row.state_dtype == DType::kBFloat16;
+  if (!is_known_state) {
+    throw TypeError(name + ": states are " + name_of(row.state_dtype) + ": " +
+                    (is_double ? "float64 is" : "float32 and bfloat16 are") + " supported for " + name_of(row.p_dtype));
+  }
+  const bool is_half = row.p_dtype == DType::kFloat16;
+  const bool is_bfloat16 = row.p_dtype == DType::kBFloat16;
+  BW_EXPECTS(row.weight != AdamWeight::kMaster || is_bfloat16 || is_half,
+             name + ": " + name_of(row.p_dtype) + " takes no float32 master");
+  BW_EXPECTS(row.weight != AdamWeight::kRemainder || is_bfloat16,
+             name + ": " + name_of(row.p_dtype) + " takes no remainders: bfloat16 does");
+  BW_EXPECTS(row.numel == 0 || (row.weight != AdamWeight::kParam) == (row.master != nullptr),
+             name + (row.master == nullptr ? ": its master is missing" : ": a master that is not used"));
+  BW_EXPECTS(row.param_begin >= 0 && row.param < (1u << 30), name + " is of parameter " + std::to_string(row.param) +
+                                                                 " from element " + std::to_string(row.param_begin));
   if (row.g != nullptr) {
-    expect_gradient_dtype(row.g_dtype, rows());
+    expect_adam_grad(row, row.g_dtype, index);
   }
-  BW_EXPECTS(row.numel == 0 || (row.p_dtype == DType::kBFloat16) == (row.master != nullptr),
-             name + ": a bfloat16 parameter needs a float32 master, a float32 parameter takes none");
+}
+
+int64_t AdamTable::add(const AdamRow& row) {
+  expect_adam_row(row, rows());
   segments_.add(row.numel);
   rows_.push_back(row);
   return rows() - 1;
@@ -46,9 +59,12 @@ int64_t AdamTable::add(const AdamRow& row) {
 
 void AdamTable::set_grad(int64_t row, const void* g, DType g_dtype) {
   BW_EXPECTS(row >= 0 && row < rows(), "row " + std::to_string(row) + " of " + std::to_string(rows()));
-  expect_gradient_dtype(g_dtype, row);
-  rows_[static_cast<size_t>(row)].g = g;
-  rows_[static_cast<size_t>(row)].g_dtype = g_dtype;
+  AdamRow& to = rows_[static_cast<size_t>(row)];
+  if (g != nullptr) {
+    expect_adam_grad(to, g_dtype, row);
+  }
+  to.g = g;
+  to.g_dtype = g_dtype;
 }
 
 void AdamTable::validate(const AdamStep& step) const {
@@ -83,15 +99,15 @@ void AdamTable::validate(const AdamStep& step) const {
 
 void AdamTable::fill_scalars(const AdamStep& step) {
   scalars_.resize(rows_.size());
-  const AdamScalars* last = nullptr;  // rows in sequence mostly share everything, and the powers are not free
+  const AdamScalarsOf<double>* last = nullptr;  // rows in sequence mostly share everything, and the powers are not free
   int32_t last_group = 0;
   int64_t last_step = 0;
-  float last_gscale = 0;
+  double last_gscale = 0;
   for (size_t r = static_cast<size_t>(step.first_row); r < static_cast<size_t>(step.last_row); ++r) {
     if (!step.used.empty() && step.used[r] == 0) {
       continue;
     }
-    const float gscale = step.gscale.empty() ? 1.0F : step.gscale[step.gscale.size() == 1 ? 0 : r];
+    const double gscale = step.gscale.empty() ? 1.0 : step.gscale[step.gscale.size() == 1 ? 0 : r];
     if (last != nullptr && rows_[r].group == last_group && step.steps[r] == last_step && gscale == last_gscale) {
       scalars_[r] = *last;
     } else {
@@ -99,8 +115,7 @@ void AdamTable::fill_scalars(const AdamStep& step) {
       last_step = step.steps[r];
       last_gscale = gscale;
       scalars_[r] =
-          adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled, step.maximize)
-              .rounded<float>();
+          adam_scalars(step.groups[static_cast<size_t>(last_group)], last_step, gscale, step.decoupled, step.maximize);
     }
     last = &scalars_[r];
   }
@@ -119,10 +134,11 @@ void AdamTable::step(const AdamStep& step) {
   parallel_for(chunks, SegmentTable::grain(chunks, numel, kGrainNumel), [&](int64_t begin, int64_t end) {
     SegmentTable::Chunk chunk = segments_.chunk(first_chunk + begin);
     for (int64_t i = begin;;) {
-      if (step.used.empty() || step.used[static_cast<size_t>(chunk.row)] != 0) {
-        const AdamRow& row = this->row(chunk.row);
-        kernels.adam[row.p_dtype == DType::kBFloat16][row.g_dtype == DType::kBFloat16][step.decoupled](
-            pointers_at(row, chunk.begin), chunk.numel, scalars_[static_cast<size_t>(chunk.row)]);
+      const auto r = static_cast<size_t>(chunk.row);
+      if (step.used.empty() || step.used[r] != 0) {
+        const AdamPass pass = {chunk.begin,    chunk.numel,     step.steps[r],        step.seed,
+                               step.decoupled, step.stochastic, step.stochastic_param};
+        kernels.adam(rows_[r], pass, scalars_[r]);
       }
       if (++i == end) {
         break;

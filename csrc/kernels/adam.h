@@ -10,36 +10,30 @@
 
 #include "base/dtype.h"
 #include "kernels/adam_math.h"
+#include "kernels/adam_variant.h"
 #include "kernels/segment_table.h"
 
 namespace bucketwheel {
 
-// `numel` elements of one parameter (or of a piece of one). The memory belongs to the caller and no two arrays overlap.
-// p: float32, or bfloat16 with a float32 `master` that is computed on and rounded (nearest even) into p.
-// g: float32 or bfloat16; may be null until the row's first used step. m, v: float32.
-struct AdamRow {
-  void* p = nullptr;
-  const void* g = nullptr;
-  float* m = nullptr;
-  float* v = nullptr;
-  float* master = nullptr;
-  int64_t numel = 0;
-  int32_t group = 0;
-  DType p_dtype = DType::kFloat32;
-  DType g_dtype = DType::kFloat32;
-};
+// What every table of rows checks: TypeError for a dtype that adam_variant.h does not allow, ValueError for a master that is
+// missing or not wanted. `row` and `index` are for messages.
+void expect_adam_row(const AdamRow& row, int64_t index);
+void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row);
 
 // One step over the rows [first_row, last_row). Arrays are indexed by row, over the whole table.
 struct AdamStep {
   std::span<const AdamGroup> groups;  // indexed by AdamRow::group
   std::span<const int64_t> steps;     // the step that each row takes now, counted from 1
   std::span<const uint8_t> used;      // 0: the row is left untouched; empty: all rows are used
-  std::span<const float> gscale;      // factor of each row's gradient; one value: of all; empty: 1
+  std::span<const double> gscale;     // factor of each row's gradient; one value: of all; empty: 1
   int64_t first_row = 0;
   int64_t last_row = 0;
   bool decoupled = true;  // AdamW; false: weight_decay * p joins the gradient
   bool maximize = false;
-  const float* noop = nullptr;  // not null and not zero when the step starts: nothing changes
+  bool stochastic = true;         // bfloat16 v is rounded stochastically; m and vmax always to nearest
+  bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
+  uint64_t seed = 0;              // of the random bits: philox.h
+  const float* noop = nullptr;    // not null and not zero when the step starts: nothing changes
 };
 
 class AdamTable {
@@ -48,8 +42,7 @@ class AdamTable {
 
   AdamTable() : segments_(kChunkNumel) {}
 
-  // Both throw TypeError for a dtype outside the list above, add() also ValueError for a master that is missing or not
-  // wanted. add() returns the row's index.
+  // Both check as above. add() returns the row's index.
   int64_t add(const AdamRow& row);
   void set_grad(int64_t row, const void* g, DType g_dtype);
 
@@ -67,7 +60,7 @@ class AdamTable {
 
   SegmentTable segments_;
   std::vector<AdamRow> rows_;
-  std::vector<AdamScalars> scalars_;  // by row, for the step in progress; kept to save the allocation
+  std::vector<AdamScalarsOf<double>> scalars_;  // by row, for the step in progress; kept to save the allocation
 };
 
 }  // namespace bucketwheel

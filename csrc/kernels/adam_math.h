@@ -38,15 +38,24 @@ struct AdamScalarsOf {
   T one_minus_b1;
   T b2;
   T one_minus_b2;
-  T bc2_sqrt;  // sqrt(1 - b2^t)
+  T bc2_sqrt;      // sqrt(1 - b2^t)
+  T inv_bc2_sqrt;  // 1 / bc2_sqrt: of the rounded one
   T eps;
   T neg_step;  // -lr / (1 - b1^t)
 
   template <class U>
   BW_HD AdamScalarsOf<U> rounded() const {
-    return {static_cast<U>(gscale), static_cast<U>(decay),        static_cast<U>(one_minus_b1),
-            static_cast<U>(b2),     static_cast<U>(one_minus_b2), static_cast<U>(bc2_sqrt),
-            static_cast<U>(eps),    static_cast<U>(neg_step)};
+    AdamScalarsOf<U> out;
+    out.gscale = static_cast<U>(gscale);
+    out.decay = static_cast<U>(decay);
+    out.one_minus_b1 = static_cast<U>(one_minus_b1);
+    out.b2 = static_cast<U>(b2);
+    out.one_minus_b2 = static_cast<U>(one_minus_b2);
+    out.bc2_sqrt = static_cast<U>(bc2_sqrt);
+    out.inv_bc2_sqrt = U{1} / out.bc2_sqrt;
+    out.eps = static_cast<U>(eps);
+    out.neg_step = static_cast<U>(neg_step);
+    return out;
   }
 };
 using AdamScalars = AdamScalarsOf<float>;
@@ -75,6 +84,7 @@ BW_HD AdamScalarsOf<double> adam_scalars(const AdamGroup& group, int64_t step, d
   out.b2 = group.beta2;
   out.one_minus_b2 = 1.0 - group.beta2;
   out.bc2_sqrt = __builtin_sqrt(bias_correction2);
+  out.inv_bc2_sqrt = 1.0 / out.bc2_sqrt;
   out.eps = group.eps;
   out.neg_step = -(group.lr / bias_correction1);
   return out;
@@ -85,24 +95,46 @@ BW_HD double fused_multiply_add(double a, double b, double c) { return __builtin
 BW_HD float square_root(float x) { return __builtin_sqrtf(x); }
 BW_HD double square_root(double x) { return __builtin_sqrt(x); }
 
-// `vmax`: amsgrad's running maximum of v, updated; null: without.
+// x / divisor, the very bits, where 1 / divisor is known: a multiplication, and one correction by the remainder, which an fma gives
+// exactly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). Holds where
+// neither the quotient nor the remainder underflows. A division takes as long as the rest of the formula.
+BW_HD float quotient(float x, float divisor, float inverse) {
+  const float guess = x * inverse;
+  const float remainder = __builtin_fmaf(-guess, divisor, x);
+  const float corrected = __builtin_fmaf(remainder, inverse, guess);
+  return remainder == remainder ? corrected : guess;  // infinite or NaN as it is
+}
+BW_HD double quotient(double x, double divisor, double) { return x / divisor; }
+
+// The moments: steps 1 to 4, without the decay of p.
 template <class T>
-BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
+BW_HD void adam_moments(T p, T g, T& m, T& v, const AdamScalarsOf<T>& s, bool decoupled) {
   g = g * s.gscale;  // 1
-  if (decoupled) {
-    p = p * s.decay;  // 2
-  } else {
+  if (!decoupled) {
     g = fused_multiply_add(p, s.decay, g);  // 2
   }
   m = fused_multiply_add(s.one_minus_b1, g - m, m);         // 3
   v = fused_multiply_add(s.one_minus_b2 * g, g, v * s.b2);  // 4
-  T root = v;
+}
+
+// The weight after the step. `v`: of this step, or its maximum (amsgrad).
+template <class T>
+BW_HD T adam_weight(T p, T m, T v, const AdamScalarsOf<T>& s, bool decoupled) {
+  if (decoupled) {
+    p = p * s.decay;  // 2
+  }
+  const T den = quotient(square_root(v), s.bc2_sqrt, s.inv_bc2_sqrt) + s.eps;  // 5
+  return p + (s.neg_step * m) / den;                                           // 6
+}
+
+// `vmax`: amsgrad's running maximum of v, updated; null: without. It takes v as it is here, before any rounding to bfloat16.
+template <class T>
+BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
+  adam_moments(p, g, m, v, s, decoupled);
   if (vmax != nullptr) {
     *vmax = v > *vmax || v != v ? v : *vmax;  // 5
-    root = *vmax;
   }
-  const T den = square_root(root) / s.bc2_sqrt + s.eps;  // 5
-  p = p + (s.neg_step * m) / den;                        // 6
+  p = adam_weight(p, m, vmax != nullptr ? *vmax : v, s, decoupled);
 }
 
 }  // namespace bucketwheel

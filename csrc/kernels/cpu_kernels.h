@@ -1,7 +1,7 @@
 // The inner loops of the CPU kernels, compiled once per instruction set from one source and chosen at run time.
 //
-// cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h, norm_cpu.h
-// and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the loops do the same IEEE operations on each element, and the only sums over
+// cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h, norm_cpu.h,
+// convert_cpu.h and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the loops do the same IEEE operations on each element, and the only sums over
 // elements (norms) have a fixed order. The plain one computes fma by fmaf(): slow, same bits.
 #pragma once
 
@@ -10,16 +10,19 @@
 #include "base/dtype.h"
 #include "base/platform.h"
 #include "kernels/adam_math.h"
+#include "kernels/adam_variant.h"
 
 namespace bucketwheel {
 
-// Where the elements of one chunk start. `p` is float, or bfloat16 bits with a float `master`; `g` float or bfloat16.
-struct AdamPointers {
-  void* p;
-  const void* g;
-  float* m;
-  float* v;
-  float* master;
+// One step over the elements [begin, begin + numel) of a row.
+struct AdamPass {
+  int64_t begin;
+  int64_t numel;
+  int64_t step;  // the key of the random bits, like seed
+  uint64_t seed;
+  bool decoupled;
+  bool stochastic;        // bfloat16 v
+  bool stochastic_param;  // a bfloat16 parameter with AdamWeight::kParam
 };
 
 inline constexpr int64_t kNormLanes = 1024;
@@ -27,26 +30,20 @@ inline constexpr int64_t kNormLanes = 1024;
 struct CpuKernels {
   Isa isa;
 
-  // One Adam step over n elements: [p is bfloat16][g is bfloat16][decoupled].
-  using Adam = void (*)(const AdamPointers& at, int64_t n, const AdamScalars& scalars);
-  Adam adam[2][2][2];
+  void (*adam)(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>& scalars);
 
-  // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes.
-  void (*sumsq_f32)(const float* x, int64_t n, int64_t lane, double* lanes);
-  void (*sumsq_bf16)(const uint16_t* x, int64_t n, int64_t lane, double* lanes);
-  // to[i] = x[i], or to[i] += x[i]; then sumsq_f32 of to.
+  // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes. Of any of the four float types.
+  void (*sumsq)(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes);
+  // to[i] = x[i], or to[i] += x[i]; then sumsq of to.
   void (*store_sumsq)(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes);
   void (*store)(float* to, const float* x, int64_t n, bool add);
 
-  // Casts, round to nearest even.
-  void (*widen)(float* to, const uint16_t* from, int64_t n);
-  void (*narrow)(uint16_t* to, const float* from, int64_t n);
+  // From one of the four float types to another one, as pack.h says.
+  void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);
 
-  // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float; rounded once if `to` is bfloat16.
-  // `to` may be one of `from` where the types are equal.
-  void (*sum_f32)(float* to, const void* const* from, int world, int64_t n);
-  void (*sum_bf16_to_f32)(float* to, const void* const* from, int world, int64_t n);
-  void (*sum_bf16)(uint16_t* to, const void* const* from, int world, int64_t n);
+  // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float (float64: in double); rounded once to to_dtype, which is
+  // from_dtype, or kFloat32 for sources of 16 bits. `to` may be one of `from` where the types are equal.
+  void (*sum)(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n);
 };
 
 // The best of this processor, or the one that BW_CPU_ISA (plain, avx2, avx512) names; chosen at the first call.

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/adam_cpu.h"
+#include "kernels/convert_cpu.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/norm_cpu.h"
 #include "kernels/reduce_cpu.h"
@@ -17,23 +18,7 @@
 namespace bucketwheel {
 namespace {
 
-constexpr CpuKernels make_kernels(Isa isa) {
-  using U = uint16_t;
-  return {
-      isa,
-      {{{adam_chunk<float, float, false>, adam_chunk<float, float, true>},
-        {adam_chunk<float, U, false>, adam_chunk<float, U, true>}},
-       {{adam_chunk<U, float, false>, adam_chunk<U, float, true>}, {adam_chunk<U, U, false>, adam_chunk<U, U, true>}}},
-      sumsq<float>,
-      sumsq<U>,
-      store_sumsq,
-      store,
-      widen,
-      narrow,
-      sum<float, float>,
-      sum<float, U>,
-      sum<U, U>};
-}
+constexpr CpuKernels make_kernels(Isa isa) { return {isa, adam, sumsq, store_sumsq, store, convert, sum}; }
 
 }  // namespace
 }  // namespace bucketwheel

@@ -16,20 +16,24 @@ BW_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000
 // Exact.
 BW_HD float widen_bf16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
-// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0.
-BW_HD uint16_t round_to_bf16(float value) {
+// Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0. The result is the upper
+// half of these bits, the lower one is rubbish.
+BW_HD uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : rounded);
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return value != value ? 0x7fc00000u : rounded;
 }
+BW_HD uint16_t round_to_bf16(float value) { return static_cast<uint16_t>(bf16_bits(value) >> 16); }
 
 // Stochastic rounding: up (away from zero) with probability (the 16 bits cut off) / 2^16. `random` is uniform in
 // [0, 2^16). Values that bfloat16 holds stay as they are, infinities too; every NaN becomes 0x7fc0.
-BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
+BW_HD uint32_t bf16_bits_stochastic(float value, uint32_t random) {
   const uint32_t bits = bits_of_float(value);
-  const uint32_t rounded = (bits + random) >> 16;
-  const bool is_infinite = (bits & 0x7fffffffu) == 0x7f800000u;
-  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0u : is_infinite ? bits >> 16 : rounded);
+  const uint32_t rounded = bits + random;  // infinities have nothing below, to which this could add a carry
+  return value != value ? 0x7fc00000u : rounded;
+}
+BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
+  return static_cast<uint16_t>(bf16_bits_stochastic(value, random) >> 16);
 }
 
 // ---- float16
@@ -38,8 +42,10 @@ BW_HD uint16_t round_to_bf16_stochastic(float value, uint32_t random) {
 BW_HD float widen_fp16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
-  // The exponent's bias differs by 112; the product also makes denormals right.
-  const uint32_t finite = bits_of_float(float_of_bits(magnitude) * 0x1p112F);
+  const uint32_t normal = magnitude + (112u << 23);  // the exponents' biases differ by 112
+  // A denormal has the exponent of the least normal number, and no implicit one: that is put there and taken away.
+  const uint32_t denormal = bits_of_float(float_of_bits(magnitude + (113u << 23)) - 0x1p-14F);
+  const uint32_t finite = magnitude < 0x00800000u ? denormal : normal;
   return float_of_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
 }
 

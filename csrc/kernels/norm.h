@@ -7,8 +7,9 @@
 //   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
 //   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and the
 //      groups in ascending order. So are the segments, where a total is wanted.
-// The squares of floats are exact in double and no sum of them overflows, so a sum is not finite if and only if some
-// element is not: the non-finite bit is read off the sum's exponent and costs nothing.
+// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows, so a sum is not finite if and only
+// if some element is not: the non-finite bit is read off the sum's exponent and costs nothing. The square of a float64 is
+// rounded to double before it is added; it, and a sum of such, may overflow to infinity, and then the bit is set too.
 #pragma once
 
 #include <cstdint>
@@ -25,15 +26,18 @@ inline constexpr int64_t kNormChunkNumel = 32768;
 
 struct SumSquares {
   double sumsq = 0.0;
-  bool bad = false;  // some element is infinite or NaN
+  bool bad = false;  // some element is infinite or NaN, or the sum of float64 squares has overflowed
 };
 
 // Elements of one tensor, or of a piece of one, contiguous.
 struct NormRow {
   const void* data = nullptr;
   int64_t numel = 0;
-  DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
+  DType dtype = DType::kFloat32;  // kFloat32, kBFloat16, kFloat16 or kFloat64
 };
+
+// TypeError, naming the row, for a dtype that sumsq() does not take.
+void expect_norm_dtype(DType dtype, size_t row);
 
 // One result for each row. TypeError, naming the row, for another dtype.
 std::vector<SumSquares> sumsq(std::span<const NormRow> rows);
@@ -91,5 +95,8 @@ class ShardAccumulator {
   size_t segment_ = 0;  // the first one that is not complete
   SumsqAccumulator sums_;
 };
+
+// ValueError unless the segments lie within a shard of `numel` elements, ascending and disjoint.
+void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, int64_t numel);
 
 }  // namespace bucketwheel

@@ -3,34 +3,30 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
+#include "kernels/convert_cpu.h"
 #include "kernels/cpu_kernels.h"
-#include "kernels/float16.h"
 
 namespace bucketwheel {
 namespace {
 
 // A float's square is exact in double, so fused or not the result is rounded once, from the same value.
-BW_HD double add_square(double sum, double value) {
+BW_HD double add_square(double sum, float x) {
+  const double value = x;
 #if BW_FAST_FMA
   return __builtin_fma(value, value, sum);
 #else
   return sum + value * value;
 #endif
 }
+// A double's is rounded first, everywhere.
+BW_HD double add_square(double sum, double value) { return sum + value * value; }
 
 // What is summed: an array as it is.
 template <class T>
 struct Read {
   const T* x;
-  BW_HD double take(int64_t i) const {
-    if constexpr (std::is_same_v<T, float>) {
-      return x[i];
-    } else {
-      return widen_bf16(x[i]);
-    }
-  }
+  BW_HD auto take(int64_t i) const { return widened(x[i]); }
   BW_HD void prefetch(int64_t i) const { __builtin_prefetch(x + i); }
 };
 
@@ -39,7 +35,7 @@ template <bool kAdd>
 struct Store {
   float* to;
   const float* x;
-  BW_HD double take(int64_t i) const {
+  BW_HD float take(int64_t i) const {
     const float stored = kAdd ? to[i] + x[i] : x[i];
     to[i] = stored;
     return stored;
@@ -55,8 +51,7 @@ BW_HD void add_rows(const Source& source, int64_t begin, int64_t numel, double* 
   for (int64_t i = 0; i < numel; ++i) {
     double sum = lanes[i];
     for (int row = 0; row < kRows; ++row) {
-      const double value = source.take(begin + row * kNormLanes + i);
-      sum = add_square(sum, value);
+      sum = add_square(sum, source.take(begin + row * kNormLanes + i));
     }
     lanes[i] = sum;
   }
@@ -89,9 +84,16 @@ BW_HD void add_squares(const Source& source, int64_t n, int64_t lane, double* la
   }
 }
 
-template <class T>
-void sumsq(const T* x, int64_t n, int64_t lane, double* lanes) {
-  add_squares(Read<T>{x}, n, lane, lanes);
+void sumsq(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes) {
+  if (dtype == DType::kFloat32) {
+    add_squares(Read<float>{static_cast<const float*>(x)}, n, lane, lanes);
+  } else if (dtype == DType::kBFloat16) {
+    add_squares(Read<BFloat16>{static_cast<const BFloat16*>(x)}, n, lane, lanes);
+  } else if (dtype == DType::kFloat16) {
+    add_squares(Read<Float16>{static_cast<const Float16*>(x)}, n, lane, lanes);
+  } else {
+    add_squares(Read<double>{static_cast<const double*>(x)}, n, lane, lanes);
+  }
 }
 
 void store_sumsq(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes) {

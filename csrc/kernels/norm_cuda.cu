@@ -97,6 +97,7 @@ __device__ __forceinline__ void sum_chunk(const char* data, int numel, double (&
     }
   };
   const auto take_unaligned = [&](auto /*one*/, int i) {
+#pragma unroll  // else `lanes` goes through memory
     for (int lane = 0; lane < kFour; ++lane) {
       take_one(i + lane, lane);
     }
@@ -203,6 +204,7 @@ __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch,
     }
   };
   const auto take_unaligned = [&](auto /*one*/, int i) {
+#pragma unroll  // else `lanes` goes through memory
     for (int lane = 0; lane < kFour; ++lane) {
       take_one(i + lane, lane);
     }

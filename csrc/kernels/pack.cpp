@@ -20,27 +20,24 @@ void copy_chunk(const CopyItem& item, int64_t begin, int64_t numel) {
       static_cast<const std::byte*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
   if (item.to_dtype == item.from_dtype) {
     std::memcpy(to, from, static_cast<size_t>(numel) * size_of(item.to_dtype));
-  } else if (item.to_dtype == DType::kFloat32) {
-    cpu_kernels().widen(reinterpret_cast<float*>(to), reinterpret_cast<const uint16_t*>(from), numel);
   } else {
-    cpu_kernels().narrow(reinterpret_cast<uint16_t*>(to), reinterpret_cast<const float*>(from), numel);
+    cpu_kernels().convert(to, item.to_dtype, from, item.from_dtype, numel);
   }
-}
-
-bool is_supported(DType to, DType from) {
-  return to == from || (to == DType::kFloat32 && from == DType::kBFloat16) ||
-         (to == DType::kBFloat16 && from == DType::kFloat32);
 }
 
 }  // namespace
 
+void expect_copyable(const CopyItem& item, size_t index) {
+  if (item.to_dtype != item.from_dtype && !(is_float(item.to_dtype) && is_float(item.from_dtype))) {
+    throw TypeError("item " + std::to_string(index) + ": cannot copy " + name_of(item.from_dtype) + " to " +
+                    name_of(item.to_dtype));
+  }
+}
+
 void copy_all(std::span<const CopyItem> items) {
   SegmentTable segments(kChunkNumel);
   for (size_t i = 0; i < items.size(); ++i) {
-    if (!is_supported(items[i].to_dtype, items[i].from_dtype)) {
-      throw TypeError("item " + std::to_string(i) + ": cannot copy " + name_of(items[i].from_dtype) + " to " +
-                      name_of(items[i].to_dtype));
-    }
+    expect_copyable(items[i], i);
     segments.add(items[i].numel);
   }
   const int64_t chunks = segments.chunks();

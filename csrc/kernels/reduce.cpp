@@ -9,34 +9,37 @@
 namespace bucketwheel {
 namespace {
 
-bool is_float32(DType dtype) {
-  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16) {
-    throw TypeError(std::string("cannot sum ") + name_of(dtype) + ": float32 and bfloat16 are supported");
+void expect_summable(DType dtype, bool takes_float64) {
+  const bool is_known = dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 ||
+                        (dtype == DType::kFloat64 && takes_float64);
+  if (!is_known) {
+    throw TypeError(std::string("cannot sum ") + name_of(dtype) +
+                    (takes_float64 ? ": float32, bfloat16, float16 and float64 are supported"
+                                   : " into float32: float32, bfloat16 and float16 are supported"));
   }
-  return dtype == DType::kFloat32;
 }
 
 }  // namespace
 
 void reduce_sum_fp32(const void* const* from, int world, DType dtype, int64_t numel, float* out) {
+  expect_summable(dtype, false);
   IeeeFloats ieee;
-  (is_float32(dtype) ? cpu_kernels().sum_f32 : cpu_kernels().sum_bf16_to_f32)(out, from, world, numel);
+  cpu_kernels().sum(out, DType::kFloat32, from, dtype, world, numel);
 }
 
 void reduce_sum(const void* const* from, int world, DType dtype, int64_t numel, void* out) {
+  expect_summable(dtype, true);
   IeeeFloats ieee;
-  if (is_float32(dtype)) {
-    cpu_kernels().sum_f32(static_cast<float*>(out), from, world, numel);
-  } else {
-    cpu_kernels().sum_bf16(static_cast<uint16_t*>(out), from, world, numel);
-  }
+  cpu_kernels().sum(out, dtype, from, dtype, world, numel);
 }
 
 void store_fp32(void* to, DType dtype, const float* from, int64_t numel) {
-  if (is_float32(dtype)) {
+  expect_summable(dtype, true);
+  if (dtype == DType::kFloat32) {
     std::memcpy(to, from, static_cast<size_t>(numel) * sizeof(float));
   } else {
-    cpu_kernels().narrow(static_cast<uint16_t*>(to), from, numel);
+    IeeeFloats ieee;
+    cpu_kernels().convert(to, dtype, from, DType::kFloat32, numel);
   }
 }
 

@@ -1,6 +1,7 @@
 // Sums over ranks of one host, in fixed rank order: what the shm and local communicators run on each block.
 //
-// Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32 whatever the dtype.
+// Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32, whatever the dtype; of
+// float64 in float64. TypeError for other dtypes than are named here.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +11,13 @@
 namespace bucketwheel {
 
 // out[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... for i < numel, any world >= 1. `dtype` is that of the inputs:
-// kFloat32 or kBFloat16 (TypeError otherwise). `out` may be one of the inputs if they are float32; no other overlap.
+// kFloat32, kBFloat16 or kFloat16. `out` may be one of the inputs if they are float32; no other overlap.
 void reduce_sum_fp32(const void* const* from, int world, DType dtype, int64_t numel, float* out);
 
-// The same, rounded once (nearest even) to `dtype`. `out` may be one of the inputs.
+// The same, rounded once (nearest even) to `dtype`, which may be kFloat64 too. `out` may be one of the inputs.
 void reduce_sum(const void* const* from, int world, DType dtype, int64_t numel, void* out);
 
-// to[i] = from[i], rounded to nearest even if `dtype`, that of `to`, is kBFloat16; a copy if it is kFloat32.
+// to[i] = from[i], rounded to nearest even where `dtype`, that of `to`, needs it; a copy if it is kFloat32.
 void store_fp32(void* to, DType dtype, const float* from, int64_t numel);
 
 }  // namespace bucketwheel

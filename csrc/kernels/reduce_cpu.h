@@ -1,42 +1,14 @@
-// Casts, and sums over ranks.
+// Sums over ranks.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
-#include "kernels/float16.h"
+#include "kernels/convert_cpu.h"
+#include "kernels/cpu_kernels.h"
 
 namespace bucketwheel {
 namespace {
-
-template <class T>
-BW_HD float load(const T* x, int64_t i) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x[i];
-  } else {
-    return widen_bf16(x[i]);
-  }
-}
-template <class T>
-BW_HD void save(T* to, int64_t i, float value) {
-  if constexpr (std::is_same_v<T, float>) {
-    to[i] = value;
-  } else {
-    to[i] = round_to_bf16(value);
-  }
-}
-
-void widen(float* __restrict__ to, const uint16_t* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = widen_bf16(from[i]);
-  }
-}
-void narrow(uint16_t* __restrict__ to, const float* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = round_to_bf16(from[i]);
-  }
-}
 
 template <class To, class From, int kWorld>
 void sum_few(To* to, const void* const* from, int64_t n) {
@@ -46,44 +18,45 @@ void sum_few(To* to, const void* const* from, int64_t n) {
   const From* d = static_cast<const From*>(from[kWorld > 3 ? 3 : 0]);
   BW_ELEMENTWISE
   for (int64_t i = 0; i < n; ++i) {
-    float sum = load(a, i);
+    auto sum = widened(a[i]);
     if constexpr (kWorld > 1) {
-      sum += load(b, i);
+      sum += widened(b[i]);
     }
     if constexpr (kWorld > 2) {
-      sum += load(c, i);
+      sum += widened(c[i]);
     }
     if constexpr (kWorld > 3) {
-      sum += load(d, i);
+      sum += widened(d[i]);
     }
-    save(to, i, sum);
+    put(to[i], sum);
   }
 }
 
-// Any world: by blocks whose float sums stay in the first-level cache. `to` is written after all of a block is read.
+// Any world: by blocks whose sums stay in the first-level cache. `to` is written after all of a block is read.
 template <class To, class From>
 void sum_many(To* to, const void* const* from, int world, int64_t n) {
   constexpr int64_t kBlock = 1024;
-  float sums[kBlock];
+  decltype(widened(From{})) sums[kBlock];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t numel = n - begin < kBlock ? n - begin : kBlock;
     for (int64_t i = 0; i < numel; ++i) {
-      sums[i] = load(static_cast<const From*>(from[0]) + begin, i);
+      sums[i] = widened(static_cast<const From*>(from[0])[begin + i]);
     }
     for (int rank = 1; rank < world; ++rank) {
       const From* x = static_cast<const From*>(from[rank]) + begin;
       for (int64_t i = 0; i < numel; ++i) {
-        sums[i] += load(x, i);
+        sums[i] += widened(x[i]);
       }
     }
     for (int64_t i = 0; i < numel; ++i) {
-      save(to + begin, i, sums[i]);
+      put(to[begin + i], sums[i]);
     }
   }
 }
 
 template <class To, class From>
-void sum(To* to, const void* const* from, int world, int64_t n) {
+void sum_typed(void* out, const void* const* from, int world, int64_t n) {
+  To* to = static_cast<To*>(out);
   switch (world) {
     case 1:
       return sum_few<To, From, 1>(to, from, n);
@@ -95,6 +68,19 @@ void sum(To* to, const void* const* from, int world, int64_t n) {
       return sum_few<To, From, 4>(to, from, n);
   }
   sum_many<To, From>(to, from, world, n);
+}
+
+void sum(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n) {
+  const bool to_float = to_dtype == DType::kFloat32;
+  if (from_dtype == DType::kFloat32) {
+    sum_typed<float, float>(to, from, world, n);
+  } else if (from_dtype == DType::kBFloat16) {
+    to_float ? sum_typed<float, BFloat16>(to, from, world, n) : sum_typed<BFloat16, BFloat16>(to, from, world, n);
+  } else if (from_dtype == DType::kFloat16) {
+    to_float ? sum_typed<float, Float16>(to, from, world, n) : sum_typed<Float16, Float16>(to, from, world, n);
+  } else {
+    sum_typed<double, double>(to, from, world, n);
+  }
 }
 
 }  // namespace

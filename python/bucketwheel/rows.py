@@ -25,9 +25,15 @@ def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
 
 
 class AdamRows:
-    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up here."""
+    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up here.
 
-    def __init__(self, steps: Tensor) -> None:
+    ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters that have
+    neither master nor remainder. ``seed``: of the random bits.
+    """
+
+    def __init__(
+        self, steps: Tensor, *, stochastic: bool = True, stochastic_param: bool = False, seed: int = 0
+    ) -> None:
         self.table = native().AdamTable()
         self.steps = steps
         self._param_of_row: list[int] = []
@@ -35,20 +41,54 @@ class AdamRows:
         self._scalars: tuple[Tensor, Tensor, Tensor] | None = None
         self._groups: list[Any] = []
         self._flags: dict[str, bool] = {}
+        self._rounding: dict[str, Any] = {"stochastic": stochastic, "stochastic_param": stochastic_param, "seed": seed}
 
     def add(
-        self, param: int, group: int, p: Tensor, g: Tensor | None, m: Tensor, v: Tensor, master: Tensor | None
+        self,
+        param: int,
+        group: int,
+        p: Tensor,
+        g: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        master: Tensor | None = None,
+        *,
+        max_exp_avg_sq: Tensor | None = None,
+        remainder: Tensor | None = None,
+        param_begin: int = 0,
     ) -> int:
-        """Adds a row and returns its number. Rows of parameters without elements are legal."""
+        """Adds a row and returns its number. Rows of parameters without elements are legal.
+
+        ``param_begin``: the place of the row's first element in its parameter, in memory order (stochastic rounding
+        depends on it, so that a result does not depend on how the parameter is cut).
+        """
         self._param_of_row.append(param)
         self._index = None
-        row: int = self.table.add(p, g, m, v, master, group)
+        row: int = self.table.add(
+            p,
+            g,
+            m,
+            v,
+            master,
+            group,
+            max_exp_avg_sq=max_exp_avg_sq,
+            remainder=remainder,
+            param=param,
+            param_begin=param_begin,
+        )
         return row
 
     def begin_step(
-        self, param_groups: Sequence[dict[str, Any]], used: Sequence[bool], factors: Sequence[float]
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        used: Sequence[bool],
+        factors: Sequence[float],
+        average: float = 1.0,
     ) -> None:
-        """Counts a step for the parameters ``used`` and fixes the scalars of this step. ``factors``: folded into gradients."""
+        """Counts a step for the parameters ``used`` and fixes the scalars of this step.
+
+        ``factors``, one a parameter, are folded into the gradients with ``average``.
+        """
         expect_uniform_flags(param_groups)
         native().set_num_threads(torch.get_num_threads())
         if self._index is None:
@@ -58,7 +98,7 @@ class AdamRows:
         self._scalars = (
             self.steps[self._index],
             is_used[self._index],
-            torch.tensor(factors, dtype=torch.float32)[self._index],
+            torch.tensor([average * factor for factor in factors], dtype=torch.float64)[self._index],
         )
         self._groups = [
             native().AdamGroup(
@@ -75,4 +115,4 @@ class AdamRows:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
         assert self._scalars is not None
         steps, used, factors = self._scalars
-        self.table.step(self._groups, steps, used, factors, first_row, last_row, **self._flags)
+        self.table.step(self._groups, steps, used, factors, first_row, last_row, **self._flags, **self._rounding)

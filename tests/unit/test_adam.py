@@ -117,6 +117,37 @@ def test_one_step_is_within_the_bounds_of_float64() -> None:
             assert np.all((np.abs(got_p - ref_p) <= bound_p)[finite & steady]), args
 
 
+@pytest.mark.slow
+def test_a_quotient_by_a_known_divisor_is_the_ieee_one() -> None:
+    """`quotient` in adam_math.h, where it could fail: x / d within 3 / 2^25 ulp of a midpoint between floats.
+
+    With a, b of 24 bits, 2^23 <= b, and the midpoint (2q + 1) / 2: a * 2^(k+1) = (2q + 1) * b + r with |r| <= 3. For every
+    divisor all such a are found by inverting b modulo a power of two.
+    """
+    cases = 0
+    for twos in (0, 1):
+        odd = np.arange(2 ** (23 - twos) | 1, 2 ** (24 - twos), 2, dtype=np.int64)
+        inverse = odd.copy()
+        for _ in range(5):
+            inverse = inverse * (2 - odd * inverse) & (2**30 - 1)
+        for k, r in itertools.product((23, 24), (-3, -2, -1, 1, 2, 3)):
+            if r % 2**twos:
+                continue
+            modulus = 2 ** (k + 1 - twos)
+            least = -(r >> twos) * inverse % modulus
+            for middle in (least + i * modulus for i in range(max(1, 2**25 // modulus))):
+                a, rest = np.divmod(middle * (odd << twos) + r, 2 ** (k + 1))
+                fits = (
+                    (rest == 0) & (middle % 2 == 1) & (middle >= 2**24) & (middle < 2**25) & (a >= 2**23) & (a < 2**24)
+                )
+                x, d = a[fits].astype(np.float32), (odd[fits] << twos).astype(np.float32)
+                inv = np.float32(1) / d
+                guess = x * inv
+                assert np.array_equal(fma32(fma32(-guess, d, x), inv, guess), x / d)
+                cases += x.size
+    assert cases > 2**23
+
+
 def test_a_thousand_steps_stay_close_to_float64_and_as_close_as_torch() -> None:
     torch.manual_seed(3)
     numel, steps = 2048, 1000

@@ -98,7 +98,7 @@ def test_each_row_has_its_own_step_use_factor_and_group() -> None:
     rows[2][1].fill_(float("nan"))  # an unused row is not even looked at
     expected[2][1].fill_(float("nan"))
     table = table_of(rows, groups)
-    table.step([group(**h) for h in hyper], torch.tensor(steps), used, torch.tensor(factors))
+    table.step([group(**h) for h in hyper], torch.tensor(steps), used, torch.tensor(factors, dtype=torch.float64))
     assert_equal(rows, expected)
 
 
@@ -117,7 +117,7 @@ def test_row_ranges_together_are_one_step() -> None:
 def test_one_factor_for_all_rows() -> None:
     rows = rows_of([10, 20])
     expected = one_by_one(rows, grad_scale=0.5)
-    table_of(rows).step([group()], numbers(rows), None, torch.tensor([0.5]))
+    table_of(rows).step([group()], numbers(rows), None, torch.tensor([0.5], dtype=torch.float64))
     assert_equal(rows, expected)
 
 
@@ -189,7 +189,9 @@ def test_step_refuses_what_does_not_fit_the_table() -> None:
     for message, call in {
         "steps has 1 entries for 2 rows": lambda: table.step(two, numbers([0])),
         "used has 1 entries for 2 rows": lambda: table.step(two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
-        "gscale has 3 entries for 2 rows": lambda: table.step(two, numbers(rows), None, torch.ones(3)),
+        "gscale has 3 entries for 2 rows": lambda: table.step(
+            two, numbers(rows), None, torch.ones(3, dtype=torch.float64)
+        ),
         "row 1 is of group 1 of 1": lambda: table.step([group()], numbers(rows)),
         "row 0 takes step 0": lambda: table.step(two, numbers(rows, 0)),
         r"rows \[1, 3\) of 2": lambda: table.step(two, numbers(rows), None, None, 1, 3),
@@ -223,19 +225,11 @@ BAD = [
     ("grads", lambda x: torch.zeros(8)[::2], ValueError, r"grads\[1\] has strides \[2\], params\[1\] has \[1\]"),
     ("params", lambda x: torch.zeros(8)[::2], ValueError, r"params\[1\] has gaps or overlaps itself"),
     ("params", lambda x: torch.zeros(1).expand(4), ValueError, r"params\[1\] has gaps or overlaps itself"),
-    ("exp_avgs", lambda x: x.double(), TypeError, r"exp_avgs\[1\] is float64, expected float32"),
+    ("exp_avgs", lambda x: x.double(), TypeError, r"exp_avgs\[1\] is float64, expected float32 or bfloat16"),
     ("exp_avg_sqs", lambda x: x.bfloat16(), TypeError, r"exp_avg_sqs\[1\] is bfloat16, expected float32"),
-    ("params", lambda x: x.half(), TypeError, r"params\[1\] is float16, expected float32 or bfloat16"),
-    ("grads", lambda x: x.half(), TypeError, r"grads\[1\] is float16, expected float32 or bfloat16"),
-    (
-        "params",
-        lambda x: x.bfloat16(),
-        TypeError,
-        r"params\[1\] is bfloat16 and needs a float32 tensor in master_params",
-    ),
     ("grads", lambda x: None, TypeError, r"grads\[1\]: expected a torch.Tensor, got NoneType"),
-    ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory on the cpu"),
-    ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory on the cpu"),
+    ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory"),
+    ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory"),
     ("params", lambda x: x.to(torch.complex64), TypeError, r"params\[1\]: unsupported dtype"),
 ]
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,8 +52,9 @@ def digests() -> dict[str, str]:
                         decoupled=decoupled,
                     )  # fmt: skip
                 note(f"adam {p_dtype} {g_dtype} {decoupled}", p, m, v, *(master or []))
+    note_matrix(note, wide, numel)
     finite = torch.nan_to_num(wide(), 0.0, 1.0, 1.0)
-    sums = native().sumsq([finite, finite.bfloat16(), wide()])
+    sums = native().sumsq([finite, finite.bfloat16(), wide(), finite.half(), finite.double() * (1 + 2.0**-40)])
     out["sumsq"] = repr([(s.hex(), bad) for s, bad in sums])
     shard = torch.zeros(numel)
     accumulator = native().ShardAccumulator(shard, [(5, 20000)])
@@ -65,6 +67,9 @@ def digests() -> dict[str, str]:
     narrow, back = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)
     native().copy_all([narrow, back], [wide(), finite.bfloat16()])
     note("casts", narrow, back)
+    half, double = torch.empty(numel, dtype=torch.float16), torch.empty(numel, dtype=torch.float64)
+    native().copy_all([half, double], [wide(), finite.half()])
+    note("float16 casts", half, double)
     for world in range(1, 7):
         ranks = [wide() for _ in range(world)]
         native().reduce_sum(back, ranks)
@@ -72,7 +77,35 @@ def digests() -> dict[str, str]:
         native().reduce_sum(narrow, [x.bfloat16() for x in ranks])
         native().reduce_sum(back, [x.bfloat16() for x in ranks])
         note(f"bfloat16 sum of {world}", narrow, back)
+        native().reduce_sum(half, [x.half() for x in ranks])
+        native().reduce_sum(double, [x.double() for x in ranks])
+        note(f"float16 and float64 sum of {world}", half, double)
     return out
+
+
+def note_matrix(note: Callable[..., None], wide: Callable[[], torch.Tensor], numel: int) -> None:
+    """The rows that go through stages, through pairs, or are float64."""
+    from bucketwheel import ops
+
+    bf16, f64 = torch.bfloat16, torch.float64
+    kinds = [
+        (p, g, s) for p in (bf16, torch.float16, torch.float32) for g in (bf16, torch.float16) for s in (bf16, None)
+    ]
+    for p_dtype, g_dtype, s_dtype in [*kinds, (f64, f64, f64)]:
+        for extra in ("none", "remainders", "max_exp_avg_sqs", "nearest"):
+            if extra == "remainders" and p_dtype != bf16:
+                continue
+            state = s_dtype or torch.float32
+            p, g, m, v = wide().to(p_dtype), wide().to(g_dtype), wide().to(state), wide().abs().to(state)
+            more = {"remainders": wide().half().view(torch.int16), "max_exp_avg_sqs": wide().abs().to(state)}
+            given = {extra: [more[extra]]} if extra in more else {}
+            for decoupled in (True, False):
+                ops.adam_step(
+                    [p], [g], [m], [v], 2, lr=1e-2, weight_decay=0.1, grad_scale=0.3, decoupled=decoupled, seed=3,
+                    betas=(0.9, 0.99), state_rounding="nearest" if extra == "nearest" else "stochastic",
+                    param_rounding="stochastic" if extra in ("none", "remainders") else "nearest", **given,
+                )  # fmt: skip
+            note(f"adam {p_dtype} {g_dtype} {state} {extra}", p, m, v, *(x[0].float() for x in given.values()))
 
 
 @functools.cache
@@ -97,7 +130,7 @@ def test_same_bits_as_the_plain_kernels(isa: str) -> None:
     assert isinstance(plain, dict), plain
     assert isinstance(other, dict), other
     assert (plain.pop("isa", "plain"), other.pop("isa", isa)) == ("plain", isa)
-    assert len(plain) > 20
+    assert len(plain) > 60
     assert other == plain
 
 

@@ -34,8 +34,8 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 def test_the_order_is_the_one_written_down(numel: int) -> None:
     x = values(numel)
     assert native().sumsq([x]) == [(sum_squares_in_order(x.numpy()), False)]
-    y = x.bfloat16()
-    assert native().sumsq([y]) == [(sum_squares_in_order(y.float().numpy()), False)]
+    for y in (x.bfloat16(), (x / 100).half(), x.double() + 1e-9):
+        assert native().sumsq([y]) == [(sum_squares_in_order(y.double().numpy()), False)]
 
 
 @pytest.mark.parametrize("chunks", [63, 64, 65, 129, 200])
@@ -113,7 +113,20 @@ def test_no_overflow_and_no_underflow_of_finite_elements() -> None:
     assert flushed == norms[2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float64_squares_are_rounded_and_may_overflow() -> None:
+    x = torch.tensor([1.0 + 2.0**-52, 3.0], dtype=torch.float64)
+    rounded = (1.0 + 2.0**-52) ** 2 + 9.0  # an fma would keep what the square's rounding cuts off
+    tiny = torch.tensor([2.0**-27 * (1.0 + 2.0**-30), 0.0], dtype=torch.float64)
+    assert native().sumsq([x, tiny]) == [(rounded, False), ((2.0**-27 * (1.0 + 2.0**-30)) ** 2, False)]
+    many = values(5000).double() * (1 + 2.0**-40)
+    assert native().sumsq([many]) == [(sum_squares_in_order(many.numpy()), False)]
+    huge = torch.tensor([1e200], dtype=torch.float64)
+    norm, bad = ops.l2_norm([huge], return_nonfinite=True)
+    assert torch.isposinf(norm)
+    assert bad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_one_bad_element_anywhere_is_seen(value: float, dtype: torch.dtype) -> None:
     numel = 2 * CHUNK + 100
@@ -141,8 +154,8 @@ def test_empty_lists_and_layouts() -> None:
         ops.l2_norm([x, torch.ones(6)[::2]])
     with pytest.raises(ValueError, match=r"tensors\[0\] has gaps"):
         ops.l2_norm([torch.ones(1).expand(3)])
-    with pytest.raises(TypeError, match=r"tensors\[1\] is float64, expected float32 or bfloat16"):
-        ops.l2_norm([x, x.double()])
+    with pytest.raises(TypeError, match=r"tensors\[1\] is int64, expected float32, bfloat16, float16 or float64"):
+        ops.l2_norm([x, x.long()])
     with pytest.raises(TypeError, match=r"tensors\[0\]: expected a torch.Tensor, got int"):
         ops.l2_norm([3])
 

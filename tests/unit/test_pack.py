@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from reference import bits, from_bf16, to_bf16
+from reference_rows import to_fp16
 
 from bucketwheel._build import native
 
@@ -23,6 +24,49 @@ def two_threads() -> Iterator[None]:
 
 def bf16(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def fp16(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.int16)).view(torch.float16)
+
+
+def copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    native().copy_all([out], [x])
+    return out
+
+
+def test_float16_rounds_to_nearest_even_and_widens_exactly() -> None:
+    """Every float16, what lies next to and between any two of them, denormals, and a sample of all floats."""
+    every = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    wide = copied(fp16(every), torch.float32)
+    assert torch.equal(bits(wide), bits(torch.from_numpy(every.view(np.float16).astype(np.float32))))
+    exact = wide.numpy()[np.isfinite(wide.numpy())]
+    middle = (
+        exact.astype(np.float64) + np.nextafter(exact.astype(np.float16), np.float16(np.inf)).astype(np.float64)
+    ) / 2
+    near = [exact, middle[np.isfinite(middle)].astype(np.float32)]
+    near += [np.nextafter(x, np.float32(side)) for x in near[:2] for side in (np.inf, -np.inf)]
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    near += [(upper | np.uint32(low)).view(np.float32) for low in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x8000, 0xFFFF)]
+    near.append(np.random.default_rng(0).integers(0, 2**32, 2**21, dtype=np.uint32).view(np.float32))
+    for x in near:
+        got = copied(torch.from_numpy(x), torch.float16).view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(got, to_fp16(x))
+
+
+def test_casts_between_16_bits_and_float64_go_through_float32() -> None:
+    every = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    assert torch.equal(
+        bits(copied(bf16(every), torch.float16)), bits(copied(copied(bf16(every), torch.float32), torch.float16))
+    )
+    assert torch.equal(bits(copied(fp16(every), torch.bfloat16)), bits(fp16(every).float().bfloat16()))
+    for x in (bf16(every), fp16(every)):
+        assert torch.equal(bits(copied(x, torch.float64)), bits(x.double()))
+    # Rounded twice: to 1 + 2^-8, and from there to even.
+    double = torch.tensor([1.0 + 2.0**-8 + 2.0**-40, -1e300, 1e-300], dtype=torch.float64)
+    assert copied(double, torch.bfloat16).tolist() == [1.0, -float("inf"), 0.0]
+    assert torch.equal(copied(double, torch.float32), double.float())
 
 
 def test_bfloat16_rounds_to_nearest_even_at_every_pattern() -> None:
@@ -47,8 +91,9 @@ def test_bfloat16_widens_exactly() -> None:
 
 
 SIZES = [0, 1, 7, 8, 9, CHUNK - 1, 0, CHUNK, CHUNK + 1, 5 * CHUNK + 3, 0]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
-PAIRS = [(a, a) for a in DTYPES] + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8]
+PAIRS = [(a, a) for a in DTYPES] + [(a, b) for a in FLOATS for b in FLOATS if a != b]
 
 
 @pytest.mark.parametrize(("to", "source"), PAIRS, ids=lambda d: str(d)[6:])
@@ -82,8 +127,8 @@ def test_copy_refuses_and_changes_nothing() -> None:
         (ValueError, r"outputs\[1\] has shape \[3\], inputs\[1\] has \[4\]", [ok, torch.zeros(3)], [x, x]),
         (ValueError, r"outputs\[1\] is not contiguous", [ok, torch.zeros(8)[::2]], [x, x]),
         (ValueError, r"inputs\[1\] is not contiguous", [ok, torch.zeros(4)], [x, torch.ones(8)[::2]]),
-        (TypeError, "item 1: cannot copy float16 to float32", [ok, torch.zeros(4)], [x, x.half()]),
-        (TypeError, "item 1: cannot copy float64 to bfloat16", [ok, torch.zeros(4).bfloat16()], [x, x.double()]),
+        (TypeError, "item 1: cannot copy int32 to float32", [ok, torch.zeros(4)], [x, x.int()]),
+        (TypeError, "item 1: cannot copy float64 to int64", [ok, torch.zeros(4).long()], [x, x.double()]),
         (TypeError, r"inputs\[1\]: expected a torch.Tensor, got NoneType", [ok, ok], [x, None]),
     ):
         with pytest.raises(error, match=message):
@@ -94,19 +139,24 @@ def test_copy_refuses_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("numel", [0, 1, 15, 1023, 1024, 4096, 10_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_go_in_rank_order_with_one_rounding(world: int, numel: int, dtype: torch.dtype) -> None:
     torch.manual_seed(world)
-    inputs = [(torch.randn(numel) * 10.0 ** torch.randint(-4, 4, (numel,))).to(dtype) for _ in range(world)]
-    expected = inputs[0].float().clone()
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def some() -> torch.Tensor:
+        return (torch.randn(numel, dtype=accumulate) * 10.0 ** torch.randint(-4, 4, (numel,))).to(dtype)
+
+    inputs = [some() for _ in range(world)]
+    expected = inputs[0].to(accumulate).clone()
     for x in inputs[1:]:
-        expected = expected + x.float()
+        expected = expected + x.to(accumulate)
     if world > 2 and numel > 1000:  # the data is such that another order shows
-        backward = inputs[-1].float()
+        backward = inputs[-1].to(accumulate)
         for x in inputs[-2::-1]:
-            backward = backward + x.float()
+            backward = backward + x.to(accumulate)
         assert not torch.equal(backward, expected)
-    out = torch.full((numel,), float("nan"))
+    out = torch.full((numel,), float("nan"), dtype=accumulate)
     native().reduce_sum(out, inputs)
     assert torch.equal(bits(out), bits(expected))
     rounded = torch.full((numel,), float("nan"), dtype=dtype)
@@ -121,5 +171,10 @@ def test_sums_go_in_rank_order_with_one_rounding(world: int, numel: int, dtype: 
 
 
 def test_sum_refuses_other_dtypes() -> None:
-    with pytest.raises(TypeError, match="cannot sum float64: float32 and bfloat16 are supported"):
-        native().reduce_sum(torch.zeros(3).double(), [torch.zeros(3).double()] * 2)
+    long = torch.zeros(3).long()
+    with pytest.raises(TypeError, match="cannot sum int64: float32, bfloat16, float16 and float64 are supported"):
+        native().reduce_sum(long, [long] * 2)
+    with pytest.raises(TypeError, match="cannot sum float64 into float32: float32, bfloat16 and float16 are supported"):
+        native().reduce_sum(torch.zeros(3), [torch.zeros(3).double()] * 2)
+    with pytest.raises(TypeError, match=r"output\[0\] is bfloat16, expected float32"):
+        native().reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)

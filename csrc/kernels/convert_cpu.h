@@ -1,0 +1,84 @@
+// Element types as types, and casts of arrays.
+// Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "kernels/float16.h"
+
+namespace bucketwheel {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// Exact.
+BW_HD float widened(float x) { return x; }
+BW_HD float widened(BFloat16 x) { return widen_bf16(x.bits); }
+BW_HD float widened(Float16 x) { return widen_fp16(x.bits); }
+BW_HD double widened(double x) { return x; }
+
+// To nearest even.
+BW_HD void put(float& to, float value) { to = value; }
+BW_HD void put(BFloat16& to, float value) { to.bits = round_to_bf16(value); }
+BW_HD void put(Float16& to, float value) { to.bits = round_to_fp16(value); }
+BW_HD void put(double& to, double value) { to = value; }
+
+template <class T>
+void to_floats(float* __restrict__ to, const T* __restrict__ from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = static_cast<float>(widened(from[i]));
+  }
+}
+template <class T>
+void from_floats(T* __restrict__ to, const float* __restrict__ from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    put(to[i], from[i]);
+  }
+}
+
+// Of any float type but float32; other dtypes do not come here.
+void widen(float* to, const void* from, DType dtype, int64_t n) {
+  if (dtype == DType::kBFloat16) {
+    to_floats(to, static_cast<const BFloat16*>(from), n);
+  } else if (dtype == DType::kFloat16) {
+    to_floats(to, static_cast<const Float16*>(from), n);
+  } else {
+    to_floats(to, static_cast<const double*>(from), n);
+  }
+}
+void narrow(void* to, DType dtype, const float* from, int64_t n) {
+  if (dtype == DType::kBFloat16) {
+    from_floats(static_cast<BFloat16*>(to), from, n);
+  } else if (dtype == DType::kFloat16) {
+    from_floats(static_cast<Float16*>(to), from, n);
+  } else {
+    from_floats(static_cast<double*>(to), from, n);
+  }
+}
+
+void convert(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n) {
+  if (from_dtype == DType::kFloat32) {
+    return narrow(to, to_dtype, static_cast<const float*>(from), n);
+  }
+  if (to_dtype == DType::kFloat32) {
+    return widen(static_cast<float*>(to), from, from_dtype, n);
+  }
+  constexpr int64_t kBlock = 1024;  // its floats stay in the first-level cache
+  alignas(64) float room[kBlock];
+  const int64_t to_bytes = to_dtype == DType::kFloat64 ? 8 : 2;
+  const int64_t from_bytes = from_dtype == DType::kFloat64 ? 8 : 2;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t numel = n - begin < kBlock ? n - begin : kBlock;
+    widen(room, static_cast<const char*>(from) + begin * from_bytes, from_dtype, numel);
+    narrow(static_cast<char*>(to) + begin * to_bytes, to_dtype, room, numel);
+  }
+}
+
+}  // namespace
+}  // namespace bucketwheel

@@ -1,0 +1,473 @@
+"""Every configuration of the Adam kernel, bit for bit against the slow version, however it is cut, and what it is for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import Adam, bits
+from reference_rows import Rounding, Row, join, bits_of, philox, split, step_row, tensor_of
+
+from bucketwheel import ops
+from bucketwheel._build import native
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+CHUNK = 8192  # AdamTable::kChunkNumel
+
+# Where the weight is kept, and the parameter's dtype.
+WEIGHTS = [
+    ("param", F32),
+    ("param", BF16),
+    ("param", F16),
+    ("master", BF16),
+    ("master", F16),
+    ("remainder", BF16),
+]
+# (weight, p, g, state)
+KINDS = [(w, p, g, s) for (w, p), g, s in itertools.product(WEIGHTS, (F32, BF16, F16), (F32, BF16))]
+KINDS.append(("param", F64, F64, F64))
+
+
+def ids(kind: tuple[Any, ...]) -> str:
+    return "-".join(str(x).removeprefix("torch.") for x in kind)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    native().set_num_threads(1)
+
+
+def make(kind: tuple[str, torch.dtype, torch.dtype, torch.dtype], numel: int, amsgrad: bool, seed: int = 0) -> Row:
+    """Magnitudes over many decades, zeros, a few infinities and NaNs."""
+    weight, p_dtype, g_dtype, s_dtype = kind
+    rng = np.random.default_rng(seed)
+
+    def wide(low: float, high: float) -> torch.Tensor:
+        x = rng.choice([-1.0, 1.0], numel) * 10.0 ** rng.uniform(low, high, numel)
+        x[rng.integers(0, max(1, numel), numel // 17)] = 0.0
+        return torch.from_numpy(x)
+
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        for place, value in ((97, math.nan), (161, math.inf), (225, -math.inf)):
+            x[place : place + 1] = value
+        return x
+
+    master = wide(-3, 2).float()
+    row = Row(wide(-3, 2).to(p_dtype), spoil(wide(-20 if g_dtype == F32 else -6, 3)).to(g_dtype), wide(-9, 1).to(s_dtype),
+              wide(-18, 3).abs().to(s_dtype))  # fmt: skip
+    row.vmax = wide(-18, 3).abs().to(s_dtype) if amsgrad else None
+    if row.vmax is not None:
+        row.vmax[300:301] = math.nan
+    if weight == "master":
+        row.master = master
+    elif weight == "remainder":
+        high, low = split(master.numpy())
+        row.p, row.remainder = tensor_of(high, BF16), tensor_of(low, torch.int16)
+    return row
+
+
+def run_op(rows: list[Row], args: Adam, rounding: Rounding = Rounding(), **more: Any) -> None:
+    columns = list(zip(*(row.tensors() for row in rows), strict=True))
+    optional = [None if all(x is None for x in column) else list(column) for column in columns[4:]]
+    ops.adam_step(
+        *map(list, columns[:4]),
+        args.step,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.eps,
+        weight_decay=args.weight_decay,
+        grad_scale=args.grad_scale,
+        decoupled=args.decoupled,
+        maximize=args.maximize,
+        max_exp_avg_sqs=optional[0],
+        master_params=optional[1],
+        remainders=optional[2],
+        state_rounding="stochastic" if rounding.stochastic else "nearest",
+        param_rounding="stochastic" if rounding.stochastic_param else "nearest",
+        seed=rounding.seed,
+        **{"param_ids": [rounding.param] * len(rows), **more},
+    )
+
+
+def table_of(rows: list[tuple[Row, int, int]]) -> Any:
+    """Of (row, param, param_begin)."""
+    table = native().AdamTable()
+    for row, param, begin in rows:
+        table.add(
+            row.p, row.g, row.m, row.v, row.master, 0, max_exp_avg_sq=row.vmax, remainder=row.remainder, param=param,
+            param_begin=begin,
+        )  # fmt: skip
+    return table
+
+
+def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) -> None:
+    table_of(rows).step(
+        [native().AdamGroup(args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)],
+        torch.full((len(rows),), args.step),
+        None,
+        torch.tensor([args.grad_scale], dtype=F64),
+        decoupled=args.decoupled,
+        maximize=args.maximize,
+        stochastic=rounding.stochastic,
+        stochastic_param=rounding.stochastic_param,
+        seed=rounding.seed,
+    )
+
+
+def assert_same(got: Row, expected: Row, what: object = "") -> None:
+    for name, a, b in zip(
+        ("p", "g", "m", "v", "vmax", "master", "remainder"), got.tensors(), expected.tensors(), strict=True
+    ):
+        assert (a is None) == (b is None), name
+        if a is not None and b is not None:
+            same = torch.equal(a, b) if name == "remainder" else torch.equal(bits(a), bits(b))
+            assert same, f"{name} differs: {what}"
+
+
+MODES = [
+    (Adam(step=3, lr=1e-2, weight_decay=0.1, grad_scale=0.37, beta2=0.99), Rounding(seed=5)),
+    (Adam(step=1, lr=1e-2, weight_decay=0.1, decoupled=False), Rounding(True, True, seed=2**63 + 7, param=3)),
+    (Adam(step=2**33 + 1, lr=1e-2, weight_decay=0.1, maximize=True, beta2=0.99), Rounding(False, param=2**30 - 1)),
+    (Adam(step=7, lr=1e-2, decoupled=False, weight_decay=0.1, beta2=0.99), Rounding(False, True, seed=1)),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_every_configuration_bit_for_bit(kind: tuple[str, torch.dtype, torch.dtype, torch.dtype]) -> None:
+    numel = 331 if kind[1] == F64 else 1203
+    for amsgrad, (args, rounding) in itertools.product((False, True), MODES):
+        row = make(kind, numel, amsgrad)
+        for step in (args.step, args.step + 1):
+            now = Adam(**{**vars(args), "step": step})
+            with np.errstate(all="ignore"):
+                expected = step_row(row, now, rounding)
+            assert not torch.equal(bits(expected.v), bits(row.v))
+            run_op([row], now, rounding)
+            assert_same(row, expected, (amsgrad, now, rounding))
+
+
+SIZES = [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1025, CHUNK - 1, CHUNK + 1]
+
+
+@pytest.mark.parametrize(
+    "kind", [("param", BF16, BF16, BF16), ("remainder", BF16, BF16, BF16), ("param", BF16, F32, F32)], ids=ids
+)
+def test_every_size_and_every_place_in_the_parameter(kind) -> None:
+    args = Adam(step=2, lr=1e-2, weight_decay=0.1)
+    for numel, begin in itertools.product(SIZES, (0, 3, 8, 2**34 + 5)):
+        row = make(kind, numel, amsgrad=False, seed=numel)
+        rounding = Rounding(True, True, seed=9, param=11, begin=begin)
+        with np.errstate(all="ignore"):
+            expected = step_row(row, args, rounding)
+        run_table([(row, 11, begin)], args, rounding)
+        assert_same(row, expected, (numel, begin))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_shards_threads_and_alignment_do_not_change_a_bit(kind) -> None:
+    """Cut 1, 2, 3 and 7 ways at any element, from memory that starts anywhere."""
+    numel, args = 2 * CHUNK + 1234, Adam(step=4, lr=1e-2, weight_decay=0.1, grad_scale=0.5)
+    rounding = Rounding(True, True, seed=77, param=2)
+    whole = make(kind, numel, amsgrad=True)
+    expected = whole.clone()
+    run_op([expected], args, rounding)
+    assert not torch.equal(expected.p, whole.p)
+    rng = np.random.default_rng(1)
+    for world, offset, threads in ((1, 1, 2), (2, 0, 1), (3, 5, 2), (7, 3, 3)):
+        cuts = [0, *sorted(rng.integers(0, numel, world - 1).tolist()), numel]
+        moved = Row(*(None if x is None else torch.empty(numel + 8, dtype=x.dtype)[offset : offset + numel].copy_(x)
+                      for x in whole.tensors()))  # fmt: skip
+        native().set_num_threads(threads)
+        run_table([(moved.slice(a, b), 2, a) for a, b in itertools.pairwise(cuts)], args, rounding)
+        assert_same(moved, expected, (world, offset))
+
+
+def test_philox_gives_the_published_vectors() -> None:
+    """kat_vectors of Random123; the kernels agree with this version in the tests above."""
+    ones = 0xFFFFFFFF
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    for rounds, counter, key, expected in (
+        (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (7, (ones,) * 4, (ones,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (7, *pi, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+        (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (10, (ones,) * 4, (ones,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (10, *pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        assert philox(key, counter, rounds) == expected
+
+
+def test_random_bits_differ_by_all_that_they_depend_on() -> None:
+    def after(step: int = 2, seed: int = 0, param: int = 0, begin: int = 0) -> torch.Tensor:
+        row = Row(*(torch.full((4096,), x, dtype=BF16) for x in (1.0, 0.3, 0.0, 1.0)))
+        args = Adam(step=step, lr=0.1, weight_decay=0.0)
+        run_table([(row, param, begin)], args, Rounding(True, True, seed=seed))
+        up = torch.stack([row.v > row.v.float().mean(), row.p.float() > row.p.float().mean()])
+        assert 0.02 < up.float().mean() < 0.98
+        return up
+
+    base = after()
+    for other in (after(step=3), after(seed=1), after(seed=2**32), after(param=1), after(begin=8), after(begin=2**35)):
+        for a, b in zip(base, other, strict=True):
+            agree = (a == b).float().mean().item()
+            expected = (a.float().mean() * b.float().mean() + (1 - a.float().mean()) * (1 - b.float().mean())).item()
+            assert abs(agree - expected) < 5 * 0.5 / 64
+    both = (base[0] & base[1]).float().mean().item()  # v and the parameter have bits of their own
+    assert abs(both - (base[0].float().mean() * base[1].float().mean()).item()) < 5 * 0.5 / 64
+    assert torch.equal(after(begin=8)[:, :-8], base[:, 8:])
+
+
+def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only() -> None:
+    seeds, numel = 4096, 64
+    start = make(("param", BF16, BF16, BF16), numel, amsgrad=False, seed=3)
+    args = Adam(step=2, lr=1e-2, weight_decay=0.1)
+    exact = Row(*(x.float() for x in start.tensors()[:4]))
+    run_op([exact], args)
+    sums = [torch.zeros(numel, dtype=F64) for _ in range(2)]
+    for seed in range(seeds):
+        row = start.clone()
+        run_op([row], args, Rounding(True, True, seed=seed))
+        for total, got, want in zip(sums, (row.p, row.v), (exact.p, exact.v), strict=True):
+            floor = (want.view(torch.int32) & -65536).view(F32)
+            ceil = ((want.view(torch.int32) & -65536) + 65536).view(F32)
+            exactly = floor == want
+            assert (torch.where(exactly, got.float() == want, (got.float() == floor) | (got.float() == ceil))).all()
+            total += got.double()
+    for total, want in zip(sums, (exact.p, exact.v), strict=True):
+        low = (want.view(torch.int32) & -65536).view(F32).double()
+        ulp = ((want.view(torch.int32) & -65536) + 65536).view(F32).double() - low
+        share = (want.double() - low) / ulp
+        sigma = ulp.abs() * (share * (1 - share)).sqrt() / math.sqrt(seeds)
+        assert ((total / seeds - want.double()).abs() <= 4 * sigma + 1e-12 * want.abs()).all()
+        assert (sigma > 0).sum() > numel // 2
+
+
+def decay(rounding: Rounding) -> float:
+    """What is left of v after 1000 steps with zero gradients."""
+    zero = torch.zeros(4096, dtype=BF16)
+    row = Row(zero.clone(), zero.clone(), zero.clone(), torch.full((4096,), 0.37, dtype=BF16))
+    for t in range(1, 1001):
+        run_op([row], Adam(step=t, lr=0.0), rounding)
+    return row.v.float().mean().item() / float(torch.tensor(0.37, dtype=BF16))
+
+
+@pytest.mark.filterwarnings("ignore:bfloat16 exp_avg_sq")
+def test_bfloat16_v_decays_only_if_rounded_stochastically() -> None:
+    exact = 0.999**1000
+    assert abs(decay(Rounding()) / exact - 1) < 0.01
+    assert decay(Rounding(stochastic=False)) == 1.0
+
+
+def test_bfloat16_weights_follow_small_updates_only_if_rounded_stochastically() -> None:
+    """Weight decay of 1e-4 a step is less than half of the last place."""
+    left = {}
+    for stochastic in (False, True):
+        row = Row(torch.full((4096,), 1.0, dtype=BF16), *(torch.zeros(4096, dtype=BF16) for _ in range(3)))
+        for t in range(1, 1001):
+            run_op([row], Adam(step=t, lr=1e-3, weight_decay=0.1), Rounding(stochastic_param=stochastic))
+        left[stochastic] = row.p.float().mean().item()
+    assert left[False] == 1.0
+    assert abs(left[True] / (1 - 1e-4) ** 1000 - 1) < 0.005
+
+
+def test_a_remainder_is_a_float32_master() -> None:
+    """1000 steps: the same bits, decoded. The parameter alone is the master rounded, halves away from zero."""
+    torch.manual_seed(0)
+    numel = 2048
+    start = torch.randn(numel) * 0.02
+    high, low = split(start.numpy())
+    split_row = Row(tensor_of(high, BF16), torch.empty(numel), torch.zeros(numel), torch.zeros(numel))
+    split_row.remainder = tensor_of(low, torch.int16)
+    master_row = Row(start.bfloat16(), torch.empty(numel), torch.zeros(numel), torch.zeros(numel), master=start.clone())
+    for t in range(1, 1001):
+        g = torch.randn(numel) * 0.01 + 0.003
+        args = Adam(step=t, weight_decay=0.01)
+        for row in (split_row, master_row):
+            row.g = g
+            run_op([row], args)
+        if t % 100 == 1:
+            decoded = torch.from_numpy(join(bits_of(split_row.p), bits_of(split_row.remainder)))
+            assert torch.equal(decoded, master_row.master), t
+            assert torch.equal(split_row.v, master_row.v)
+            assert ((split_row.p.float() - decoded).abs() <= (master_row.p.float() - decoded).abs()).all()
+    assert not torch.equal(master_row.master, start)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_noop_leaves_everything(kind) -> None:
+    row = make(kind, 300, amsgrad=True)
+    before = row.clone()
+    run_op([row], Adam(), noop=torch.tensor(math.nan))
+    assert_same(row, before)
+    table = table_of([(row, 0, 0)])
+    table.step(
+        [native().AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.1)], torch.ones(1, dtype=torch.int64), noop=torch.tensor(2.0)
+    )
+    assert_same(row, before)
+    run_op([row], Adam(), noop=torch.tensor(0))
+    assert not torch.equal(bits(row.m), bits(before.m))
+
+
+def test_amsgrad_is_torchs() -> None:
+    torch.manual_seed(1)
+    numel = 4096
+    start = torch.randn(numel)
+    row = Row(start.clone(), torch.empty(numel), torch.zeros(numel), torch.zeros(numel), vmax=torch.zeros(numel))
+    theirs = start.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, amsgrad=True, fused=False, foreach=False)
+    for t in range(1, 30):
+        row.g = torch.randn(numel) / t
+        theirs.grad = row.g.clone()
+        optimizer.step()
+        run_op([row], Adam(step=t, lr=1e-2, weight_decay=0.1))
+    state = optimizer.state[theirs]
+    torch.testing.assert_close(row.vmax, state["max_exp_avg_sq"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(row.p - start, theirs.detach() - start, rtol=1e-4, atol=1e-6)
+    assert (row.vmax > row.v).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_amsgrad_keeps_a_nan(dtype: torch.dtype) -> None:
+    row = Row(*(torch.full((3,), x) for x in (1.0, 0.5)), *(torch.zeros(3, dtype=dtype) for _ in range(2)))
+    row.vmax = torch.tensor([9.0, math.nan, 9.0], dtype=dtype)
+    row.g[2] = math.nan
+    run_op([row], Adam())
+    assert row.vmax[0] == 9.0
+    assert torch.isnan(row.vmax).tolist() == [False, True, True]
+    assert torch.isnan(row.p).tolist() == [False, True, True]
+    assert not torch.isnan(row.v[1])
+
+
+def test_lists_may_mix_kinds() -> None:
+    kinds = [kind for kind in KINDS if kind[0] == "param"] + [KINDS[-2], KINDS[20]]
+    rows = [make(kind, 100 + i, amsgrad=i % 2 == 0, seed=i) for i, kind in enumerate(kinds)]
+    alone = [row.clone() for row in rows]
+    args = Adam(step=2, weight_decay=0.1)
+    run_op(rows, args, Rounding(True, True), param_ids=None)
+    for index, (row, one) in enumerate(zip(rows, alone, strict=True)):
+        run_op([one], args, Rounding(True, True, param=index))
+        assert_same(row, one, kinds[index])
+
+
+def test_every_written_tensor_has_a_new_version() -> None:
+    for kind in (KINDS[0], ("master", BF16, BF16, F32), ("remainder", BF16, BF16, BF16)):
+        row = make(kind, 50, amsgrad=True)
+        before = [None if x is None else x._version for x in row.tensors()]
+        run_op([row], Adam())
+        for name, x, version in zip("pgmvxwr", row.tensors(), before, strict=True):
+            assert x is None or x._version == version + (name != "g")
+
+
+def test_nearest_v_is_warned_about_once() -> None:
+    def rows(dtype: torch.dtype) -> list[Row]:
+        return [Row(torch.ones(4), torch.ones(4), torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype))]
+
+    nearest = Rounding(stochastic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_op(rows(BF16), Adam(beta2=0.99321), Rounding())
+        run_op(rows(F32), Adam(beta2=0.99987), nearest)
+        run_op(rows(BF16), Adam(beta2=0.99), nearest)
+        with pytest.raises(UserWarning, match=r"never decays at beta2=0.99987"):
+            run_op(rows(BF16), Adam(beta2=0.99987), nearest)
+    with pytest.warns(UserWarning, match=r"never decays at beta2=0.99986"):
+        run_op(rows(BF16), Adam(beta2=0.99986), nearest)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_op(rows(BF16), Adam(beta2=0.99986), nearest)
+
+
+BAD = [
+    ({"p": lambda x: x.int()}, TypeError, r"params\[0\] is int32, expected float32, bfloat16, float16 or float64"),
+    ({"m": lambda x: x.half()}, TypeError, r"exp_avgs\[0\] is float16, expected float32 or bfloat16"),
+    ({"v": lambda x: x.bfloat16()}, TypeError, r"exp_avg_sqs\[0\] is bfloat16, expected float32"),
+    ({"p": lambda x: x.double()}, TypeError, r"exp_avgs\[0\] is float32, expected float64"),
+    ({"g": lambda x: x.double()}, TypeError, r"grads\[0\] is float64, expected float32, bfloat16 or float16"),
+    ({"vmax": lambda x: torch.zeros(8).bfloat16()}, TypeError, r"max_exp_avg_sqs\[0\] is bfloat16, expected float32"),
+    ({"vmax": lambda x: torch.zeros(7)}, ValueError, r"max_exp_avg_sqs\[0\] has shape \[7\], params\[0\] has \[8\]"),
+    ({"master": lambda x: torch.zeros(8)}, TypeError, r"params\[0\] is float32 and takes no master_params"),
+    ({"remainder": lambda x: torch.zeros(8).short()}, TypeError, r"params\[0\] is float32 and takes no remainders"),
+    (
+        {"p": lambda x: x.half(), "remainder": lambda x: torch.zeros(8).short()},
+        TypeError,
+        r"params\[0\] is float16 and takes no remainders",
+    ),
+    (
+        {"p": lambda x: x.bfloat16(), "remainder": lambda x: torch.zeros(8).int()},
+        TypeError,
+        r"remainders\[0\] is int32, expected int16",
+    ),
+    (
+        {"p": lambda x: x.bfloat16(), "master": lambda x: torch.zeros(8).double()},
+        TypeError,
+        r"master_params\[0\] is float64, expected float32",
+    ),
+    (
+        {
+            "p": lambda x: x.bfloat16(),
+            "master": lambda x: torch.zeros(8),
+            "remainder": lambda x: torch.zeros(8).short(),
+        },
+        ValueError,
+        r"params\[0\] has both master_params and remainders",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=range(len(BAD)))
+def test_what_does_not_fit_is_refused(change, error, message) -> None:
+    row = Row(torch.ones(8), torch.ones(8), torch.zeros(8), torch.zeros(8))
+    for name, made in change.items():
+        setattr(row, name, made(getattr(row, name)))
+    before = row.clone()
+    with pytest.raises(error, match=message):
+        run_op([row], Adam())
+    with pytest.raises(error, match=message):
+        table_of([(row, 0, 0)])
+    for a, b in zip(row.tensors(), before.tensors(), strict=True):
+        assert a is None or torch.equal(a, b)
+
+
+def test_other_bad_arguments_are_refused() -> None:
+    row = Row(torch.ones(8).bfloat16(), torch.ones(8), torch.zeros(8), torch.zeros(8))
+    shared = torch.zeros(12)
+    row.v, row.vmax = shared[:8], shared[4:]
+    with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] and max_exp_avg_sqs\[0\] share memory"):
+        run_op([row], Adam())
+    row.v, row.vmax = torch.zeros(8), None
+    row.remainder = row.p.view(torch.int16)
+    with pytest.raises(ValueError, match=r"params\[0\] and remainders\[0\] share memory"):
+        run_op([row], Adam())
+    row.remainder = None
+    for more, message in (
+        ({"param_ids": [1, 2]}, "param_ids has 2 entries, params has 1"),
+        ({"param_ids": [2**30]}, "of parameter 1073741824"),
+        ({"state_rounding": "up"}, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
+        ({"param_rounding": 1}, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
+    ):
+        lists = {
+            "params": [row.p],
+            "grads": [row.g],
+            "exp_avgs": [row.m],
+            "exp_avg_sqs": [row.v],
+            "steps": 1,
+            "lr": 1e-3,
+        }
+        with pytest.raises(ValueError, match=message):
+            ops.adam_step(**lists, **more)
+    with pytest.raises(ValueError, match="of parameter 0 from element -1"):
+        table_of([(row, 0, -1)])
+    with pytest.raises(ValueError, match=r"max_exp_avg_sqs has 2 tensors, params has 1"):
+        ops.adam_step([row.p], [row.g], [row.m], [row.v], 1, lr=1e-3, max_exp_avg_sqs=[None, None])
+    with pytest.raises(TypeError, match=r"grads\[0\] is float32, expected float64"):
+        ops.adam_step([row.p.double()], [row.g], [row.m.double()], [row.v.double()], 1, lr=1e-3)
