@@ -70,6 +70,7 @@ MUTANTS = {
     "the learning rate of the host": ("adam_scalars_cuda.cu", "group.lr = *launch.lr[index];", "", SCALARS),
     "average ignored where there are factors": ("adam_scalars_cuda.cu", "launch.factors[param] * launch.average", "launch.factors[param]", SCALARS),
     "only some of the rows": ("adam_scalars_cuda.cu", "r += kBlockThreads", "r += launch.row_count", SCALARS),
+    "the key of random bits for the place": ("adam_scalars_cuda.cu", "launch.rows[r].place", "launch.rows[r].param", SCALARS),
     "rows beyond the groups": ("adam_scalars_cuda.cu", "index >= static_cast<uint32_t>(launch.group_count)", "false", SCALARS),
     "squares in float": ("norm_cuda.cu", "lane = __builtin_fma(x, x, lane);", "lane += value * value;", NORM),
     "lanes added in a row": ("norm_cuda.cu", "(lanes[0] + lanes[1]) + (lanes[2] + lanes[3])", "((lanes[0] + lanes[1]) + lanes[2]) + lanes[3]", NORM),
@@ -81,7 +82,7 @@ MUTANTS = {
     "fours beyond the end": ("norm_cuda.cu", "for (; i + kFour <= numel; i += kRowNumel)", "for (; i < numel; i += kRowNumel)", NORM),
     "misaligned data read as vectors": ("norm_cuda.cu", "% (kSizeOf<kType> * kFour) == 0;", "% 4 == 0;", NORM),
     "misaligned sources read as vectors": ("norm_cuda.cu", "return bits == 0;", "return (reinterpret_cast<uintptr_t>(launch.shard + first) % 16) == 0;", NORM),
-    "the last rank is left out": ("norm_cuda.cu", "sum[row][lane] = rank == 0 ?", "sum[row][lane] = rank == 4 ? sum[row][lane] : rank == 0 ?", NORM),
+    "the last rank is left out": ("norm_cuda.cu", "sum[row][j] = rank == 0 ?", "sum[row][j] = rank == 4 ? sum[row][j] : rank == 0 ?", NORM),
     "always stored, never added": ("norm_cuda.cu", "to = launch.add ? to + sum : sum;", "to = sum;", NORM),
     "padding is summed": ("norm_cuda.cu", "if (row.is_summed == 0) {\n      continue;", "if (row.is_summed == 2) {\n      continue;", NORM),
     "groups of 32": ("norm_fold_cuda.cu", "(first + thread) * kFoldGroup;", "(first + thread) * (kFoldGroup / 2);", NORM),
@@ -118,7 +119,7 @@ class Builder:
         recipe = _toolchain.read_recipe(ROOT / "csrc")
         self.cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *FLAGS]
         self.host = [(ROOT / "csrc" / source.path, source.flags) for source in recipe.sources]
-        self.host = [part for part in self.host if part[0].parent.name in ("base", "kernels")]
+        self.host = [part for part in self.host if part[0].parent.name in ("base", "device", "kernels")]
         self.host.append((NATIVE / "fake_cuda" / "fibers.cpp", ()))
         tests: list[tuple[Path, tuple[str, ...]]] = [(NATIVE / f"{test}.cpp", ()) for test in TESTS]
         kernels = [(path, ("-x", "c++")) for path in sorted((ROOT / "csrc" / "kernels").glob("*_cuda.cu"))]

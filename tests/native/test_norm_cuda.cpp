@@ -1,6 +1,6 @@
 // kernels/norm_cuda.cu and norm_fold_cuda.cu, run by the emulation, against the CPU kernels and plain loops. Run by
 // test_native.py.
-// needs: base kernels
+// needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/norm_cuda.cu kernels/norm_fold_cuda.cu
 // runs: address
 #include "kernels/norm_cuda.h"
