@@ -208,7 +208,7 @@ struct Step {
   }
 
   __device__ __forceinline__ void store(const AdamCudaRow& row, int64_t i) const {
-    p.store(place<K::kP>(row.p, i));
+    p.store_to_stay(place<K::kP>(row.p, i));
     if constexpr (K::kWeight != AdamWeight::kParam) {
       master.store(place<K::kMaster>(row.master, i));
     }
