@@ -1,11 +1,14 @@
 # make demo        train a small GPT on two CPU ranks, beside DDP        make test      the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
+# make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
 #
-# Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once.
+# Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once; but `make gpu` installs
+# nothing: it takes python3 as it is, with torch, pybind11, ninja and pytest, and needs nvcc.
 # TORCH is handed to pip as it stands: make demo TORCH=torch==2.12.0, or TORCH=/path/to/torch.whl.
 
 PYTHON ?= python3
+OUT ?= build/gpu
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv
@@ -14,10 +17,10 @@ SETUP := pyproject.toml setup.py build_backend.py constraints.txt
 # Another TORCH is another installation.
 INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
-SOURCES := $(shell find csrc -type f) python/bucketwheel/_build.py python/bucketwheel/_toolchain.py
+SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _toolchain.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all lint format setup clean
+.PHONY: demo test test-all gpu lint format setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -29,6 +32,9 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+gpu:
+	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'
 
 lint: $(INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

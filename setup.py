@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: csrc/ travels inside the package, and BW_AOT=cpu compiles it at install.
+"""What pyproject.toml cannot say: csrc/ travels inside the package, and BW_AOT compiles it at install.
 
 Nothing here imports torch or needs it, so `pip install .` works under build isolation.
 """
@@ -15,8 +15,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 AOT = os.environ.get("BW_AOT", "")
-if AOT not in ("", "cpu"):
-    raise SystemExit(f"BW_AOT={AOT!r} is not known; this version can compile 'cpu' at install")
+if AOT not in ("", "cpu", "cuda"):
+    raise SystemExit(f"BW_AOT={AOT!r} is not known; at install 'cpu' can be compiled, or 'cuda', which includes it")
 
 
 class BuildPackage(build_py):
@@ -31,7 +31,9 @@ class BuildPackage(build_py):
         shutil.copytree(ROOT / "csrc", package / "_csrc", ignore=shutil.ignore_patterns(".*", "*~", "#*"))
         shutil.rmtree(package / "_native", ignore_errors=True)
         if AOT:
-            native_build().build_into(package / "_native")
+            build = native_build()
+            modules = (build.CPU, build.CUDA) if AOT == "cuda" else (build.CPU,)
+            build.build_into(package / "_native", modules)
 
 
 def native_build() -> types.ModuleType:

@@ -26,6 +26,9 @@ struct Error : std::runtime_error {
 struct DeviceError : Error {
   using Error::Error;
 };
+struct CaptureError : DeviceError {
+  using DeviceError::DeviceError;
+};
 
 struct CommError : Error {
   using Error::Error;

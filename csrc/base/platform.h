@@ -31,6 +31,15 @@
 #define BW_HD inline __attribute__((always_inline))
 #endif
 
+// False where a .cu file is compiled by a C++ compiler against an emulation of CUDA (tests).
+namespace bucketwheel {
+#if defined(__CUDACC__)
+inline constexpr bool kIsCompiledByNvcc = true;
+#else
+inline constexpr bool kIsCompiledByNvcc = false;
+#endif
+}  // namespace bucketwheel
+
 // In front of a loop whose iterations touch only element i of each array: arrays may be disjoint or the same, no other
 // overlap. (__restrict__ would forbid the in-place use.)
 #define BW_ELEMENTWISE _Pragma("GCC ivdep")

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/thread_pool.h"
+#include "bindings/adam_rows.h"
 #include "bindings/adam_tensors.h"
 #include "bindings/dlpack.h"
 #include "bindings/layout.h"
@@ -36,54 +37,9 @@ std::span<const T> span_of(py::handle tensor, DType dtype, const char* what) {
   return {static_cast<const T*>(values.data), static_cast<size_t>(values.numel)};
 }
 
-class PyAdamTable {
+class PyAdamTable : public PyAdamRows<AdamTable> {
  public:
-  int64_t add(py::handle p, py::object g, py::handle m, py::handle v, py::handle master, int32_t group, py::handle vmax,
-              py::handle remainder, uint32_t param, int64_t param_begin) {
-    const int64_t index = table_.rows();
-    AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);
-    tensors.expect_cpu(index);
-    std::optional<dlpack::Described> grad = described_grad(tensors, g, index);
-    Owners owners;
-    for (py::handle tensor : {p, m, v, vmax, master, remainder}) {
-      if (!tensor.is_none()) {
-        owners.push_back(dlpack::hold(tensor).owner);
-      }
-    }
-    table_.add(tensors.row(group, param, param_begin));
-    tensors_.push_back(std::move(tensors));
-    owners_.push_back(std::move(owners));
-    grads_.push_back(py::none());
-    put_grad(index, grad, std::move(g));
-    return index;
-  }
-
-  // All or nothing: every tensor is checked before the first is taken.
-  void set_grads(const py::sequence& grads, int64_t first_row) {
-    const auto count = static_cast<int64_t>(py::len(grads));
-    BW_EXPECTS(first_row >= 0 && first_row + count <= table_.rows(),
-               std::to_string(count) + " grads from row " + std::to_string(first_row) + " for a table of " +
-                   std::to_string(table_.rows()) + " rows");
-    std::vector<std::pair<py::object, std::optional<dlpack::Described>>> checked;
-    checked.reserve(static_cast<size_t>(count));
-    for (int64_t i = 0; i < count; ++i) {
-      py::object g = grads[static_cast<size_t>(i)];
-      std::optional<dlpack::Described> grad =
-          described_grad(tensors_[static_cast<size_t>(first_row + i)], g, first_row + i);
-      checked.emplace_back(std::move(g), std::move(grad));
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      auto& [g, grad] = checked[static_cast<size_t>(i)];
-      put_grad(first_row + i, grad, std::move(g));
-    }
-  }
-
-  // Lets go of the gradients; set_grads() must come before the next step.
-  void clear_grads() {
-    for (int64_t row = 0; row < table_.rows(); ++row) {
-      put_grad(row, std::nullopt, py::none());
-    }
-  }
+  PyAdamTable() : PyAdamRows(DeviceId{}) {}
 
   void step(const std::vector<AdamGroup>& groups, py::handle steps, py::handle used, py::handle gscale,
             int64_t first_row, int64_t last_row, bool decoupled, bool maximize, py::handle noop, bool stochastic,
@@ -108,30 +64,6 @@ class PyAdamTable {
     py::gil_scoped_release unlocked;
     table_.step(step);
   }
-
-  int64_t rows() const { return table_.rows(); }
-  int64_t numel() const { return table_.numel(); }
-
- private:
-  using Owners = std::vector<std::shared_ptr<void>>;
-
-  static std::optional<dlpack::Described> described_grad(const AdamTensors& tensors, py::handle g, int64_t index) {
-    if (g.is_none()) {
-      return std::nullopt;
-    }
-    dlpack::Described grad = tensors.grad(g, index);
-    tensors.expect_disjoint(grad, index);
-    return grad;
-  }
-  void put_grad(int64_t row, const std::optional<dlpack::Described>& grad, py::object g) {
-    table_.set_grad(row, grad ? grad->data : nullptr, grad ? grad->dtype : DType::kFloat32);
-    grads_[static_cast<size_t>(row)] = std::move(g);
-  }
-
-  AdamTable table_;
-  std::vector<AdamTensors> tensors_;
-  std::vector<Owners> owners_;
-  std::vector<py::object> grads_;
 };
 
 // A step count: an int (the step being taken) or a 0-d tensor (the steps taken so far, advanced by one afterwards).
@@ -202,8 +134,8 @@ class AdamLists {
                                             " tensors, params has " + std::to_string(count_));
   }
 
-  // Checks the tensors of one index and adds them as a row.
-  void add_to(AdamTable& table, size_t i, uint32_t param) const {
+  // The tensors of one index, checked, as a row.
+  AdamRow row(size_t i, DeviceId device, uint32_t param) const {
     const auto index = static_cast<int64_t>(i);
     py::object items[7];
     for (size_t k = 0; k < 7; ++k) {
@@ -211,10 +143,13 @@ class AdamLists {
     }
     const auto& [p, g, m, v, vmax, master, remainder] = items;
     const AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);
-    tensors.expect_cpu(index);
+    dlpack::expect_device(tensors.p, device, {"params", index});
     const dlpack::Described grad = tensors.grad(g, index);
     tensors.expect_disjoint(grad, index);
-    table.set_grad(table.add(tensors.row(0, param, 0)), grad.data, grad.dtype);
+    AdamRow row = tensors.row(0, param, 0);
+    row.g = grad.data;
+    row.g_dtype = grad.dtype;
+    return row;
   }
 
  private:
@@ -242,7 +177,7 @@ inline void adam_step(const AdamLists& lists, const py::object& steps, const Ada
   std::vector<StepCount> counts;
   std::vector<int64_t> numbers;
   for (size_t i = 0; i < count; ++i) {
-    lists.add_to(table, i, param_ids ? (*param_ids)[i] : static_cast<uint32_t>(i));
+    table.add(lists.row(i, DeviceId{}, param_ids ? (*param_ids)[i] : static_cast<uint32_t>(i)));
     counts.emplace_back(one_step ? py::handle(steps) : py::handle(py::object(step_list[i])), static_cast<int64_t>(i));
     numbers.push_back(counts.back().value());
   }

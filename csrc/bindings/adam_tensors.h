@@ -88,8 +88,6 @@ struct AdamTensors {
     }
   }
 
-  void expect_cpu(int64_t index) const { dlpack::expect_cpu(p, {"params", index}); }
-
  private:
   struct Part {
     const char* list;

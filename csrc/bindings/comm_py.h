@@ -47,7 +47,9 @@ class TensorSegments {
  public:
   // Each `full` has world x the elements of its `shard`. The lists' names are those of the caller's arguments.
   TensorSegments(const char* full_list, const py::sequence& fulls, const char* shard_list, const py::sequence& shards,
-                 int world) {
+                 const Comm& comm)
+      : device_(comm.device()) {
+    const int world = comm.world();
     const size_t count = py::len(fulls);
     BW_EXPECTS(count == py::len(shards), std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
                                              shard_list + " has " + std::to_string(py::len(shards)));
@@ -71,6 +73,7 @@ class TensorSegments {
   IssueOptions options(Stream* stream, const std::vector<HandleRef>& after, bool timing) {
     IssueOptions out;
     out.stream = stream;
+    out.caller = current_stream(device_);
     for (const HandleRef& handle : after) {
       out.after.push_back(handle->event());
     }
@@ -81,20 +84,21 @@ class TensorSegments {
 
  private:
   dlpack::Described take(const py::object& object, dlpack::Name name) {
-    dlpack::Held held = dlpack::hold_item(object, name);
+    dlpack::Held held = dlpack::hold_item(object, name, device_);
     BW_EXPECTS(held.tensor.is_contiguous(), name.text() + " is not contiguous: shape " + held.tensor.shape_text() +
                                                 ", strides " + dlpack::text_of(held.tensor.strides));
     owners_.push_back(std::move(held.owner));
     return std::move(held.tensor);
   }
 
+  const DeviceId device_;
   std::vector<Segment> segments_;
   std::vector<Handle::Keepalive> owners_;
 };
 
 inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs, Stream* stream,
                                     const std::vector<HandleRef>& after, bool timing) {
-  TensorSegments tensors("outputs", outputs, "inputs", inputs, comm.world());
+  TensorSegments tensors("outputs", outputs, "inputs", inputs, comm);
   const IssueOptions options = tensors.options(stream, after, timing);
   py::gil_scoped_release unlocked;
   return comm.all_gather(tensors.segments(), options);
@@ -112,7 +116,7 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
                                         const std::string& op, Stream* stream, const std::vector<HandleRef>& after,
                                         bool timing) {
   const ReduceOp reduce = reduce_op_of(op);
-  TensorSegments tensors("inputs", inputs, "outputs", outputs, comm.world());
+  TensorSegments tensors("inputs", inputs, "outputs", outputs, comm);
   const IssueOptions options = tensors.options(stream, after, timing);
   py::gil_scoped_release unlocked;
   return comm.reduce_scatter(tensors.segments(), reduce, nullptr, options);
@@ -122,7 +126,7 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
 inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, Stream* stream,
                                         const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Name name{"full", 0};
-  const dlpack::Held held = dlpack::hold_item(full, name);
+  const dlpack::Held held = dlpack::hold_item(full, name, comm.device());
   const dlpack::Described& tensor = held.tensor;
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
              "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
@@ -131,6 +135,7 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
                         {nullptr, tensor.numel / comm.world(), tensor.dtype}};
   IssueOptions options;
   options.stream = stream;
+  options.caller = current_stream(comm.device());
   for (const HandleRef& handle : after) {
     options.after.push_back(handle->event());
   }
@@ -166,11 +171,26 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
 inline void bind_handle(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Handle, HandleRef>(m, "Handle")
-      .def("wait", &Handle::wait, py::arg("stream").none(true) = py::none(), Unlocked())
+      .def(
+          "wait",
+          [](Handle& self, py::handle stream) {
+            StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
+            if (waiting == nullptr) {
+              waiting = current_stream(self.device());
+            }
+            py::gil_scoped_release unlocked;
+            self.wait(waiting.get());
+          },
+          py::arg("stream") = py::none())
       .def(
           "synchronize", [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked())
       .def("query", &Handle::query)
+      .def_property_readonly("is_ordered", &Handle::is_ordered)
+      .def(
+          "await_order",
+          [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
+          py::arg("timeout"), Unlocked())
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
       .def_property_readonly("seq", &Handle::seq)
       .def_property_readonly("size_bytes", &Handle::size_bytes)
@@ -186,6 +206,7 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("world", &Comm::world)
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("backend", &Comm::backend)
+      .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", &Comm::stream)
       .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"),
@@ -213,7 +234,14 @@ inline void bind_comm(py::module_& m) {
           [](LocalWorld& self, int rank, std::string name, double timeout_s) {
             return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
           },
-          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked())
+      .def(
+          "join_cuda",
+          [](LocalWorld& self, int rank, std::string name, double timeout_s, PoolRef pool) {
+            return released_without_gil(
+                self.join_cuda(rank, std::move(name), expect_timeout(timeout_s), std::move(pool)));
+          },
+          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), py::arg("pool"), Unlocked());
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {

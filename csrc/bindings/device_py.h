@@ -1,4 +1,4 @@
-// Bindings of device/: Stream and Event.
+// Bindings of device/: Stream and Event, and the CUDA table.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,9 @@
 #include <thread>
 
 #include "base/error.h"
+#include "bindings/dlpack.h"
 #include "device/device.h"
+#include "device/device_cuda.h"
 
 namespace bucketwheel {
 
@@ -38,6 +40,73 @@ std::shared_ptr<T> optional_argument(py::handle object, const char* name, const 
   return py::cast<std::shared_ptr<T>>(object);
 }
 
+// In Python a device is a number: the index of a CUDA device, -1 for the CPU.
+inline Device& device_at(int index) { return index < 0 ? cpu_device() : static_cast<Device&>(CudaDevice::at(index)); }
+inline int index_of(DeviceId device) { return device.kind == DeviceId::Kind::kCpu ? -1 : device.index; }
+
+// What the caller's work is enqueued in: torch's current stream of a CUDA device; null, the calling thread, on the CPU.
+inline StreamRef current_stream(DeviceId device) {
+  if (device.kind == DeviceId::Kind::kCpu) {
+    return nullptr;
+  }
+  return CudaDevice::at(device.index).borrow(dlpack::current_cuda_stream(device.index));
+}
+
+inline CudaCall cuda_call_named(const std::string& name) {
+  for (size_t i = 0; i < kCudaCallCount; ++i) {
+    if (name == name_of(static_cast<CudaCall>(i))) {
+      return static_cast<CudaCall>(i);
+    }
+  }
+  throw ValueError("no CUDA call is named '" + name + "'");
+}
+
+inline void bind_cuda(py::module_& m) {
+  m.def(
+      "install_cuda",
+      [](const py::capsule& api) {
+        BW_EXPECTS(api.name() != nullptr && std::string(api.name()) == kCudaApiCapsule, "not a CUDA table");
+        install_cuda_api(api.get_pointer<const CudaApi>());
+        static const py::object owner = api;  // the table lives as long as its module
+      },
+      py::arg("api"));
+  m.def("has_cuda", &has_cuda_api);
+  m.def("set_posing", &set_posing, py::arg("poses"));
+  m.def("is_posing", &is_posing);
+  m.def("cuda_calls", [] {
+    py::dict counts;
+    for (size_t i = 0; i < kCudaCallCount; ++i) {
+      counts[name_of(static_cast<CudaCall>(i))] = cuda_calls(static_cast<CudaCall>(i));
+    }
+    return counts;
+  });
+  m.def(
+      "plan_cuda_fault",
+      [](const std::string& call, uint64_t countdown, int error, int64_t delay_us) {
+        plan_cuda_fault({cuda_call_named(call), countdown, error, delay_us});
+      },
+      py::arg("call"), py::arg("countdown") = 1, py::arg("error") = 0, py::arg("delay_us") = 0);
+  m.def("clear_cuda_faults", &clear_cuda_faults);
+  m.def("device_of", [](py::handle tensor) { return index_of(dlpack::describe(tensor).device); }, py::arg("tensor"));
+  m.def("current_stream", [](int device) { return current_stream(device_at(device).id()); }, py::arg("device"));
+  m.def(
+      "borrow_stream",
+      [](uintptr_t native, int device) { return CudaDevice::at(device).borrow(reinterpret_cast<void*>(native)); },
+      py::arg("native"), py::arg("device"));
+  m.def(
+      "cuda_facts",
+      [](int device) {
+        const CudaDeviceFacts& facts = CudaDevice::at(device).facts();
+        py::dict out;
+        out["name"] = facts.name;
+        out["capability"] = py::make_tuple(facts.major, facts.minor);
+        out["multiprocessors"] = facts.multiprocessors;
+        out["l2_bytes"] = facts.l2_bytes;
+        return out;
+      },
+      py::arg("device"));
+}
+
 inline void bind_device(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
@@ -51,9 +120,9 @@ inline void bind_device(py::module_& m) {
       .def("elapsed_s", &Event::elapsed_s, py::arg("start"),
            "Seconds from ``start`` to this event. Both recorded with ``timing=True`` and complete, else ValueError.");
 
-  py::class_<Stream, StreamRef>(m, "Stream", "An ordered queue of work with its own worker thread (CPU).")
-      .def(py::init([](std::string name) { return cpu_device().new_stream(std::move(name)); }),
-           py::arg("name") = "stream", Unlocked())
+  py::class_<Stream, StreamRef>(m, "Stream", "An ordered queue of work: a worker thread (CPU), or a CUDA stream.")
+      .def(py::init([](std::string name, int device) { return device_at(device).new_stream(std::move(name)); }),
+           py::arg("name") = "stream", py::arg("device") = -1, Unlocked())
       .def("record", &Stream::record, py::arg("timing") = false, Unlocked(),
            "An Event that completes when everything enqueued so far has run.")
       .def("wait", &Stream::wait, py::arg("event").none(false), Unlocked(),

@@ -5,6 +5,8 @@
 //   hold(tensor)       the same, and an owner that keeps the memory alive (released on any thread, without the GIL)
 //   make_tensor(...)   a torch.Tensor over our memory; each has a storage and a version counter of its own
 //
+// Where the CUDA device is simulated, CPU tensors may pose as tensors of cuda:0 (device/cuda_api.h).
+//
 // The structs below declare the ABI of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
@@ -18,6 +20,7 @@
 
 #include "base/dtype.h"
 #include "base/error.h"
+#include "device/cuda_api.h"
 #include "device/device.h"
 
 namespace bucketwheel::dlpack {
@@ -135,6 +138,19 @@ inline DTypeAbi abi_of(DType dtype) {
   throw TypeError("unknown dtype");
 }
 
+inline DeviceAbi abi_of(DeviceId device) {
+  return device.kind == DeviceId::Kind::kCpu || is_posing() ? DeviceAbi{1, 0} : DeviceAbi{2, device.index};
+}
+
+// torch's current stream on a CUDA device: what the caller's work is enqueued in.
+inline void* current_cuda_stream(int index) {
+  void* stream = nullptr;
+  if (!is_posing() && torch_api().api->current_stream(2, index, &stream) != 0) {
+    throw py::error_already_set();
+  }
+  return stream;
+}
+
 // What native code needs to know of a tensor. Strides count elements.
 struct Described {
   void* data = nullptr;
@@ -167,9 +183,14 @@ struct Described {
 inline Described describe_abi(const TensorAbi& tensor) {
   Described out;
   if (tensor.device.type != 1 && tensor.device.type != 2) {
-    throw TypeError("unsupported device (DLPack type " + std::to_string(tensor.device.type) + "): cpu is supported");
+    throw TypeError("unsupported device (DLPack type " + std::to_string(tensor.device.type) +
+                    "): cpu and cuda are supported");
   }
-  out.device = {tensor.device.type == 1 ? DeviceId::Kind::kCpu : DeviceId::Kind::kCuda, tensor.device.index};
+  if (tensor.device.type == 1 && !is_posing()) {
+    out.device = {DeviceId::Kind::kCpu, 0};
+  } else {
+    out.device = {DeviceId::Kind::kCuda, tensor.device.type == 1 ? 0 : tensor.device.index};
+  }
   out.dtype = dtype_of(tensor.dtype);
   out.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   out.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
@@ -216,8 +237,9 @@ inline Held hold(py::handle object) {
   return {describe_abi(managed->tensor), std::move(owner)};
 }
 
-// A contiguous CPU torch.Tensor over `data`; `owner` lives until the tensor's storage dies.
-inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shape, std::shared_ptr<void> owner) {
+// A contiguous torch.Tensor over `data` on `device`; `owner` lives until the tensor's storage dies.
+inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shape, DeviceId device,
+                              std::shared_ptr<void> owner) {
   struct Context {
     ManagedTensor managed;
     std::vector<int64_t> shape;
@@ -237,13 +259,8 @@ inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shap
                       context.get(),
                       [](ManagedTensor* self) { delete static_cast<Context*>(self->manager_ctx); },
                       0,
-                      {data,
-                       {1, 0},
-                       static_cast<int32_t>(context->shape.size()),
-                       abi_of(dtype),
-                       context->shape.data(),
-                       context->strides.data(),
-                       0}};
+                      {data, abi_of(device), static_cast<int32_t>(context->shape.size()), abi_of(dtype),
+                       context->shape.data(), context->strides.data(), 0}};
   void* object = nullptr;
   if (torch_api().api->managed_to_object(&context->managed, &object) != 0) {
     throw py::error_already_set();

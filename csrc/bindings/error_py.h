@@ -42,6 +42,8 @@ inline void translate_error(std::exception_ptr pointer) {
     set_error("KeyBusy", error);
   } catch (const PoolError& error) {
     set_error("PoolError", error);
+  } catch (const CaptureError& error) {
+    set_error("CaptureError", error);
   } catch (const DeviceError& error) {
     set_error("DeviceError", error);
   } catch (const Error& error) {

@@ -103,6 +103,14 @@ inline void expect_same_device(const Described& tensor, Name name, const Describ
                                                " on " + text_of(like.device));
 }
 
+inline void expect_device(const Described& tensor, DeviceId device, Name name) {
+  if (device.kind == DeviceId::Kind::kCpu) {
+    expect_cpu(tensor, name);
+  }
+  BW_EXPECTS(tensor.device == device,
+             name.text() + " is on " + text_of(tensor.device) + ", expected " + text_of(device));
+}
+
 inline Described describe_on_any_device(py::handle object, Name name) {
   if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
     throw TypeError(name.text() + ": expected a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
@@ -123,15 +131,15 @@ inline Described describe_item(py::handle object, Name name) {
 }
 
 // The same, and the owner of the memory, by one crossing of the border.
-inline Held hold_item(py::handle object, Name name) {
+inline Held hold_item(py::handle object, Name name, DeviceId device = {}) {
   try {
     Held held = hold(object);
-    expect_cpu(held.tensor, name);
+    expect_device(held.tensor, device, name);
     return held;
   } catch (const ValueError&) {
     throw;
   } catch (const std::exception&) {
-    describe_item(object, name);  // says what is wrong with it, by name
+    expect_device(describe_on_any_device(object, name), device, name);  // says what is wrong with it, by name
     throw;
   }
 }

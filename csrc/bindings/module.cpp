@@ -1,11 +1,13 @@
 // bucketwheel._cpu: one bind_<stem>() of each <stem>_py.h.
 #include <pybind11/pybind11.h>
 
+#include "bindings/adam_cuda_py.h"
 #include "bindings/adam_py.h"
 #include "bindings/bucket_py.h"
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
+#include "bindings/norm_cuda_py.h"
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
 #include "bindings/pool_py.h"
@@ -14,10 +16,13 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "The native core of bucketwheel.";
   bucketwheel::bind_error(m);
   bucketwheel::bind_device(m);
+  bucketwheel::bind_cuda(m);
   bucketwheel::bind_pool(m);
   bucketwheel::bind_pack(m);
   bucketwheel::bind_norm(m);
   bucketwheel::bind_adam(m);
+  bucketwheel::bind_adam_cuda(m);
   bucketwheel::bind_comm(m);
+  bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_bucket(m);
 }

@@ -8,6 +8,7 @@
 
 #include "bindings/dlpack.h"
 #include "bindings/layout.h"
+#include "bindings/norm_cuda_py.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/pack.h"
 #include "kernels/reduce.h"
@@ -16,25 +17,34 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat).
+// outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one device. On CUDA in the
+// caller's current stream.
 inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) {
   const size_t count = py::len(outputs);
   BW_EXPECTS(py::len(inputs) == count,
              "outputs has " + std::to_string(count) + " tensors, inputs has " + std::to_string(py::len(inputs)));
   std::vector<CopyItem> items;
   std::vector<py::object> keep;
+  DeviceId device;
   for (size_t i = 0; i < count; ++i) {
     const dlpack::Name to_name{"outputs", static_cast<int64_t>(i)};
     const dlpack::Name from_name{"inputs", static_cast<int64_t>(i)};
     keep.push_back(outputs[i]);
-    const dlpack::Described to = dlpack::describe_item(keep.back(), to_name);
+    const dlpack::Described to = dlpack::describe_on_any_device(keep.back(), to_name);
     keep.push_back(inputs[i]);
-    const dlpack::Described from = dlpack::describe_item(keep.back(), from_name);
+    const dlpack::Described from = dlpack::describe_on_any_device(keep.back(), from_name);
+    device = i == 0 ? to.device : device;
+    dlpack::expect_device(to, device, to_name);
+    dlpack::expect_device(from, device, from_name);
     BW_EXPECTS(to.numel == from.numel, to_name.text() + " has shape " + to.shape_text() + ", " + from_name.text() +
                                            " has " + from.shape_text());
     BW_EXPECTS(to.is_contiguous(), to_name.text() + " is not contiguous");
     BW_EXPECTS(from.is_contiguous(), from_name.text() + " is not contiguous");
     items.push_back({to.data, from.data, to.numel, to.dtype, from.dtype});
+  }
+  if (device.kind == DeviceId::Kind::kCuda) {
+    copy_all_cuda(device.index, items);
+    return;
   }
   py::gil_scoped_release unlocked;
   copy_all(items);

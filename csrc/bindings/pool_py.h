@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,14 +30,62 @@ inline DType dtype_named(const std::string& name) {
                   ": float32, bfloat16, float16, float64, int64, int32 and uint8 are supported");
 }
 
-inline UpstreamRef upstream_named(const std::string& name) {
+// Slabs that are torch tensors (uint8), so that torch's own accounting of memory sees them.
+class TorchUpstream final : public Upstream {
+ public:
+  // `allocate(nbytes)` returns a contiguous uint8 tensor of zeros, or raises PoolError.
+  explicit TorchUpstream(py::function allocate) : allocate_(std::move(allocate)) {}
+  ~TorchUpstream() override {
+    py::gil_scoped_acquire locked;
+    allocate_ = {};
+  }
+  const char* name() const override { return "torch"; }
+
+  SlabRef allocate(size_t size_bytes) override {
+    constexpr size_t kAlignBytes = 4096;  // torch aligns to 512 (CUDA) or 64 (CPU) bytes
+    auto slab = std::make_shared<TorchSlab>();
+    py::gil_scoped_acquire locked;
+    dlpack::Held held = dlpack::hold(allocate_(size_bytes + kAlignBytes));
+    auto* begin = static_cast<std::byte*>(held.tensor.data);
+    slab->data = begin + (kAlignBytes - reinterpret_cast<uintptr_t>(begin) % kAlignBytes) % kAlignBytes;
+    slab->size_bytes = size_bytes;
+    slab->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+    slab->owner = std::move(held.owner);
+    return slab;
+  }
+
+ private:
+  struct TorchSlab final : Slab {
+    std::shared_ptr<void> owner;
+  };
+  py::function allocate_;
+  std::atomic<uint32_t> next_id_{0};
+};
+
+// `device`: the index of a CUDA device, or -1. `allocate` and `reclaim`: python functions, for 'torch' and 'cuda'.
+inline UpstreamRef upstream_named(const std::string& name, int device, const py::object& allocate,
+                                  const py::object& reclaim) {
+  BW_EXPECTS((device >= 0) == (name == "cuda" || name == "torch"),
+             "upstream '" + name + "' does not give memory of " +
+                 (device < 0 ? "the cpu" : "cuda:" + std::to_string(device)) +
+                 ": 'host' and 'shm' are for the cpu, 'torch' and 'cuda' for cuda devices");
   if (name == "host") {
     return make_host_upstream();
   }
   if (name == "shm") {
     return make_shm_upstream();
   }
-  throw ValueError("upstream must be 'host' or 'shm', got '" + name + "'");
+  if (name == "torch") {
+    return std::make_shared<TorchUpstream>(allocate.cast<py::function>());
+  }
+  auto owned = std::shared_ptr<py::object>(new py::object(reclaim), [](py::object* object) {
+    py::gil_scoped_acquire locked;
+    delete object;
+  });
+  return make_cuda_upstream(device, [owned] {
+    py::gil_scoped_acquire locked;
+    return (*owned)().cast<std::string>();
+  });
 }
 
 // A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped lives as long as its
@@ -62,7 +111,7 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
                      (fits ? " (" + std::to_string(size_bytes) + " bytes)" : "") +
                      (offset_bytes ? " at byte " + std::to_string(offset_bytes) : ""));
   }
-  return dlpack::make_tensor(data, dtype, std::move(shape), lease);
+  return dlpack::make_tensor(data, dtype, std::move(shape), lease->device(), lease);
 }
 
 inline void bind_pool(py::module_& m) {
@@ -91,24 +140,35 @@ inline void bind_pool(py::module_& m) {
           "release",
           [](Lease& self, py::handle after) {
             EventRef event = optional_argument<Event>(after, "after", "an Event");
+            const StreamRef caller = event == nullptr ? current_stream(self.device()) : nullptr;
             py::gil_scoped_release unlocked;
+            if (caller != nullptr && self.is_live()) {
+              event = caller->record();  // CUDA: what the caller has enqueued may not have run yet
+            }
             self.release(std::move(event));
           },
           py::arg("after") = py::none());
 
   py::class_<Pool, PoolRef>(m, "Pool")
-      .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison) {
-             return Pool::make(cpu_device(), upstream_named(upstream), {align_bytes, min_slab_bytes, poison});
+      .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison, int device,
+                       const py::object& allocate, const py::object& reclaim) {
+             return Pool::make(device_at(device), upstream_named(upstream, device, allocate, reclaim),
+                               {align_bytes, min_slab_bytes, poison});
            }),
-           py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"))
+           py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"),
+           py::arg("device") = -1, py::arg("allocate") = py::none(), py::arg("reclaim") = py::none())
+      .def_property_readonly("device", [](const Pool& self) { return index_of(self.device().id()); })
       .def(
           "acquire",
           [](Pool& self, std::string key, int64_t nbytes, py::handle stream) {
             BW_EXPECTS(nbytes >= 0,
                        "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
-            const StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
+            StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
+            if (waiting == nullptr) {
+              waiting = current_stream(self.device().id());
+            }
             py::gil_scoped_release unlocked;
-            return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting.get());
+            return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting);
           },
           py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none())
       .def("holds",

@@ -21,7 +21,7 @@
 
 namespace bucketwheel {
 
-// A contiguous range of elements in host memory.
+// A contiguous range of elements in memory of the communicator's device.
 struct View {
   void* data = nullptr;
   int64_t numel = 0;
@@ -47,10 +47,15 @@ class ReduceSink {
  public:
   virtual ~ReduceSink() = default;
   virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
+  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank order, each of
+  // `numel` elements of `dtype` in device memory. TypeError from a sink that is for host memory.
+  virtual void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t numel,
+                       Stream& stream);
 };
 
 struct IssueOptions {
   Stream* stream = nullptr;     // null: the communicator's own
+  StreamRef caller;             // CUDA: the operation starts after what is in this stream now
   std::vector<EventRef> after;  // the operation starts after these
   bool timing = false;
   std::vector<Handle::Keepalive> keepalive;
@@ -63,9 +68,11 @@ class Comm {
   virtual int world() const = 0;
   virtual const std::string& name() const = 0;
   virtual const char* backend() const = 0;
+  virtual DeviceId device() const { return {}; }
   // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
   virtual const PoolRef& pool() const = 0;
-  virtual const StreamRef& stream() const = 0;
+  // The stream that operations run in; made at the first one on CUDA, null before.
+  virtual StreamRef stream() const = 0;
 
   virtual HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) = 0;
   // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/comm_local_cuda.h"
 #include "comm/host_comm.h"
 
 namespace bucketwheel {
@@ -50,7 +51,7 @@ LocalWorld::LocalWorld(int world, bool stages_inputs)
       memory_(Mapping::anonymous(Control::size_bytes(world))),
       has_joined_(static_cast<size_t>(world)) {}
 
-CommRef LocalWorld::join(int rank, std::string name, std::chrono::nanoseconds timeout) {
+std::shared_ptr<HostComm> LocalWorld::make_host(int rank, std::string name, std::chrono::nanoseconds timeout) {
   BW_EXPECTS(rank >= 0 && rank < world_,
              "rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world_));
   {
@@ -60,6 +61,27 @@ CommRef LocalWorld::join(int rank, std::string name, std::chrono::nanoseconds ti
   }
   return std::make_shared<HostComm>(HostCommOptions{rank, std::move(name), timeout}, Control(memory_->data(), world_),
                                     memory_, std::make_unique<LocalTransport>(stages_inputs_));
+}
+
+CommRef LocalWorld::join(int rank, std::string name, std::chrono::nanoseconds timeout) {
+  return make_host(rank, std::move(name), timeout);
+}
+
+CommRef LocalWorld::join_cuda(int rank, std::string name, std::chrono::nanoseconds timeout, PoolRef pool) {
+  const DeviceId device = pool->device().id();
+  BW_EXPECTS(device.kind == DeviceId::Kind::kCuda, "the pool of a CUDA communicator is of a CUDA device");
+  std::shared_ptr<LocalCudaBoard> board;
+  {
+    std::lock_guard lock(mutex_);
+    if (board_ == nullptr) {
+      board_ = std::make_shared<LocalCudaBoard>(device.index, world_);
+    }
+    board = board_;
+  }
+  BW_EXPECTS(board->device_index() == device.index,
+             "the ranks of a local world share one CUDA device: cuda:" + std::to_string(board->device_index()) +
+                 " is taken, got cuda:" + std::to_string(device.index));
+  return std::make_shared<LocalCudaComm>(make_host(rank, std::move(name), timeout), std::move(board), std::move(pool));
 }
 
 }  // namespace bucketwheel

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "device/deferred_event.h"
 
 namespace bucketwheel {
 
@@ -26,6 +27,16 @@ void Handle::synchronize(Deadline deadline) {
                       " bytes) was still running at the deadline given to synchronize()");
   }
   rethrow();
+}
+
+bool Handle::is_ordered() const { return await_order(Clock::now()); }
+
+bool Handle::await_order(Deadline deadline) const {
+  if (state_->device.kind == DeviceId::Kind::kCpu) {
+    return state_->done->query() || state_->done->synchronize(deadline);
+  }
+  const auto* deferred = dynamic_cast<const DeferredEvent*>(state_->done.get());
+  return deferred == nullptr || deferred->await(deadline) != nullptr;
 }
 
 bool Handle::query() const {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/device.h"
 #include "device/event.h"
 #include "device/stream.h"
 #include "pool/lease.h"
@@ -31,13 +32,20 @@ class Handle {
 
   uint64_t seq() const { return state_->seq; }              // of its communicator, counted from 1
   size_t size_bytes() const { return state_->size_bytes; }  // bytes of the full buffers
-  const EventRef& event() const { return state_->done; }    // completes when the operation is over, failed or not
+  DeviceId device() const { return state_->device; }
+  // Whether a stream can wait for the operation, and memory be given on behind it, without the host waiting for a peer: on
+  // the CPU when it is over, on CUDA when it is in a stream.
+  bool is_ordered() const;
+  // Blocks until is_ordered() or the deadline; which.
+  bool await_order(Deadline deadline) const;
+  const EventRef& event() const { return state_->done; }  // completes when the operation is over, failed or not
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
   // completes; the rest is set before the handle is given out.
   struct State {
     uint64_t seq = 0;
     size_t size_bytes = 0;
+    DeviceId device;
     EventRef done;
     std::exception_ptr error;
     std::vector<Keepalive> keepalive;

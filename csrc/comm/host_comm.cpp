@@ -209,6 +209,15 @@ void HostComm::expect_usable() const {
   }
 }
 
+void HostComm::expect_peers(uint64_t seq, const std::function<bool(int)>& needs) {
+  expect_usable();
+  try {
+    team_->expect_no_trouble({seq, {}}, [] { return false; }, needs);
+  } catch (const Failure& failure) {
+    std::rethrow_exception(fail(failure, seq));
+  }
+}
+
 std::string HostComm::prefix(uint64_t seq) const {
   return "[bucketwheel rank " + std::to_string(rank()) + "/" + std::to_string(world()) + " comm '" + options_.name +
          "' seq " + std::to_string(seq) + "] ";

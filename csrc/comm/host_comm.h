@@ -33,7 +33,7 @@ class HostComm final : public Comm {
   const std::string& name() const override { return options_.name; }
   const char* backend() const override { return team_->transport().backend(); }
   const PoolRef& pool() const override { return team_->transport().pool(); }
-  const StreamRef& stream() const override { return stream_; }
+  StreamRef stream() const override { return stream_; }
 
   HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) override;
   HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
@@ -43,14 +43,20 @@ class HostComm final : public Comm {
   void abort(const std::string& why) noexcept override;
   void close(Deadline deadline) override;
 
+  // ---- for a communicator that moves data by other means and leaves agreement and failure to this one
+
+  // Throws the communicator's error, or ClosedError.
+  void expect_usable() const;
+  // The same; and fails, and throws, when a rank for which needs(rank) holds has failed or left.
+  void expect_peers(uint64_t seq, const std::function<bool(int)>& needs);
+  // Makes `failure` the communicator's error, unless it has one, tells the peers, and returns the communicator's error.
+  std::exception_ptr fail(const Failure& failure, uint64_t seq);
+  Deadline timeout_from_now() const { return Clock::now() + options_.timeout; }
+
  private:
   HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options);
   void execute(const Operation& op, Handle::State& state);
-  void expect_usable() const;
-  Deadline timeout_from_now() const { return Clock::now() + options_.timeout; }
   std::string prefix(uint64_t seq) const;
-  // Makes `failure` the communicator's error, unless it has one, tells the peers, and returns the communicator's error.
-  std::exception_ptr fail(const Failure& failure, uint64_t seq);
   void write_flight(const std::string& reason) const noexcept;
 
   const HostCommOptions options_;

@@ -105,6 +105,10 @@ class Hash {
 
 }  // namespace
 
+void ReduceSink::enqueue(size_t, std::span<const void* const>, DType, int64_t, Stream&) {
+  throw TypeError("the sink takes sums in host memory, the communicator is one of a CUDA device");
+}
+
 const char* name_of(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:

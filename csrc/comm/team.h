@@ -61,13 +61,14 @@ class Team {
   void await_readers(uint64_t seq);
   // Throws when `rank` has failed in `wait` or before.
   void expect_not_failed(const Wait& wait, int rank) const;
-
- private:
   using IsReady = std::function<bool()>;
   using Needs = std::function<bool(int)>;
+  // One look of await().
+  void expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const;
+
+ private:
   void await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs);
   bool spin(const IsReady& is_ready);
-  void expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Needs& needs) const;
   std::string text_of_wait(const Wait& wait) const;
   [[noreturn]] void throw_timeout(const Wait& wait, const Needs& needs) const;
 

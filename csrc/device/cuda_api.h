@@ -51,6 +51,7 @@ struct CudaDeviceFacts {
   X(stream_synchronize, (void* stream))                                            \
   X(stream_wait_event, (void* stream, void* event))                                \
   X(stream_is_capturing, (void* stream, bool* is_capturing))                       \
+  X(exchange_capture_mode, (int* mode)) /* of this thread; 2: relaxed */           \
   X(event_create, (void** event, bool timing))                                     \
   X(event_destroy, (void* event))                                                  \
   X(event_record, (void* event, void* stream))                                     \
@@ -86,4 +87,54 @@ inline constexpr int kCudaNotReady = 600;
 // The name of the capsule in which _cuda hands its table over.
 inline constexpr const char* kCudaApiCapsule = "bucketwheel.cuda_api";
 
+// Makes `api` the table, which must live as long as the process. DeviceError when it is of another version.
+void install_cuda_api(const CudaApi* api);
+bool has_cuda_api();
+// DeviceError when no table is installed: the caller has a CUDA tensor, and `bucketwheel._build.cuda()` was not called.
+const CudaApi& cuda_api();
+// Whether CPU tensors count as tensors of CUDA device 0. Only with a simulated table, else ValueError.
+bool is_posing();
+void set_posing(bool poses);
+
+enum class CudaCall : uint8_t {
+#define BW_CUDA_ENUMERATOR(name, parameters) name,
+  BW_CUDA_CALLS(BW_CUDA_ENUMERATOR)
+#undef BW_CUDA_ENUMERATOR
+};
+inline constexpr size_t kCudaCallCount = 0
+#define BW_CUDA_ONE(name, parameters) +1
+    BW_CUDA_CALLS(BW_CUDA_ONE);
+#undef BW_CUDA_ONE
+const char* name_of(CudaCall call);
+
+// ---- counting, failing, delaying
+
+uint64_t cuda_calls(CudaCall call);  // made through BW_CUDA_TRY and call_cuda since the process began
+// The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made. error 0: it is made, after a
+// pause. For tests.
+struct CudaFault {
+  CudaCall call;
+  uint64_t countdown;
+  int error;
+  int64_t delay_us;
+};
+void plan_cuda_fault(const CudaFault& fault);
+void clear_cuda_faults();
+int before_cuda_call(CudaCall call);
+
+// DeviceError naming the call unless it succeeded.
+void expect_success(CudaCall call, int error);
+
+template <class Function, class... Args>
+int call_cuda(CudaCall call, Function* function, Args&&... args) {
+  const int fault = before_cuda_call(call);
+  return fault != kCudaSuccess ? fault : function(static_cast<Args&&>(args)...);
+}
+
 }  // namespace bucketwheel
+
+// The error code of a call through the installed table; BW_CUDA_TRY throws it.
+#define BW_CUDA_CALL(name, ...) \
+  ::bucketwheel::call_cuda(::bucketwheel::CudaCall::name, ::bucketwheel::cuda_api().name, __VA_ARGS__)
+#define BW_CUDA_TRY(name, ...) \
+  ::bucketwheel::expect_success(::bucketwheel::CudaCall::name, BW_CUDA_CALL(name, __VA_ARGS__))

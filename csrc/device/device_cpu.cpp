@@ -1,5 +1,6 @@
 // The CPU device: a stream is a HostQueue with a worker thread, an event is a ticket of that queue.
 #include <atomic>
+#include <cstring>
 #include <utility>
 
 #include "base/env.h"
@@ -98,6 +99,15 @@ class CpuDevice final : public Device {
     HostQueue::start_worker(queue);
     return std::make_shared<CpuStream>(std::move(queue));
   }
+
+  void fill(void* data, int byte, size_t size_bytes, Stream* stream) override {
+    if (stream == nullptr) {
+      std::memset(data, byte, size_bytes);
+    } else {
+      stream->run([=] { std::memset(data, byte, size_bytes); });
+    }
+  }
+  void read(void* to, const void* from, size_t size_bytes) override { std::memcpy(to, from, size_bytes); }
 
  private:
   std::atomic<uint64_t> streams_made_{0};

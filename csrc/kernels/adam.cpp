@@ -11,16 +11,19 @@ namespace {
 // About 25 us of work: what a thread takes at once. Less is not worth waking a thread for.
 constexpr int64_t kGrainNumel = 16384;
 
-void expect_gradient_dtype(DType p_dtype, DType dtype, int64_t row) {
-  const bool is_double = p_dtype == DType::kFloat64;
+}  // namespace
+
+void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row) {
+  const bool is_double = of.p_dtype == DType::kFloat64;
   if (!is_float(dtype) || (dtype == DType::kFloat64) != is_double) {
     throw TypeError("gradient " + std::to_string(row) + " is " + name_of(dtype) + ": " +
                     (is_double ? "float64 is" : "float32, bfloat16 and float16 are") + " supported for " +
-                    name_of(p_dtype));
+                    name_of(of.p_dtype));
   }
 }
 
-void expect_known(const AdamRow& row, const std::string& name) {
+void expect_adam_row(const AdamRow& row, int64_t index) {
+  const std::string name = "row " + std::to_string(index);
   if (!is_float(row.p_dtype)) {
     throw TypeError(name + ": parameter is " + name_of(row.p_dtype) +
                     ": float32, bfloat16, float16 and float64 are supported");
@@ -42,15 +45,13 @@ void expect_known(const AdamRow& row, const std::string& name) {
              name + (row.master == nullptr ? ": its master is missing" : ": a master that is not used"));
   BW_EXPECTS(row.param_begin >= 0 && row.param < (1u << 30), name + " is of parameter " + std::to_string(row.param) +
                                                                  " from element " + std::to_string(row.param_begin));
+  if (row.g != nullptr) {
+    expect_adam_grad(row, row.g_dtype, index);
+  }
 }
 
-}  // namespace
-
 int64_t AdamTable::add(const AdamRow& row) {
-  expect_known(row, "row " + std::to_string(rows()));
-  if (row.g != nullptr) {
-    expect_gradient_dtype(row.p_dtype, row.g_dtype, rows());
-  }
+  expect_adam_row(row, rows());
   segments_.add(row.numel);
   rows_.push_back(row);
   return rows() - 1;
@@ -60,7 +61,7 @@ void AdamTable::set_grad(int64_t row, const void* g, DType g_dtype) {
   BW_EXPECTS(row >= 0 && row < rows(), "row " + std::to_string(row) + " of " + std::to_string(rows()));
   AdamRow& to = rows_[static_cast<size_t>(row)];
   if (g != nullptr) {
-    expect_gradient_dtype(to.p_dtype, g_dtype, row);
+    expect_adam_grad(to, g_dtype, row);
   }
   to.g = g;
   to.g_dtype = g_dtype;

@@ -15,6 +15,11 @@
 
 namespace bucketwheel {
 
+// What every table of rows checks: TypeError for a dtype that adam_variant.h does not allow, ValueError for a master that is
+// missing or not wanted. `row` and `index` are for messages.
+void expect_adam_row(const AdamRow& row, int64_t index);
+void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row);
+
 // One step over the rows [first_row, last_row). Arrays are indexed by row, over the whole table.
 struct AdamStep {
   std::span<const AdamGroup> groups;  // indexed by AdamRow::group
@@ -37,8 +42,7 @@ class AdamTable {
 
   AdamTable() : segments_(kChunkNumel) {}
 
-  // Both throw TypeError for a dtype that adam_variant.h does not allow, add() also ValueError for a master that is missing or
-  // not wanted. add() returns the row's index.
+  // Both check as above. add() returns the row's index.
   int64_t add(const AdamRow& row);
   void set_grad(int64_t row, const void* g, DType g_dtype);
 

@@ -21,10 +21,12 @@ struct AdamCudaRow {
   void* master;  // float32, or uint16 remainders; null for kParam
   int64_t numel;
   int64_t param_begin;  // the row's first element within its parameter: the key of its random bits
-  uint32_t param;       // the place of its step, use and factor; the key of its random bits
+  uint32_t param;       // the key of its random bits
+  uint32_t place;       // of its step, use and factor in the arrays by parameter
   uint32_t group;
   DType g_dtype;  // float32, bfloat16 or float16; float64 with a float64 parameter
   uint8_t head;
+  bool operator==(const AdamCudaRow&) const = default;
 };
 
 // What a row's elements need, made on the device by launch_adam_scalars.
@@ -72,5 +74,10 @@ struct AdamScalarsLaunch {
   AdamGroup groups[kMaxGroups];
   const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)
 };
+
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a variant that there is not and
+// for sizes that cannot be.
+int launch_adam(const AdamLaunch& launch, void* stream);
+int launch_adam_scalars(const AdamScalarsLaunch& launch, void* stream);
 
 }  // namespace bucketwheel

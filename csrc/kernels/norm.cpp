@@ -59,13 +59,17 @@ double fold_lanes(const double* lanes, int64_t used) {
   return total;
 }
 
+void expect_norm_dtype(DType dtype, size_t row) {
+  if (!is_float(dtype)) {
+    throw TypeError("tensor " + std::to_string(row) + " is " + name_of(dtype) +
+                    ": float32, bfloat16, float16 and float64 are supported");
+  }
+}
+
 std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   SegmentTable segments(kNormChunkNumel);
   for (size_t r = 0; r < rows.size(); ++r) {
-    if (!is_float(rows[r].dtype)) {
-      throw TypeError("tensor " + std::to_string(r) + " is " + name_of(rows[r].dtype) +
-                      ": float32, bfloat16, float16 and float64 are supported");
-    }
+    expect_norm_dtype(rows[r].dtype, r);
     segments.add(rows[r].numel);
   }
   const int64_t chunks = segments.chunks();
@@ -132,16 +136,20 @@ SumSquares SumsqAccumulator::result() const {
   return with_bit(sum.result());
 }
 
+void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, int64_t numel) {
+  int64_t last = 0;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    BW_EXPECTS(last <= segments[i].begin && segments[i].begin <= segments[i].end && segments[i].end <= numel,
+               "segment " + std::to_string(i) + " is [" + std::to_string(segments[i].begin) + ", " +
+                   std::to_string(segments[i].end) + ") after " + std::to_string(last) + " in a shard of " +
+                   std::to_string(numel));
+    last = segments[i].end;
+  }
+}
+
 ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)
     : shard_(shard), numel_(numel), segments_(std::move(segments)), results_(segments_.size()) {
-  int64_t last = 0;
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    BW_EXPECTS(last <= segments_[i].begin && segments_[i].begin <= segments_[i].end && segments_[i].end <= numel_,
-               "segment " + std::to_string(i) + " is [" + std::to_string(segments_[i].begin) + ", " +
-                   std::to_string(segments_[i].end) + ") after " + std::to_string(last) + " in a shard of " +
-                   std::to_string(numel_));
-    last = segments_[i].end;
-  }
+  expect_shard_segments(segments_, numel_);
 }
 
 void ShardAccumulator::start(bool add) {

@@ -36,6 +36,9 @@ struct NormRow {
   DType dtype = DType::kFloat32;  // kFloat32, kBFloat16, kFloat16 or kFloat64
 };
 
+// TypeError, naming the row, for a dtype that sumsq() does not take.
+void expect_norm_dtype(DType dtype, size_t row);
+
 // One result for each row. TypeError, naming the row, for another dtype.
 std::vector<SumSquares> sumsq(std::span<const NormRow> rows);
 
@@ -92,5 +95,8 @@ class ShardAccumulator {
   size_t segment_ = 0;  // the first one that is not complete
   SumsqAccumulator sums_;
 };
+
+// ValueError unless the segments lie within a shard of `numel` elements, ascending and disjoint.
+void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, int64_t numel);
 
 }  // namespace bucketwheel

@@ -61,7 +61,8 @@ struct ParamSumsLaunch {
 
 // The norm of all chosen gradients, and what clipping to it makes of their factors. One block.
 //   S_i = param_sums[0][i] + param_sums[1][i] + ... in rank order;  norm = sqrt(fold of S_i * factors[i]^2) * average
-//   coefficient = min(max_norm / (float32(norm) + 1e-6), 1), a NaN stays; in float32, as torch.nn.utils.clip_grad_norm_
+//   coefficient = min(1 / (float32(norm) + 1e-6) * max_norm, 1), a NaN stays; in float32, each operation rounded: so
+//   torch.nn.utils.clip_grad_norm_ computes `max_norm / (norm + 1e-6)`
 struct ClipLaunch {
   const double* param_sums = nullptr;  // [world][param_count]
   int world = 1;
@@ -74,5 +75,13 @@ struct ClipLaunch {
   float* norm = nullptr;          // [1], written
   double* param_norms = nullptr;  // not null: sqrt(S_i) * |factors[i]| * average, before clipping
 };
+
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that there is not and
+// for sizes that cannot be.
+int launch_sumsq(const SumsqLaunch& launch, void* stream);
+int launch_accumulate(const AccumulateLaunch& launch, void* stream);
+int launch_fold(const FoldLaunch& launch, void* stream);
+int launch_param_sums(const ParamSumsLaunch& launch, void* stream);
+int launch_clip(const ClipLaunch& launch, void* stream);
 
 }  // namespace bucketwheel

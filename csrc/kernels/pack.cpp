@@ -27,15 +27,18 @@ void copy_chunk(const CopyItem& item, int64_t begin, int64_t numel) {
 
 }  // namespace
 
+void expect_copyable(const CopyItem& item, size_t index) {
+  if (item.to_dtype != item.from_dtype && !(is_float(item.to_dtype) && is_float(item.from_dtype))) {
+    throw TypeError("item " + std::to_string(index) + ": cannot copy " + name_of(item.from_dtype) + " to " +
+                    name_of(item.to_dtype));
+  }
+}
+
 void copy_all(std::span<const CopyItem> items) {
   SegmentTable segments(kChunkNumel);
   for (size_t i = 0; i < items.size(); ++i) {
-    const CopyItem& item = items[i];
-    if (item.to_dtype != item.from_dtype && !(is_float(item.to_dtype) && is_float(item.from_dtype))) {
-      throw TypeError("item " + std::to_string(i) + ": cannot copy " + name_of(item.from_dtype) + " to " +
-                      name_of(item.to_dtype));
-    }
-    segments.add(item.numel);
+    expect_copyable(items[i], i);
+    segments.add(items[i].numel);
   }
   const int64_t chunks = segments.chunks();
   const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kGrainNumel);

@@ -19,6 +19,9 @@ struct CopyItem {
   DType from_dtype = DType::kFloat32;
 };
 
+// TypeError, naming the item, for a pair of dtypes that copy_all() does not know.
+void expect_copyable(const CopyItem& item, size_t index);
+
 // TypeError, naming the item and before anything is copied, for another pair of dtypes.
 void copy_all(std::span<const CopyItem> items);
 

@@ -19,6 +19,7 @@ struct CopyLaunch {
 };
 
 // to[i] = ((sources[0][i] + sources[1][i]) + ...) / divisor, in float32 (float64 for float64), rounded once to dtype.
+inline constexpr int64_t kReduceCudaChunkNumel = 16384;
 struct ReduceLaunch {
   static constexpr int kMaxWorld = 64;
   void* to = nullptr;  // may be one of the sources
@@ -29,5 +30,10 @@ struct ReduceLaunch {
   double divisor = 1.0;  // of the sum, before it is rounded: the world size for ReduceOp::kAvg
   int max_blocks = 0;
 };
+
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that cannot be summed and
+// for sizes that cannot be. Items of pairs of dtypes that pack.h does not know are left out: check before.
+int launch_copy(const CopyLaunch& launch, void* stream);
+int launch_reduce(const ReduceLaunch& launch, void* stream);
 
 }  // namespace bucketwheel

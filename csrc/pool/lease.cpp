@@ -1,7 +1,7 @@
 #include "pool/lease.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <utility>
 
 #include "base/error.h"
@@ -20,21 +20,24 @@ std::string Lease::State::describe() const {
          ", offset " + std::to_string(offset_bytes) + ")";
 }
 
-void Lease::State::fill_poison(bool with_red_zone) noexcept {
-  std::memset(data, kPoison, size_bytes);
+void Lease::State::fill_poison(bool with_red_zone, Stream* stream) {
+  pool->device.fill(data, kPoison, size_bytes, stream);
   if (with_red_zone) {
-    std::memset(data + size_bytes, kRedZone, block_bytes - size_bytes);
-    is_red_zone_set.store(true, std::memory_order_release);
+    pool->device.fill(data + size_bytes, kRedZone, block_bytes - size_bytes, stream);
   }
 }
 
 std::string Lease::State::find_red_zone_fault() const {
-  if (!is_red_zone_set.load(std::memory_order_acquire)) {
+  // The flag is set after `inherited`, which from then on says whether the red zone has been written.
+  if (!is_red_zone_set.load(std::memory_order_acquire) ||
+      !std::all_of(inherited.begin(), inherited.end(), [](const Fence& fence) { return fence.event->query(); })) {
     return {};
   }
-  for (size_t i = size_bytes; i < block_bytes; ++i) {
-    if (data[i] != std::byte{kRedZone}) {
-      return describe() + ": bytes past its end were written, the first at offset " + std::to_string(i) +
+  std::vector<std::byte> zone(block_bytes - size_bytes);
+  pool->device.read(zone.data(), data + size_bytes, zone.size());
+  for (size_t i = 0; i < zone.size(); ++i) {
+    if (zone[i] != std::byte{kRedZone}) {
+      return describe() + ": bytes past its end were written, the first at offset " + std::to_string(size_bytes + i) +
              " from its start";
     }
   }
@@ -43,6 +46,9 @@ std::string Lease::State::find_red_zone_fault() const {
 
 bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
   const bool is_pending = after != nullptr && !after->query();  // may throw, so before anything changes
+  if (pool->options.poison && is_live) {
+    *fault = find_red_zone_fault();  // while `inherited` is there
+  }
   if (!is_live.exchange(false, std::memory_order_acq_rel)) {
     return false;
   }
@@ -52,11 +58,8 @@ bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
   } else if (after == nullptr) {
     fences = std::move(inherited);
   }
-  if (pool->options.poison) {
-    *fault = find_red_zone_fault();
-    if (fences.empty()) {
-      fill_poison(false);  // otherwise the next acquire does it, behind the fences
-    }
+  if (pool->options.poison && fences.empty()) {
+    fill_poison(false, nullptr);  // otherwise the next acquire does it, behind the fences
   }
   std::lock_guard lock(pool->mutex);
   if (!key.empty()) {
@@ -80,7 +83,9 @@ Lease::~Lease() {
   }
   try {
     std::string fault;
-    state_->end(nullptr, true, &fault);
+    // On CUDA a drop says nothing about the device: the last use is in the stream of the acquire, or an operation's
+    // handle would hold the lease.
+    state_->end(state_->home != nullptr ? state_->home->record() : nullptr, true, &fault);
     if (!fault.empty()) {
       std::fprintf(stderr, "[bucketwheel] %s\n", fault.c_str());
     }
@@ -92,6 +97,7 @@ Lease::~Lease() {
 const std::string& Lease::key() const { return state_->key; }
 size_t Lease::size_bytes() const { return state_->size_bytes; }
 const SlabRef& Lease::slab() const { return state_->slab; }
+DeviceId Lease::device() const { return state_->pool->device.id(); }
 size_t Lease::offset_bytes() const { return state_->offset_bytes; }
 bool Lease::is_live() const { return state_->is_live.load(std::memory_order_acquire); }
 

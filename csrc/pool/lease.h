@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "device/stream.h"
+#include "device/device.h"
 #include "pool/upstream.h"
 
 namespace bucketwheel {
@@ -23,6 +23,7 @@ class Lease {
   std::byte* data() const;      // UseAfterRelease once released
   const SlabRef& slab() const;  // the slab it lies in
   size_t offset_bytes() const;  // in the slab
+  DeviceId device() const;
   bool is_live() const;
 
   // Ends the lease. Its bytes may be given to the next owner at once; the next owner's stream waits for `after` (the

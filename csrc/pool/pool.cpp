@@ -113,6 +113,9 @@ void Pool::Impl::grow(size_t block_bytes) {
   }
   // Whole blocks only: every block of the pool starts at a multiple of align_bytes.
   SlabRef slab = upstream->allocate(round_up(std::max(block_bytes, options.min_slab_bytes), options.align_bytes));
+  BW_EXPECTS(reinterpret_cast<uintptr_t>(slab->data) % options.align_bytes == 0,
+             std::string("upstream '") + upstream->name() + "' gave a slab that is not aligned to " +
+                 std::to_string(options.align_bytes) + " bytes");
   std::lock_guard lock(mutex);
   slabs.emplace(slab->data, slab);
   stats.slabs += 1;
@@ -171,7 +174,7 @@ std::vector<EventRef> Pool::Impl::take(Lease::State& state) {
   return events;
 }
 
-LeaseRef Pool::acquire(std::string key, size_t size_bytes, Stream* stream) {
+LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stream) {
   impl_->expect_same_process();
   BW_EXPECTS(size_bytes <= kMaxLeaseBytes,
              "acquire of key '" + key + "': " + std::to_string(size_bytes) + " bytes is out of range");
@@ -197,13 +200,17 @@ LeaseRef Pool::acquire(std::string key, size_t size_bytes, Stream* stream) {
   if (stream == nullptr) {
     state->inherited.clear();
   }
+  const bool is_on_host = impl_->device.id().kind == DeviceId::Kind::kCpu;
+  if (!is_on_host) {
+    state->home = stream;
+  }
   if (options.poison) {
-    if (events.empty() || stream == nullptr) {
-      state->fill_poison(true);
-    } else {
-      stream->run([state] { state->fill_poison(true); });
-      state->inherited.assign(1, {state->offset_bytes, state->offset_bytes + state->block_bytes, stream->record()});
+    Stream* const behind = is_on_host && events.empty() ? nullptr : stream.get();
+    state->fill_poison(true, behind);
+    if (behind != nullptr) {
+      state->inherited.assign(1, {state->offset_bytes, state->offset_bytes + state->block_bytes, behind->record()});
     }
+    state->is_red_zone_set.store(true, std::memory_order_release);
   }
   return lease;
 }
@@ -223,6 +230,8 @@ Pool::Location Pool::locate(const void* data, size_t size_bytes) const {
   }
   return {slab, offset};
 }
+
+Device& Pool::device() const { return impl_->device; }
 
 PoolStats Pool::stats() const {
   std::lock_guard lock(impl_->mutex);

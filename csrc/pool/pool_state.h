@@ -36,7 +36,11 @@ struct Lease::State {
   // Ends the lease. False when it had ended before. Reports a damaged red zone in `fault`.
   bool end(EventRef after, bool is_dropped, std::string* fault);
 
-  void fill_poison(bool with_red_zone) noexcept;
+  // On CUDA: what it was acquired in, and where a drop without release() is taken to happen.
+  StreamRef home;
+
+  // Enqueues the poison in `stream`; without one the bytes are poisoned on return.
+  void fill_poison(bool with_red_zone, Stream* stream);
   std::string find_red_zone_fault() const;
   std::string describe() const;
 };

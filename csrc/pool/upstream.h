@@ -26,7 +26,7 @@ using SlabRef = std::shared_ptr<Slab>;
 class Upstream {
  public:
   virtual ~Upstream() = default;
-  // A zero-filled slab of at least `size_bytes`, page aligned. Throws PoolError when the system refuses.
+  // A zero-filled slab of at least `size_bytes`, aligned to 4096 bytes. Throws PoolError when the system refuses.
   virtual SlabRef allocate(size_t size_bytes) = 0;
   virtual const char* name() const = 0;
 };
@@ -38,5 +38,9 @@ UpstreamRef make_host_upstream();
 // memfd segments, sealed against shrinking, that a ShmComm hands to its peers. `on_slab` is called with every new
 // slab before anyone can use it; a communicator registers itself there so that peers can map the slab.
 UpstreamRef make_shm_upstream(std::function<void(const SlabRef&)> on_slab = {});
+
+// cudaMalloc of CUDA device `index`, which torch's memory accounting does not see. When the device has no memory left,
+// `reclaim` is called (to empty caches) and the request made once more; its result goes into the PoolError's message.
+UpstreamRef make_cuda_upstream(int index, std::function<std::string()> reclaim = {});
 
 }  // namespace bucketwheel

@@ -33,12 +33,13 @@ class Part:
 class GradBucket:
     """The gradient memory of one bucket and its shard's accumulator.
 
-    ``accumulator`` is the native `ShardAccumulator` over this rank's part of the gradient shard; reduce-scatter feeds it
-    through ``sink``.
+    ``accumulator`` is the native `ShardAccumulator` (or `ShardAccumulatorCuda`) over this rank's part of the gradient shard;
+    reduce-scatter feeds it through ``sink``.
     """
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
-        self.sink = native().ShardSink(accumulator)
+        is_on_cpu = isinstance(accumulator, native().ShardAccumulator)
+        self.sink = (native().ShardSink if is_on_cpu else native().ShardSinkCuda)(accumulator)
         self.index = index
         self.numel = numel
         self.dtype = dtype
@@ -46,6 +47,7 @@ class GradBucket:
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
         self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def has_memory(self, late: bool) -> bool:
         """Whether a gradient has been stored since the last `take`."""
@@ -65,11 +67,19 @@ class GradBucket:
         """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype."""
         part = self.parts[param]
         to = self._open(pool, late).narrow(0, part.begin, part.numel)
+        if to.is_cuda:
+            stream = torch.cuda.current_stream(to.device)
+            self._streams[stream.cuda_stream] = stream
         source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
         if add:
             to.add_(source)
         else:
             to.copy_(source)
+
+    def take_streams(self) -> list[torch.cuda.Stream]:
+        """The streams in which gradients have been stored since the last call; none on the CPU."""
+        streams, self._streams = list(self._streams.values()), {}
+        return streams
 
     def drop(self, param: int) -> None:
         """Zeroes ``param`` in late memory."""

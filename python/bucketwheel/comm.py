@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bucketwheel._build import native
+from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.errors import CommError
 from bucketwheel.handle import Handle
 from bucketwheel.pool import Pool
@@ -78,6 +79,8 @@ class Communicator:
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
             `CommTimeout`. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
+        device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one device,
+            and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
 
     Making one is collective. Raises `ValueError` for bad arguments, `NotImplementedError` when the ranks do not share
     a host.
@@ -94,15 +97,16 @@ class Communicator:
         *,
         timeout_s: float = 600.0,
         name: str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         if backend not in ("auto", "shm", "local"):
             raise ValueError(f"backend must be 'auto', 'shm' or 'local', got {backend!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         if isinstance(group, LocalRank) or (group is None and not _has_default_group()):
-            self._native = _make_alone_or_local(group, backend, timeout_s, name)
+            self._native = _make_alone_or_local(group, backend, timeout_s, name, device_index(device))
         else:
-            self._native = _make_of_group(group, backend, timeout_s, name)
+            self._native = _make_of_group(group, backend, timeout_s, name, device_index(device))
         self._pool = Pool.of(self._native.pool)
         _open_communicators.add(self)
 
@@ -123,6 +127,11 @@ class Communicator:
     def backend(self) -> str:
         """``"shm"`` or ``"local"``."""
         return self._native.backend
+
+    @property
+    def device(self) -> int:
+        """The index of the CUDA device of its tensors, or -1."""
+        return int(self._native.device)
 
     @property
     def pool(self) -> Pool:
@@ -205,12 +214,19 @@ def _has_default_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _make_alone_or_local(group: LocalRank | None, backend: str, timeout_s: float, name: str | None) -> Any:
+def _make_alone_or_local(
+    group: LocalRank | None, backend: str, timeout_s: float, name: str | None, device: int
+) -> Any:
+    if device != CPU and backend == "shm":
+        raise ValueError("backend 'shm' is for CPU tensors")
     if group is None and backend == "shm":
         return native().make_shm_comm(0, [-1], [os.getpid()], name or _default_name("shm"), timeout_s)
     if backend == "shm":
         raise ValueError("backend 'shm' takes a process group, got a LocalRank")
     place = group if group is not None else LocalWorld(1).rank(0)
+    if device != CPU:
+        pool = Pool(device=torch_device(device))
+        return place.world._native.join_cuda(place.rank, name or "local", timeout_s, pool._native)
     return place.world._native.join(place.rank, name or "local", timeout_s)
 
 
@@ -218,13 +234,17 @@ def _default_name(backend: str) -> str:
     return f"{backend}{next(_numbers)}"
 
 
-def _make_of_group(group: dist.ProcessGroup | None, backend: str, timeout_s: float, name: str | None) -> Any:
+def _make_of_group(
+    group: dist.ProcessGroup | None, backend: str, timeout_s: float, name: str | None, device: int
+) -> Any:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
     if backend == "local":
         raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
     if dist.get_world_size(group) == 1:
-        return _make_alone_or_local(None, backend, timeout_s, name)
+        return _make_alone_or_local(None, backend, timeout_s, name, device)
+    if device != CPU:
+        raise NotImplementedError("CUDA tensors over a process group need the nccl backend, which is not implemented yet")
     return _Meeting(group, timeout_s, name or "").native_comm()
 
 

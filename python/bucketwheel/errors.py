@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "BuildError",
+    "CaptureError",
     "ClosedError",
     "CommError",
     "CommTimeout",
@@ -33,7 +34,11 @@ class BuildError(Error):
 
 
 class DeviceError(Error):
-    """A stream or event was used where it cannot be (after close, in a forked child)."""
+    """A stream or event was used where it cannot be (after close, in a forked child), or a CUDA call failed."""
+
+
+class CaptureError(DeviceError):
+    """The outcome of work that was captured into a CUDA graph was asked for outside the graph."""
 
 
 class CommError(Error):

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 class ParamInfo:
     """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes.
 
-    ``dtype`` and ``stride`` are those it was taken with; the parameter may have been given other memory since (D13).
+    ``dtype``, ``stride`` and ``device`` are those it was taken with; the parameter may have been given other memory since (D13).
     """
 
     index: int
@@ -37,14 +37,15 @@ class ParamInfo:
     granularity: int
     dtype: torch.dtype
     stride: tuple[int, ...]
+    device: torch.device
 
 
 def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
     """RuntimeError naming the parameter if it is no longer of the dtype, device, shape and strides that it was taken with."""
     param = info.param
-    if (param.dtype, param.device.type, param.shape, param.stride()) != (info.dtype, "cpu", shape, stride):
+    if (param.dtype, param.device, param.shape, param.stride()) != (info.dtype, info.device, shape, stride):
         raise RuntimeError(
-            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on cpu when the optimizer took it and is "
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on {info.device} when the optimizer took it and is "
             f"{param.dtype} {tuple(param.shape)} (strides {param.stride()}) on {param.device} now; convert or move the model "
             "first, then make the optimizer"
         )
@@ -72,7 +73,7 @@ def expect_dense(infos: Sequence[ParamInfo]) -> None:
 
 
 class FlatParams:
-    """Moves ``infos``' parameters (dense, of one dtype, CPU) into one lease of ``pool``.
+    """Moves ``infos``' parameters (dense, of one dtype, on the pool's device) into one lease of ``pool``.
 
     The order in the buffer is the reverse of the order given: gradients arrive from the last parameter to the first.
     """

@@ -71,7 +71,7 @@ def expect_equal_packings(comm: Communicator, packings: Sequence[Packing]) -> No
 def broadcast_flat(comm: Communicator, flat: Tensor) -> None:
     """Makes ``flat`` on every rank what it is on rank 0. Collective; construction only (it moves world times the bytes)."""
     step = max(1, _BROADCAST_CHUNK_BYTES // flat.element_size() // comm.size)
-    gathered = torch.empty(comm.size * step, dtype=flat.dtype)
+    gathered = flat.new_empty(comm.size * step)
     for begin in range(0, flat.numel(), step):
         chunk = flat.narrow(0, begin, min(step, flat.numel() - begin))
         out = gathered.narrow(0, 0, comm.size * chunk.numel())

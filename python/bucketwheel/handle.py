@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bucketwheel.device import native_stream
+
 __all__ = ["Handle"]
 
 
@@ -24,8 +26,11 @@ class Handle:
 
     def wait(self, stream: Any = None) -> Handle:
         """Make ``stream`` wait for the operation, without blocking the caller. None: the calling thread (CPU), so the
-        same as `synchronize`."""
-        self._native.wait(stream)
+        same as `synchronize`; torch's current stream (CUDA).
+
+        On the local CUDA backend the caller is blocked until every rank has issued the operation, not until it is over.
+        """
+        self._native.wait(native_stream(stream))
         return self
 
     def synchronize(self, timeout: float | None = None) -> Handle:
@@ -36,6 +41,15 @@ class Handle:
     def query(self) -> bool:
         """True when the operation is over. Never blocks."""
         return self._native.query()
+
+    def is_ordered(self) -> bool:
+        """True when memory can be given on behind the operation (`Lease.release`) without waiting for a peer: on the CPU
+        when it is over, on CUDA when it is in a stream. Never blocks."""
+        return self._native.is_ordered
+
+    def await_order(self, timeout: float) -> bool:
+        """Block until `is_ordered`, for ``timeout`` seconds at most; whether it is."""
+        return self._native.await_order(timeout)
 
     def elapsed_time(self, later: Handle) -> float:
         """Milliseconds from this operation's end to ``later``'s; both made with ``timing=True`` and over."""

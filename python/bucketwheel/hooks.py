@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from .bucket import GradBucket
 from .comm import Communicator
+from .device import CPU
 from .flat import ParamInfo
 from .grad import ShardedGrad
 from .handle import Handle
@@ -99,12 +100,11 @@ class GradSync:
         if not was_open:
             self._open_window(None if add else index, remaining=[1.0] * len(self.infos))
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
-        factor = self.reduced.factor(index)
-        if factor != 1.0:
+        if self.reduced.has_factor(index):
             if add:  # the factor will be applied to the sum of both
-                flat = flat / factor
+                flat = flat / self.reduced.visible_factor(index)
             else:
-                self.reduced.set_factor(index, 1.0)
+                self.reduced.reset_factor(index)
         self._carry_out(self._schedule.gradient(index, replaces=has_older and not add, launch=launch), flat)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
@@ -160,30 +160,36 @@ class GradSync:
             return
         deadline = time.monotonic() + self._patience_s
         while len(self._inflight) >= self._max_inflight and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                self._inflight[0][0].synchronize(max(deadline - time.monotonic(), 0.0))
+            self._inflight[0][0].await_order(max(deadline - time.monotonic(), 0.0))
             self._retire()
         self._is_patient = len(self._inflight) < self._max_inflight
 
+    def _join_streams(self, bucket: GradBucket) -> None:
+        """CUDA: the current stream waits for the others in which gradients were stored; autograd may use several."""
+        for stream in bucket.take_streams():
+            if stream != torch.cuda.current_stream(stream.device):
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+
     def _retire(self) -> None:
-        """Ends the leases of the reduce-scatters that are done."""
+        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for."""
         running = []
         for handle, lease in self._inflight:
-            if handle.query():
-                lease.release()
+            if handle.is_ordered():
+                lease.release(after=handle)
             else:
                 running.append((handle, lease))
         self._inflight = running
 
     def _launch(self, action: Launch) -> None:
         bucket = self.buckets[action.bucket]
+        self._join_streams(bucket)
         lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.append((self.comm.reduce_scatter_into(flat, bucket.sink), lease))
 
     def _wait_inflight(self) -> None:
         for handle, _ in self._inflight:
-            handle.synchronize()
+            handle.wait()  # CUDA: the current stream waits, not this thread
         self._retire()
 
     # --- the end of a window -----------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ class GradSync:
             for info in self.infos:
                 info.param.grad = None
                 if self._is_open:
-                    self.reduced.set_factor(info.index, 1.0)
+                    self.reduced.reset_factor(info.index)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -345,20 +351,22 @@ class GradSync:
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
         with self._lock:
             self._close_for("norms", indices)
-            return torch.tensor(self.reduced.norms(indices, ord), dtype=torch.float32)
+            return self.reduced.norm_tensor(indices, ord)
 
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         with self._lock:
-            factor = float(factor)
+            if not isinstance(factor, Tensor) or self.comm.device == CPU:
+                factor = float(factor)
             for index in indices:
                 if index in self._kept:
                     self._kept[index].mul_(factor)
             rest = [i for i in indices if i not in self._kept]
-            if factor == 0.0 and self._is_open:
+            is_zero = not isinstance(factor, Tensor) and factor == 0.0
+            if is_zero and self._is_open:
                 self.zero(rest)  # what comes later cannot be divided by a pending 0
                 return
             self.reduced.scale(rest, factor)
-            if factor == 0.0:  # multiplied now: inf * 0 is NaN, as torch has it
+            if is_zero:  # multiplied now: inf * 0 is NaN, as torch has it
                 for index in rest:
                     self.reduced.flush_factor(index)
 
@@ -371,11 +379,9 @@ class GradSync:
         why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
             self.close(why)
-            everyone = self._exchange(why, struct.pack("<d", float(found_inf)))
-            found = max(struct.unpack("<d", payload)[0] for payload in everyone)
-            found_inf.fill_(max(found, float(self.reduced.has_nonfinite())))
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
-            self.reduced.scale(held, float(inv_scale))
+            found_inf.copy_(self.reduced.found_inf(found_inf))
+            self.reduced.scale(held, inv_scale)
 
     def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
         with self._lock, torch.no_grad():
@@ -420,5 +426,5 @@ def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], Non
 def _in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
     """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
     if grad.stride() != info.stride and grad.numel() > 1:
-        grad = torch.empty_strided(grad.shape, info.stride, dtype=grad.dtype).copy_(grad)
+        grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
     return grad.detach().as_strided((grad.numel(),), (1,))

@@ -27,34 +27,61 @@ class LocalEngine:
 
     world = 1
 
-    def __init__(self, infos: Sequence[ParamInfo]) -> None:
+    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False) -> None:
         self.infos = list(infos)
         self.states = [_new_state(info.param.detach()) for info in self.infos]
-        self.steps = torch.zeros(len(self.infos), dtype=torch.int64)
+        device = self.infos[0].param.device if self.infos else None
+        self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=device)
+        self._is_static = is_static
+        self._static_used: list[bool] | None = None
+        # Rows of one dtype next to each other: a kernel launch for each run.
+        self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
         self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
         self._versions = [info.param._version for info in self.infos]
         self._bind()
 
     def _bind(self) -> None:
-        self._rows = AdamRows(self.steps)
+        self._rows = self._new_rows()
         self._pointers = [info.param.data_ptr() for info in self.infos]
-        for info, state in zip(self.infos, self.states, strict=True):
+        for info, state in ((self.infos[i], self.states[i]) for i in self._order):
             param = info.param.detach()
             self._rows.add(
                 info.index, info.group, param, None, state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
             )
 
+    def _new_rows(self) -> Any:
+        return AdamRows(self.steps)
+
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._follow_edits()
         grads = [self._grad(info) for info in self.infos]
-        factors = [self._clip_of(info, info.param.grad) for info in self.infos]
-        self._rows.table.set_grads(grads)
-        self._rows.begin_step(param_groups, [grad is not None for grad in grads], factors)
+        used = [grad is not None for grad in grads]
+        self._expect_static(used)
+        factors = self._pending_factors()
+        self._rows.table.set_grads([grads[i] for i in self._order])
+        self._rows.begin_step(param_groups, used, factors)
         self._rows.step()
         self._rows.table.clear_grads()  # zero_grad() is to free their memory
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(updated)  # D14
         self._versions = [info.param._version for info in self.infos]
+
+    def _expect_static(self, used: list[bool]) -> None:
+        """RuntimeError naming a parameter if ``static_graph`` was promised and other parameters have gradients than before."""
+        if not self._is_static:
+            return
+        if self._static_used is None:
+            self._static_used = used
+        for info, before, now in zip(self.infos, self._static_used, used, strict=True):
+            if before != now:
+                raise RuntimeError(
+                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step and had "
+                    f"{'one' if before else 'none'} in the first"
+                )
+
+    def _pending_factors(self) -> Any:
+        """What clipping multiplies each gradient by, in the form that the rows take."""
+        return [self._clip_of(info, info.param.grad) for info in self.infos]
 
     def _grad(self, info: ParamInfo) -> Tensor | None:
         grad = info.param.grad
@@ -63,7 +90,7 @@ class LocalEngine:
         if grad.layout != torch.strided:
             raise RuntimeError(f"sparse gradients are not supported (parameter {info.name!r}); use torch's SparseAdam")
         if grad.stride() != info.param.stride():
-            grad = torch.empty_strided(info.param.shape, info.param.stride(), dtype=grad.dtype).copy_(grad)
+            grad = grad.new_empty_strided(info.param.shape, info.param.stride()).copy_(grad)
         return grad.detach()
 
     def _follow_edits(self) -> None:
@@ -81,7 +108,17 @@ class LocalEngine:
 
     # --- clipping ----------------------------------------------------------------------------------------------------
 
-    def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
+    def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
+        return torch.tensor(self._total_norm(indices, ord), dtype=torch.float32)
+
+    def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        norm = self.total_norm(indices, ord)
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if factor != 1.0:
+            self._scale(indices, factor)
+        return norm
+
+    def _total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
         grads = [(i, self.infos[i].param.grad) for i in (range(len(self.infos)) if indices is None else indices)]
         held = [(i, grad) for i, grad in grads if grad is not None and grad.numel()]
         if not held:
@@ -98,7 +135,7 @@ class LocalEngine:
         )
         return float(torch.linalg.vector_norm(norms, ord))
 
-    def scale(self, indices: Sequence[int] | None, factor: float) -> None:
+    def _scale(self, indices: Sequence[int] | None, factor: float) -> None:
         for i in range(len(self.infos)) if indices is None else indices:
             grad = self.infos[i].param.grad
             if grad is not None:
@@ -106,16 +143,23 @@ class LocalEngine:
                 self._clips[i] = (grad, grad._version, before * factor)
 
     def _clip_of(self, info: ParamInfo, grad: Tensor | None) -> float:
+        if not self._is_clipped(info, grad):
+            return 1.0
+        _, _, factor = self._clips[info.index]
+        return factor
+
+    def _is_clipped(self, info: ParamInfo, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is the gradient that was clipped. RuntimeError if it was written to since."""
         if info.index not in self._clips or grad is None:
-            return 1.0
-        clipped, version, factor = self._clips[info.index]
+            return False
+        clipped, version, _ = self._clips[info.index]
         if clipped is not grad:
-            return 1.0
+            return False
         if grad._version != version:
             raise RuntimeError(
                 f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step"
             )
-        return factor
+        return True
 
     # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
 

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from . import state_dict as states
 from .comm import Communicator
+from .device import CPU, device_index, torch_device
 from .errors import ClosedError
 from .flat import ParamInfo
 from .local import LocalEngine
+from .local_cuda import LocalEngineCuda
 from .rows import expect_uniform_flags
 from .sharded import ShardedEngine, ShardedOptions
 
@@ -41,7 +43,8 @@ class ShardedAdamW(Optimizer):
     `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
 
     Args:
-        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on CPU.
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on the CPU,
+            or all on one CUDA device.
             Frozen parameters (``requires_grad=False``) are left alone. A group may carry ``"granularity"``: an int, or
             ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
@@ -56,6 +59,10 @@ class ShardedAdamW(Optimizer):
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
             parameters, or `prefetch_params(model)` once.
+        static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process only, so
+            far).
+        capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read learning
+            rates that are tensors anew. Needs ``static_graph=True`` and CUDA.
         max_inflight_buckets: how many reduce-scatters may hold bucket memory at once (a soft bound).
 
     Raises:
@@ -98,15 +105,15 @@ class ShardedAdamW(Optimizer):
         _expect_hyperparameters(lr, betas, eps, weight_decay)
         _expect_implemented(
             amsgrad=(amsgrad, False),
-            capturable=(capturable, False),
             replicate_group=(replicate_group, None),
             state_dtype=(state_dtype, None, torch.float32),
             accum_dtype=(accum_dtype, None, torch.float32),
             master_weights=(master_weights, "auto", "fp32"),
-            static_graph=(static_graph, False),
             on_external_update=(on_external_update, "resync"),
             reduce_dtype=(reduce_dtype, None, *_DTYPES),
         )
+        if capturable and not static_graph:
+            raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
         if differentiable:
             raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
         if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
@@ -128,12 +135,18 @@ class ShardedAdamW(Optimizer):
         )
         super().__init__(params, defaults)
         infos = _collect(self.param_groups)
-        comm = _communicator(process_group)
+        device = infos[0].device if infos else torch.device("cpu")
+        comm = _communicator(process_group, device)
         self._is_closed = False
         self._owns_comm = comm is not None and comm is not process_group
         self._made_engine: LocalEngine | ShardedEngine
+        is_on_cuda = device_index(device) != CPU
+        if capturable and not is_on_cuda:
+            raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
+        if comm is not None:
+            _expect_implemented(static_graph=(static_graph, False))
         if comm is None:
-            self._made_engine = LocalEngine(infos)
+            self._made_engine = (LocalEngineCuda if is_on_cuda else LocalEngine)(infos, is_static=static_graph)
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,
@@ -220,24 +233,23 @@ class ShardedAdamW(Optimizer):
         """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside the next
-        `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor, equal on all ranks.
+        `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor on the parameters' device, equal on
+        all ranks; on CUDA nothing waits for the device.
         RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         indices = self._indices(parameters)
-        norm = torch.tensor(self._engine.total_norm(indices, float(norm_type)), dtype=torch.float32)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite ({float(norm)}), so it cannot be clipped. "
-                "To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
-            )
-        factor = float(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-        if factor != 1.0:
-            self._engine.scale(indices, factor)
-        return norm
+        if error_if_nonfinite:  # asked of the host, so it waits for the device
+            norm = float(self._engine.total_norm(indices, float(norm_type)))
+            if not math.isfinite(norm):
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be clipped. To "
+                    "disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+                )
+        return self._engine.clip(indices, float(max_norm), float(norm_type))
 
     def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
         """The norm that `clip_grad_norm_` would return, without clipping. Collective."""
-        return torch.tensor(self._engine.total_norm(self._indices(parameters), float(norm_type)), dtype=torch.float32)
+        return self._engine.total_norm(self._indices(parameters), float(norm_type))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param``, fp32, on every rank; None if no rank has one. Collective."""
@@ -376,12 +388,17 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                 raise TypeError(
                     f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 )
-            if param.device.type != "cpu" or param.dtype not in _DTYPES:
+            if param.device.type not in ("cpu", "cuda") or param.dtype not in _DTYPES:
                 raise ValueError(
-                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu are implemented"
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu and cuda are implemented"
                 )
+            if infos and infos[0].device != param.device:
+                raise ValueError(
+                    f"parameter {name!r} is on {param.device}, {infos[0].name!r} on {infos[0].device}; all must be on one device"
+                )
+            granularity = _granularity(group, param, name)
             infos.append(
-                ParamInfo(len(infos), name, param, g, _granularity(group, param, name), param.dtype, param.stride())
+                ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device)
             )
     expect_uniform_flags(param_groups)
     return infos
@@ -396,12 +413,19 @@ def _texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _communicator(process_group: dist.ProcessGroup | Communicator | None) -> Communicator | None:
+def _communicator(
+    process_group: dist.ProcessGroup | Communicator | None, device: torch.device
+) -> Communicator | None:
     """None: no other ranks, so no communication is needed."""
     if isinstance(process_group, Communicator):
+        if process_group.device != device_index(device):
+            raise ValueError(
+                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
+                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
+            )
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_world_size(process_group) == 1:
         return None
-    return Communicator(process_group, name="optimizer")
+    return Communicator(process_group, name="optimizer", device=device)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from bucketwheel._build import native
+from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
+from bucketwheel.errors import PoolError
 
 __all__ = ["Lease", "Pool", "PoolStats"]
 
@@ -87,7 +89,7 @@ class Lease:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
 
         ``after`` says when the last use ends: a handle or an event, or a stream (everything enqueued in it so far). The
-        next owner waits for that. None: all use has ended.
+        next owner waits for that. None: all use has ended (CPU), or is in torch's current stream (CUDA).
         """
         self._native.release(_event_of(after))
 
@@ -112,35 +114,70 @@ class Pool:
 
     Args:
         upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes can
-            map).
+            map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
+            (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
         align_bytes: alignment of every lease, a power of two of at most 4096.
         min_slab_bytes: smaller requests share a slab of this size.
         poison: fill memory with NaN when it is acquired and released, and check after each lease that its end was
             respected. Slow; also switched on by ``BW_POOL_POISON=1``.
+        device: as torch names it. None: the CPU, or the current CUDA device for upstream ``"torch"`` and ``"cuda"``.
+
+    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the request is
+    made once more; then `PoolError` says who holds how much.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("__weakref__", "_native")
 
     def __init__(
-        self, upstream: str = "host", *, align_bytes: int = 512, min_slab_bytes: int = 8 << 20, poison: bool = False
+        self,
+        upstream: str | None = None,
+        *,
+        align_bytes: int = 512,
+        min_slab_bytes: int = 8 << 20,
+        poison: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:
-        self._native = native().Pool(upstream, align_bytes, min_slab_bytes, poison)
+        if upstream not in (None, "host", "shm", "torch", "cuda"):
+            raise ValueError(f"upstream must be 'host', 'shm', 'torch' or 'cuda', got {upstream!r}")
+        if device is None and upstream in ("torch", "cuda"):
+            device = "cuda"
+        index = device_index(device)
+        if upstream is None:
+            upstream = "host" if index == CPU else "torch"
+        self._native = native().Pool(
+            upstream,
+            align_bytes,
+            min_slab_bytes,
+            poison,
+            index,
+            lambda nbytes: _torch_slab(nbytes, index),
+            lambda: reclaim_memory(index),
+        )
+        if index != CPU:
+            keep_as_cache(self)
+
+    @property
+    def device(self) -> int:
+        """The index of the CUDA device, or -1."""
+        return int(self._native.device)
 
     @classmethod
     def of(cls, native_pool: Any) -> Pool:
         """The pool around a native one (a communicator's)."""
         pool = cls.__new__(cls)
         pool._native = native_pool
+        if pool.device != CPU:
+            keep_as_cache(pool)
         return pool
 
     def acquire(self, key: str, nbytes: int, stream: Any = None) -> Lease:
         """Leases ``nbytes`` bytes (0 is legal), not initialised.
 
         Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
-        thread waits. ``key`` names the lease in messages; `KeyBusy` when it is live already (the empty key may be live
+        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is live already (the empty key may be live
         any number of times). `PoolError` when the system has no memory.
         """
-        return Lease(self._native.acquire(key, nbytes, stream))
+        return Lease(self._native.acquire(key, nbytes, native_stream(stream)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when the contiguous ``tensor`` lies in this pool's memory."""
@@ -167,6 +204,22 @@ def _event_of(after: Any) -> Any:
     """The native event that ``after`` (a handle, an event, a stream) stands for."""
     if after is None:
         return None
+    after = native_stream(after)
     if hasattr(after, "record"):
         return after.record()
     return getattr(after, "event", after)
+
+
+def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
+    """Zeroed bytes on a device, allocated by torch."""
+    device = torch_device(index)
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        reclaimed = reclaim_memory(index)
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise PoolError(
+            f"a slab of {nbytes} bytes on {device}: out of memory; {reclaimed}: use smaller buckets, or less memory elsewhere"
+        ) from error

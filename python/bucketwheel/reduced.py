@@ -66,11 +66,11 @@ class ReducedGrads:
 
     def set_content(self, held: Sequence[bool]) -> None:
         """A window closed: exactly the parameters ``held`` have a gradient."""
-        for state, is_held in zip(self._states, held, strict=True):
+        for index, (state, is_held) in enumerate(zip(self._states, held, strict=True)):
             state.has_content = is_held
             state.is_zeroed = False
             if not is_held:
-                state.factor = 1.0
+                self.reset_factor(index)
 
     def has_older(self, index: int) -> bool:
         """Whether values of an earlier window still count: nobody has dropped or zeroed them here."""
@@ -80,7 +80,7 @@ class ReducedGrads:
         """Makes a gradient of an earlier window zero, with whatever was pending for it."""
         self.zero(index)
         self._states[index].is_zeroed = True
-        self._states[index].factor = 1.0
+        self.reset_factor(index)
 
     def zero(self, index: int) -> None:
         """Zeroes what the shards hold of a parameter."""
@@ -90,9 +90,13 @@ class ReducedGrads:
 
     def forget(self, index: int) -> None:
         """Drops a parameter's gradient. The shards keep its numbers; a window that adds to them zeroes them first."""
-        self._sums = None
-        self._states[index].factor = 1.0
+        self.forget_sums()
+        self.reset_factor(index)
         self._states[index].has_content = False
+
+    def forget_sums(self) -> None:
+        """What was computed from the values no longer holds."""
+        self._sums = None
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
         """Multiplies a pending factor into the shards, all but ``remaining``, so that a later window can add to them."""
@@ -106,34 +110,44 @@ class ReducedGrads:
     def mark_edited(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._states[index].is_edited = True
-        self._sums = None
+        self.forget_sums()
 
     def mark_reduced(self) -> None:
         """Every bucket has been reduced: its accumulator's sums of squares hold again."""
         for state in self._states:
             state.is_edited = False
-        self._sums = None
+        self.forget_sums()
 
     # --- factors -----------------------------------------------------------------------------------------------------
 
-    def factor(self, index: int) -> float:
-        """What is multiplied into a gradient beside the average."""
+    def has_factor(self, index: int) -> bool:
+        """Whether something is to be multiplied into a gradient beside the average."""
+        return self._states[index].factor != 1.0
+
+    def visible_factor(self, index: int) -> float | Tensor:
+        """What makes of the numbers in the shards what everybody sees, but for the average."""
         return self._states[index].factor
 
     def factors(self) -> list[float]:
+        """What the host knows of the factors: what ranks compare."""
         return [state.factor for state in self._states]
 
     def set_factor(self, index: int, factor: float) -> None:
-        """Says what is pending, without applying what was."""
+        """Says what is pending of what the host knows, without applying what was."""
         self._states[index].factor = factor
 
-    def scale(self, indices: Iterable[int], factor: float) -> None:
-        for index in indices:
-            self._states[index].factor *= factor
+    def reset_factor(self, index: int) -> None:
+        """Nothing is pending any more."""
+        self._states[index].factor = 1.0
 
-    def folded_factors(self) -> list[float]:
-        """Per parameter ``average * factor``: what the Adam kernel multiplies the sums by."""
-        return [self.average * state.factor for state in self._states]
+    def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
+        known = float(factor)
+        for index in indices:
+            self._states[index].factor *= known
+
+    def pending_factors(self) -> Sequence[float] | Tensor:
+        """What the Adam kernel multiplies the sums by, beside the average."""
+        return self.factors()
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -212,15 +226,32 @@ class ReducedGrads:
             return math.sqrt(total) * self.average if total >= 0 else math.nan
         return sum(norm**ord for norm in norms) ** (1.0 / ord)
 
-    def has_nonfinite(self) -> bool:
-        """Whether any value of any gradient is inf or NaN on any rank. Collective."""
-        return not all(map(math.isfinite, self.sums_of_squares()))
+    def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
+        """`norms`, float32, on the parameters' device. Collective."""
+        return torch.tensor(self.norms(indices, ord), dtype=torch.float32)
+
+    def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
+        """`total_norm`, float32 and 0-d, on the parameters' device. Collective."""
+        return torch.tensor(self.total_norm(indices, ord), dtype=torch.float32)
+
+    def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
+        """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
+        norm = self.total_norm_tensor(indices, ord)
+        self.scale(indices, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def found_inf(self, found: Tensor) -> Tensor:
+        """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d. Collective."""
+        everyone = max(values[0] for values in self._exchange([float(found)]))
+        has_nonfinite = not all(map(math.isfinite, self.sums_of_squares()))
+        return torch.tensor(max(everyone, float(has_nonfinite)), dtype=found.dtype)
 
     def clamp(self, index: int, low: float | None, high: float | None) -> None:
         """Limits what everybody sees to [low, high]."""
         state = self._states[index]
         for piece in state.pieces:
-            piece.grad.mul_(state.factor * self.average).clamp_(low, high)
+            piece.grad.mul_(self.visible_factor(index) * self.average).clamp_(low, high)
+        self.reset_factor(index)
         state.factor = 1.0 / self.average
         self.mark_edited([index])
 
@@ -230,16 +261,16 @@ class ReducedGrads:
         info, packing, world = state.info, state.packing, self.comm.size
         owned = [packing.owned(state.packed, rank) for rank in range(world)]
         longest = max(sum(s.numel for s in segments) for segments in owned)
-        mine = torch.zeros(longest)
+        mine = torch.zeros(longest, device=info.param.device)
         if state.pieces:
             local = torch.cat([piece.grad for piece in state.pieces])
             mine[: local.numel()] = local
-        gathered = torch.empty(world * longest)
+        gathered = mine.new_empty(world * longest)
         self.comm.all_gather_into(gathered, mine).wait()
-        flat = torch.empty(info.param.numel())
+        flat = mine.new_empty(info.param.numel())
         for rank, segments in enumerate(owned):
             at = rank * longest
             for s in segments:
                 flat[s.param_begin : s.param_begin + s.numel] = gathered[at : at + s.numel]
                 at += s.numel
-        return flat.mul_(state.factor * self.average).as_strided(info.param.shape, info.stride)
+        return flat.mul_(self.visible_factor(index) * self.average).as_strided(info.param.shape, info.stride)

@@ -79,9 +79,16 @@ class AdamRows:
         return row
 
     def begin_step(
-        self, param_groups: Sequence[dict[str, Any]], used: Sequence[bool], factors: Sequence[float]
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        used: Sequence[bool],
+        factors: Sequence[float],
+        average: float = 1.0,
     ) -> None:
-        """Counts a step for the parameters ``used`` and fixes the scalars of this step. ``factors``: folded into gradients."""
+        """Counts a step for the parameters ``used`` and fixes the scalars of this step.
+
+        ``factors``, one a parameter, are folded into the gradients with ``average``.
+        """
         expect_uniform_flags(param_groups)
         native().set_num_threads(torch.get_num_threads())
         if self._index is None:
@@ -91,7 +98,7 @@ class AdamRows:
         self._scalars = (
             self.steps[self._index],
             is_used[self._index],
-            torch.tensor(factors, dtype=torch.float64)[self._index],
+            torch.tensor([average * factor for factor in factors], dtype=torch.float64)[self._index],
         )
         self._groups = [
             native().AdamGroup(

@@ -7,6 +7,7 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from . import gather
 from ._build import native
 from .bucket import GradBucket, Part
 from .comm import Communicator
+from .device import CPU, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
 from .hooks import GradSync
 from .plan import Segment
 from .pool import Pool
 from .reduced import ReducedGrads, ShardPiece
+from .reduced_cuda import ReducedGradsCuda
 from .rows import AdamRows
+from .rows_cuda import AdamRowsCuda
 
 __all__ = ["ShardedEngine", "ShardedOptions"]
 
@@ -97,12 +101,13 @@ class ShardedEngine:
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
-        self.steps = torch.zeros(len(self.infos), dtype=torch.int64)
+        self.device = comm.device
+        self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=torch_device(comm.device))
         self.states: list[dict[str, Tensor]] = []
         _take(comm, self.infos, self)
         gather.expect_equal_layout(comm, self.infos, groups, options)
         expect_dense(self.infos)
-        self._state_pool = Pool("host")
+        self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
         gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
         if options.broadcast_params:
@@ -112,8 +117,15 @@ class ShardedEngine:
         for space in self._spaces:
             if space.master is not None:
                 self._read_master(space, space.first_param)
-        self._rows = AdamRows(self.steps)
-        self.reduced = ReducedGrads(comm, 1.0 / comm.size if options.gradient_average else 1.0)
+        average = 1.0 / comm.size if options.gradient_average else 1.0
+        self._rows: AdamRows | AdamRowsCuda
+        if self.device == CPU:
+            self._rows = AdamRows(self.steps)
+            self.reduced = ReducedGrads(comm, average)
+        else:
+            self._rows = AdamRowsCuda(self.steps, self.device)
+            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count())
+        self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
         self.grads = GradSync(
@@ -175,17 +187,36 @@ class ShardedEngine:
             segments = owned[id(space)][bucket.index]
             shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
             ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
-            accumulator = native().ShardAccumulator(shard, [(begin, begin + numel) for begin, numel in ranges])
+            accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
             first_row = self._add_rows(space, segments)
-            for row, s in enumerate(segments):
+            for place, s in zip(places, segments, strict=True):
                 piece = space.grad.narrow(0, s.shard_begin, s.numel)
-                pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, row))
+                pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, place))
             numel = self.world * bucket.shard_numel
             full = space.flat.flat.narrow(0, bucket.begin, numel)
             grads = GradBucket(number, numel, space.wire_dtype, parts[id(space)][bucket.index], accumulator)
             own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
+
+    def _span_count(self) -> int:
+        """How many sums of squares all accumulators together write, at most."""
+        count = 0
+        for space in self._spaces:
+            per_bucket = Counter(s.bucket for s in space.flat.packing.segments(self.comm.rank))
+            for bucket in space.flat.packing.buckets:
+                count += native().ShardAccumulatorCuda.max_spans(per_bucket[bucket.index])
+        return count
+
+    def _accumulate_into(self, shard: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
+        """The native accumulator of one bucket's shard, and the place of each range's sum of squares: `ShardPiece.row`."""
+        if not isinstance(self.reduced, ReducedGradsCuda):
+            return native().ShardAccumulator(shard, ranges), list(range(len(ranges)))
+        begin = self._span_begin
+        count = native().ShardAccumulatorCuda.max_spans(len(ranges))
+        self._span_begin += count
+        accumulator = native().ShardAccumulatorCuda(shard, ranges, self.reduced.row_sums.narrow(0, begin, count))
+        return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
 
     def _add_rows(self, space: _Space, segments: Sequence[Segment]) -> int:
         first = self._rows.table.rows
@@ -199,6 +230,7 @@ class ShardedEngine:
                 space.exp_avg.narrow(0, s.shard_begin, s.numel),
                 space.exp_avg_sq.narrow(0, s.shard_begin, s.numel),
                 None if space.master is None else space.master.narrow(0, s.shard_begin, s.numel),
+                param_begin=s.param_begin,
             )
         return int(first)
 
@@ -239,7 +271,7 @@ class ShardedEngine:
         self._follow_edits()
         used = self.grads.held
         with torch.no_grad():
-            self._rows.begin_step(param_groups, used, self.reduced.folded_factors())
+            self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
             for bucket in reversed(self._buckets):  # what the next forward needs first goes first
                 if any(used[index] for index in bucket.grads.parts):
                     self._rows.step(bucket.first_row, bucket.last_row)
@@ -274,15 +306,18 @@ class ShardedEngine:
     def close_window(self) -> None:
         self.grads.close("grad_sync")
 
-    def total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
+    def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         self.grads.close("norm")
-        held = self.grads.held
-        chosen = range(len(self.infos)) if indices is None else indices
-        return self.reduced.total_norm([i for i in chosen if held[i]], ord)
+        return self.reduced.total_norm_tensor(self._held(indices), ord)
 
-    def scale(self, indices: Sequence[int] | None, factor: float) -> None:
+    def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        self.grads.close("norm")
+        return self.reduced.clip(self._held(indices), max_norm, ord)
+
+    def _held(self, indices: Sequence[int] | None) -> list[int]:
+        """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
         chosen = range(len(self.infos)) if indices is None else indices
-        self.grads.scale([i for i in chosen if self.grads.held[i]], factor)
+        return [i for i in chosen if self.grads.held[i]]
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.grads.no_sync()

@@ -128,6 +128,6 @@ def _plan(
 def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The elements of ``ranges`` out of a tensor of the parameter's shape, in the parameter's memory order."""
     param = info.param
-    laid_out = torch.empty_strided(param.shape, info.stride, dtype=torch.float32).copy_(full)
+    laid_out = torch.empty_strided(param.shape, info.stride, dtype=torch.float32, device=param.device).copy_(full)
     flat = laid_out.as_strided((param.numel(),), (1,))
     return torch.cat([flat[begin:end] for begin, end in ranges]) if ranges else flat[:0]

@@ -35,7 +35,7 @@ TEST(next_owners_stream_waits_for_the_fence_and_the_host_does_not) {
     seen = bytes[0];
   });
   first->release(reader->record());
-  auto second = pool->acquire("w1", 1024, writer.get());  // does not block: the gate is closed
+  auto second = pool->acquire("w1", 1024, writer);  // does not block: the gate is closed
   CHECK(second->data() == bytes);
   writer->run([bytes] { bytes[0] = std::byte{2}; });
   EventRef written = writer->record();
@@ -80,7 +80,7 @@ TEST(done_fences_are_not_waits) {
   auto pool = make_pool();
   auto stream = cpu_device().new_stream("done");
   for (int i = 0; i < 10; ++i) {
-    auto lease = pool->acquire("x", 4096, stream.get());
+    auto lease = pool->acquire("x", 4096, stream);
     stream->run([] {});
     EventRef event = stream->record();
     lease->release(event);
@@ -109,9 +109,9 @@ TEST(fences_stay_with_their_bytes_through_joins_and_splits) {
   pool->check();
   auto part = pool->acquire("part", 1024);
   CHECK(part->offset_bytes() == a_offset && pool->stats().waits == 0);
-  auto half = pool->acquire("half", 512, user.get());
+  auto half = pool->acquire("half", 512, user);
   CHECK(pool->stats().waits == 1);
-  auto other_half = pool->acquire("other half", 512, user.get());
+  auto other_half = pool->acquire("other half", 512, user);
   CHECK(pool->stats().waits == 2);
   auto beyond = pool->acquire("beyond", 1024);
   CHECK(pool->stats().waits == 2);
@@ -138,8 +138,8 @@ TEST(fences_survive_a_lease_that_was_never_used) {
     seen = bytes[0];
   });
   lease->release(busy->record());
-  pool->acquire("second", 1024, second.get())->release();
-  auto last = pool->acquire("third", 1024, third.get());
+  pool->acquire("second", 1024, second)->release();
+  auto last = pool->acquire("third", 1024, third);
   CHECK(last->data() == bytes && pool->stats().waits == 2);
   third->run([bytes] { bytes[0] = std::byte{3}; });
   gate.open();
@@ -159,11 +159,11 @@ TEST(failed_acquire_gives_the_block_back) {
   auto lease = pool->acquire("first", 1024);
   busy->run([&] { gate.wait(); });
   lease->release(busy->record());
-  CHECK_THROWS(DeviceError, "'closed' is closed", pool->acquire("first", 1024, closed.get()));
+  CHECK_THROWS(DeviceError, "'closed' is closed", pool->acquire("first", 1024, closed));
   pool->expect_no_leases();
   pool->check();
   auto user = cpu_device().new_stream("user");
-  auto again = pool->acquire("first", 1024, user.get());
+  auto again = pool->acquire("first", 1024, user);
   CHECK(pool->stats().waits == 2);  // the fence was still there
   gate.open();
 }
@@ -215,9 +215,9 @@ TEST(poison_fills_what_is_acquired_and_released) {
   });
   lease->release(reader->record());
   filler->run([&] { late.wait(); });
-  lease = pool->acquire("p", 1000, filler.get());
+  lease = pool->acquire("p", 1000, filler);
   lease->release();                              // not used: the filler's fill is still to come
-  lease = pool->acquire("p", 1000, user.get());  // and must not come after this
+  lease = pool->acquire("p", 1000, user);  // and must not come after this
   bool is_clean = false;
   user->run([&] {
     is_clean = is_poisoned(bytes, 1000);
@@ -246,7 +246,7 @@ TEST(threads_hammer_one_pool) {
           const size_t size = 8 + random() % 3000;
           const bool on_stream = random() % 2 == 0;
           const std::string key = random() % 2 ? "" : std::to_string(t) + "/" + std::to_string(i);
-          LeaseRef lease = pool->acquire(key, size, on_stream ? stream.get() : nullptr);
+          LeaseRef lease = pool->acquire(key, size, on_stream ? stream : StreamRef());
           const auto value = std::byte(1 + t);
           if (on_stream) {
             // The lease is kept by what uses it; its bytes are this thread's until the event.
@@ -278,7 +278,7 @@ TEST(threads_hammer_one_pool) {
           lease->release(used);
           if (random() % 4 == 0) {
             stream->run([] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
-            LeaseRef fenced = pool->acquire("", 600, stream.get());
+            LeaseRef fenced = pool->acquire("", 600, stream);
             fenced->release(stream->record());
           }
         }
@@ -309,7 +309,7 @@ TEST(fenced_reuse_keeps_every_value) {
   constexpr int kSteps = 400;
   constexpr size_t kWords = 1024;
   for (int i = 0; i < kSteps; ++i) {
-    LeaseRef lease = pool->acquire("", kWords * 8 * (1 + i % 3), write.get());
+    LeaseRef lease = pool->acquire("", kWords * 8 * (1 + i % 3), write);
     auto* words = reinterpret_cast<uint64_t*>(lease->data());
     write->run([words, i] { std::fill_n(words, kWords, uint64_t(i)); });
     read->wait(write->record());

@@ -84,7 +84,7 @@ TEST(placement_follows_the_reference_model) {
       if (live.empty() || (live.size() < 60 && random() % 100 < 52)) {
         const size_t sizes[] = {0, 1, 511, 512, 513, 4096, 70000, kSlab / 3, kSlab + 1};
         const size_t size = random() % 3 ? random() % 40000 : sizes[random() % 9];
-        LeaseRef lease = pool->acquire("", size, random() % 2 ? stream.get() : nullptr);
+        LeaseRef lease = pool->acquire("", size, random() % 2 ? stream : StreamRef());
         stream->synchronize();
         const auto place = model.acquire(size);
         CHECK(place == std::pair(lease->slab()->id, lease->offset_bytes()));

@@ -1,7 +1,9 @@
 """Builds and runs the C++ tests: plain, under sanitizers, and with the streams' test modes.
 
-Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. Objects
-and binaries are kept in build/native for as long as their sources do not change.
+Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``// with:
+fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with the
+emulation of fake_cuda/; ``// runs: address`` names the only runs that say something about this test, and has them in the
+default run. Objects and binaries are kept in build/native for as long as their sources do not change.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ HERE = ROOT / "tests" / "native"
 OUT = ROOT / "build" / "native"
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
+CUDA_AS_CXX = [f"-I{HERE / 'fake_cuda'}", "-Wno-unknown-pragmas"]
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"],
@@ -35,6 +38,19 @@ RUN_ENV = {
 }
 BUILD_TIMEOUT_S = 400.0
 RUN_TIMEOUT_S = 100.0
+
+
+def words(test: str, key: str) -> list[str]:
+    """What a line ``// key: ...`` of the test says."""
+    found = re.search(rf"^// {key}: (.*)$", (HERE / f"{test}.cpp").read_text(), re.MULTILINE)
+    return found.group(1).split() if found else []
+
+
+def tests_of(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
+    """The tests that do this run: all that name none, slow ones if ``slow``, and those that name it."""
+    chosen = [test for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.mark.parametrize("test", [pytest.param(t, marks=[] if words(t, "runs") else marks) for t in chosen])
 
 
 def run_checked(argv: list[str], timeout_s: float, env: dict[str, str] | None = None) -> str:
@@ -62,12 +78,13 @@ def stored(stem: str, inputs: list[Path], argv: list[str]) -> Path:
 def build(test: str, sanitizer: str) -> Path:
     """The binary of one test, from build/native or compiled now."""
     source = HERE / f"{test}.cpp"
-    needs = re.search(r"^// needs: (.*)$", source.read_text(), re.MULTILINE)
-    assert needs, f"{source} does not say what it needs"
-    folders = needs.group(1).split()
+    folders = words(test, "needs")
+    assert folders, f"{source} does not say what it needs"
+    extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
     recipe = _toolchain.read_recipe(ROOT / "csrc")
     cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *SANITIZERS[sanitizer]]
     compile_argv = [*cxx, f"-I{recipe.csrc}", f"-I{HERE}", "-c"]
+    own_argv = [*compile_argv, *(CUDA_AS_CXX if extra else [])]
     headers = sorted(path for folder in folders for path in (recipe.csrc / folder).glob("*.h"))
 
     def compile_part(path: Path, flags: tuple[str, ...]) -> Path:
@@ -75,12 +92,16 @@ def build(test: str, sanitizer: str) -> Path:
         seen = headers[: 1 + max(i for i, header in enumerate(headers) if header.parent == path.parent)]
         return stored(f"{path.stem}-{sanitizer}", [path, *seen], [*compile_argv, str(path), *flags])
 
+    def compile_extra(path: Path) -> Path:
+        seen = [*sorted((HERE / "fake_cuda").glob("*.h")), *headers]
+        return stored(f"{path.stem}-{sanitizer}", [path, *seen], [*own_argv, "-x", "c++", str(path)])
+
     parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         main = pool.submit(
-            stored, f"{test}-{sanitizer}", [source, *sorted(HERE.glob("*.h")), *headers], [*compile_argv, str(source)]
+            stored, f"{test}-{sanitizer}", [source, *sorted(HERE.rglob("*.h")), *headers], [*own_argv, str(source)]
         )
-        objects = list(pool.map(lambda part: compile_part(*part), parts))
+        objects = [*pool.map(compile_extra, extra), *pool.map(lambda part: compile_part(*part), parts)]
         objects.append(main.result())
     return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects)])
 
@@ -91,32 +112,31 @@ def run(test: str, sanitizer: str, **env: str) -> None:
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("plain")
 def test_plain(test: str) -> None:
     run(test, "plain")
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("thread")
 def test_threads(test: str) -> None:
     run(test, "thread")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("address", slow=True)
 def test_address(test: str) -> None:
     run(test, "address")
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("inline")
 def test_inline_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM="inline")
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("fuzzed")
 def test_fuzzed_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM_FUZZ="1")
 
@@ -125,7 +145,7 @@ def test_fuzzed_streams(test: str) -> None:
 @pytest.mark.timeout_s(900)
 @pytest.mark.parametrize("seed", ["2", "3", "4"])
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-@pytest.mark.parametrize("test", TESTS)
+@tests_of("fuzzed")
 def test_fuzzed_streams_under_sanitizers(test: str, sanitizer: str, seed: str) -> None:
     run(test, sanitizer, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
 

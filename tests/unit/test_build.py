@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.requirements import need_nvcc
 from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,10 +103,10 @@ def test_a_killed_builder_blocks_nobody(tree: TinyTree) -> None:
 
 
 def test_the_folder_of_a_living_builder_stays(tree: TinyTree) -> None:
-    code = "from pathlib import Path; from bucketwheel import _build\n"
+    code = "from pathlib import Path; from bucketwheel import _cache\n"
     code += "cache = Path('cache'); (cache / 'tmp').mkdir(parents=True)\n"
-    code += "with _build._private_folder(cache) as mine:\n"
-    code += "    _build._prune(cache); assert (mine / 'alive').exists()\n"
+    code += "with _cache.private_folder(cache) as mine:\n"
+    code += "    _cache.prune(cache); assert (mine / 'alive').exists()\n"
     code += "assert not mine.exists(); print('ok')"
     assert tree.run(code)[0] == "ok"
 
@@ -121,7 +122,7 @@ def test_a_damaged_entry_is_built_again(tree: TinyTree, damage: str) -> None:
     elif damage == "other bytes":
         module.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     elif damage == "no manifest":
-        (entry / "manifest.json").unlink()
+        (entry / "_cpu.json").unlink()
     else:
         module.unlink()
     out, err = tree.run()
@@ -237,13 +238,13 @@ def test_an_unwritable_home_falls_back_to_a_folder_of_our_own(tree: TinyTree) ->
 
 
 def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketwheel import _build
+    from bucketwheel import _cache
 
     mounts = "/dev/sda / ext4 rw 0 0\nserver:/users /users nfs4 rw 0 0\nx /users/me/local\\040disk xfs rw 0 0\n"
-    monkeypatch.setattr(_build.Path, "read_text", lambda *_, **__: mounts)
-    assert _build._is_network(Path("/users/me/.cache"))
-    assert not _build._is_network(Path("/users/me/local disk/cache"))
-    assert not _build._is_network(Path("/usersgroup"))
+    monkeypatch.setattr(_cache.Path, "read_text", lambda *_, **__: mounts)
+    assert _cache.is_network(Path("/users/me/.cache"))
+    assert not _cache.is_network(Path("/users/me/local disk/cache"))
+    assert not _cache.is_network(Path("/usersgroup"))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -348,9 +349,11 @@ def test_import_compiles_nothing_and_loads_no_native_module() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("aot", ["", "cpu"])
+@pytest.mark.parametrize("aot", ["", "cpu", "cuda"])
 def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
     """Needs the package index. Torch is left out (--no-deps): building must not need it."""
+    if aot == "cuda":
+        need_nvcc()
     source, target = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "build_backend.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -362,4 +365,5 @@ def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
     subprocess.run(command, env={**environment, "BW_AOT": aot}, check=True, timeout=500)
     package = target / "bucketwheel"
     assert (package / "_csrc" / "sources.txt").read_text() == (ROOT / "csrc" / "sources.txt").read_text()
-    assert [path.name.partition(".")[0] for path in package.glob("_native/*.so")] == (["_cpu"] if aot else [])
+    modules = {"": [], "cpu": ["_cpu"], "cuda": ["_cpu", "_cuda"]}[aot]
+    assert sorted(path.name.partition(".")[0] for path in package.glob("_native/*.so")) == modules

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bucketwheel import _toolchain
-from bucketwheel._toolchain import Source
+from bucketwheel import _compile, _toolchain
+from bucketwheel._toolchain import Source, Toolchain
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -37,20 +38,61 @@ def test_an_unknown_source_names_the_line(tmp_path: Path) -> None:
         _toolchain.read_recipe(tmp_path)
 
 
+def test_a_source_listed_twice_names_the_line(tmp_path: Path) -> None:
+    write(tmp_path, a_dot_cpp="")
+    (tmp_path / "sources.txt").write_text("a.cpp\n\na.cpp -O1\n")
+    with pytest.raises(ValueError, match=r"sources\.txt:3: listed twice: 'a\.cpp'"):
+        _toolchain.read_recipe(tmp_path)
+
+
 def test_every_source_file_is_listed() -> None:
-    listed = {source.path for source in _toolchain.read_recipe(CSRC, "x86_64").sources}
-    listed |= {source.path for source in _toolchain.read_recipe(CSRC, "aarch64").sources}
-    assert listed == {str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cpp")}
+    listed: list[str] = []
+    for module in (_toolchain.CPU, _toolchain.CUDA):
+        found = [source.path for source in _toolchain.read_recipe(CSRC, "x86_64", module).sources]
+        others = [source.path for source in _toolchain.read_recipe(CSRC, "aarch64", module).sources]
+        listed += found + [path for path in others if path not in found]
+    present = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu")]
+    assert sorted(listed) == sorted(str(path.relative_to(CSRC)) for path in present)
+
+
+def test_cuda_files_have_flags_and_a_compiler_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path, a_dot_cu="", b_dot_cpp="")
+    (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3 -fmad=false\nflags: -O2\nlink: -shared\na.cu -DA\nb.cpp\n")
+    recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
+    toolchain = Toolchain(("g++",), ("/include",), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
+    cu, cpp = (_compile.command(recipe, toolchain, source, Path("out.o")) for source in recipe.sources)
+    assert " ".join(cu) == "nvcc -gencode=x -O3 -fmad=false -DA -I. -c a.cu -o out.o"
+    assert " ".join(cpp) == "g++ -O2 -I. -isystem /include -c b.cpp -o out.o"
+
+
+def test_the_key_of_an_object_holds_what_made_it(tmp_path: Path) -> None:
+    write(tmp_path, a_dot_cu="", b_dot_cpp="")
+    (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3\nflags: -O2\na.cu\nb.cpp\n")
+    recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
+    toolchain = Toolchain(("g++",), (), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
+
+    def keys(recipe: _toolchain.Recipe, toolchain: Toolchain) -> list[str]:
+        return [_compile.object_key(recipe, toolchain, source) for source in recipe.sources]
+
+    cu, cpp = keys(recipe, toolchain)
+    others = [(recipe, replace(toolchain, nvcc=("nvcc", "-gencode=y"))), (replace(recipe, nvcc_flags=()), toolchain)]
+    others.append((recipe, replace(toolchain, nvcc_identity="nvcc 14")))
+    for other in others:
+        assert keys(*other)[0] != cu and keys(*other)[1] == cpp
+        assert _toolchain.build_key(*other) != _toolchain.build_key(recipe, toolchain)
+    assert keys(replace(recipe, flags=()), toolchain)[0] == cu
+    changed = keys(recipe, replace(toolchain, identity="g++ 13"))  # nvcc's host compiler too
+    assert changed[0] != cu and changed[1] != cpp
 
 
 def test_an_object_depends_on_what_its_source_includes(tmp_path: Path) -> None:
     write(tmp_path, a__a_dot_cpp='#include "one.h"\n  #  include "b/two.h"\n#include <vector>\n')
     write(tmp_path, a__one_dot_h='#include "b/two.h"\n', b__two_dot_h='#include <b/three.h>\n#include "a/one.h"\n')
     write(tmp_path, b__three_dot_h="", b__other_dot_h="")
-    names = [str(path.relative_to(tmp_path)) for path in _toolchain._closure(tmp_path, "a/a.cpp")]
+    names = [str(path.relative_to(tmp_path)) for path in _compile.closure(tmp_path, "a/a.cpp")]
     assert sorted(names) == ["a/a.cpp", "a/one.h", "b/three.h", "b/two.h"]
     write(tmp_path, a__one_dot_h="#include NAMED_BY_A_MACRO\n")
-    assert len(_toolchain._closure(tmp_path, "a/a.cpp")) == 5
+    assert len(_compile.closure(tmp_path, "a/a.cpp")) == 5
 
 
 def test_the_digest_sees_renames_and_moved_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A repository of one C++ file and the real build code: its native module has one number, ``answer``."""
+"""A repository of one C++ file and the real build code: its native module has one number, ``answer``.
+
+With `add_cuda` it has a CUDA module too, whose .cu file a false nvcc hands to the C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
+
+# doctor.py and __main__.py need torch, the others nothing.
+REAL = ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py")
+REAL += ("doctor.py", "__main__.py")
 
 MODULE = """
 #include <Python.h>
@@ -26,9 +33,44 @@ link: -shared
 bindings/module.cpp
 base/second.cpp  # after the slow one
 """
+CUDA_MODULE = """
+#include <Python.h>
+int answer();
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__cuda() {
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "answer", answer());
+  return module;
+}
+"""
+CUDA_SOURCES = """
+nvcc: -std=c++20 -O0 -Xptxas=-v -Xcompiler=-fPIC
+flags: -std=c++20 -O0 -fPIC
+link: -shared -cudart=static -cudadevrt=none
+kernels/answer.cu
+bindings/cuda.cpp
+"""
+# Does with g++ what nvcc would do, and leaves out what only nvcc knows.
+FALSE_NVCC = """#!/bin/sh
+case " $* " in *" --version "*) echo "nvcc: release $(cat {root}/nvcc_release)"; exit;; esac
+echo "$*" >> {root}/nvcc_calls
+for word; do
+  shift
+  case "$word" in
+    -ccbin) skip=1; continue;;
+    -gencode=*|-cudart=*|-cudadevrt=*|-Xptxas=*) continue;;
+    -Xcompiler=*) word="${{word#-Xcompiler=}}";;
+    *.cu) set -- "$@" -x c++;;
+  esac
+  if [ -n "$skip" ]; then skip=; else set -- "$@" "$word"; fi
+done
+echo "ptxas info    : Used 8 registers"
+exec c++ "$@"
+"""
 # Waiters report at once, so that a test knows when they wait.
-WAIT = "from bucketwheel import _build; _build._REPORT_S = 0.0; print(_build.native().answer, flush=True)"
+WAIT = "from bucketwheel import _build, _cache; _cache.REPORT_S = 0.0; print(_build.native().answer, flush=True)"
 LOAD = "from bucketwheel import _build; print(_build.native().answer, flush=True)"
+LOAD_CUDA = "from bucketwheel import _build; print(_build.cuda().answer, flush=True)"
 
 
 class TinyTree:
@@ -41,7 +83,7 @@ class TinyTree:
         self.calls = root / "compiler_calls"
         package = root / "python" / "bucketwheel"
         package.mkdir(parents=True)
-        for name in ("_build.py", "_toolchain.py", "_version.py", "errors.py"):
+        for name in REAL:
             shutil.copy(PACKAGE / name, package)
         (package / "__init__.py").touch()
         self.write("bindings/module.cpp", MODULE)
@@ -50,11 +92,24 @@ class TinyTree:
         self.write("sources.txt", SOURCES)
         self.compiler = root / "counting-c++"
         self.gate = root / "gate"
+        self.nvcc = root / "false-nvcc"
         self.make_compiler()
 
     def write(self, path: str, text: str) -> None:
         (self.csrc / path).parent.mkdir(parents=True, exist_ok=True)
         (self.csrc / path).write_text(text)
+
+    def add_cuda(self) -> None:
+        self.write("bindings/cuda.cpp", CUDA_MODULE)
+        self.write("kernels/answer.cu", '#include "base/answer.h"\nint answer() { return ANSWER + 100; }\n')
+        self.write("sources_cuda.txt", CUDA_SOURCES)
+        (self.root / "nvcc_release").write_text("13.0\n")
+        self.nvcc.write_text(FALSE_NVCC.format(root=self.root))
+        self.nvcc.chmod(0o755)
+
+    def nvcc_calls(self) -> list[str]:
+        path = self.root / "nvcc_calls"
+        return path.read_text().splitlines() if path.exists() else []
 
     def make_compiler(self, before: str = "") -> None:
         """$CXX of the children: writes down each call, runs the shell line ``before``, then the real compiler."""
@@ -72,20 +127,23 @@ class TinyTree:
         self.gate.touch()
 
     def compiled(self) -> list[str]:
-        """The sources compiled so far, in order; linking is 'link'."""
+        """The sources that $CXX compiled so far, in order; linking is 'link'."""
         lines = self.calls.read_text().splitlines() if self.calls.exists() else []
         words = [line.split() for line in lines]
         return [line[line.index("-c") + 1] if "-c" in line else "link" for line in words]
 
-    def entries(self) -> list[Path]:
-        return sorted(self.cache.glob("bucketwheel_cpu-*"))
+    def entries(self, kind: str = "cpu") -> list[Path]:
+        return sorted(self.cache.glob(f"bucketwheel_{kind}-*"))
 
     def environment(self, **changes: str | None) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("BW_", "CXX", "PYTHONPATH"))}
+        ours = ("BW_", "CXX", "PYTHONPATH", "NVCC", "CUDA", "TORCH_CUDA")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         wanted: dict[str, str | None] = {
             "PYTHONPATH": str(self.root / "python"),
             "BW_CACHE_DIR": str(self.cache),
             "CXX": str(self.compiler),
+            "NVCC": str(self.nvcc) if self.nvcc.exists() else None,
+            "BW_CUDA_ARCH_LIST": "9.0",
             **changes,
         }
         return {**kept, **{name: value for name, value in wanted.items() if value is not None}}

@@ -1,0 +1,207 @@
+// Bindings of kernels/adam_table_cuda.h: the table that the optimizer keeps, and the one-call step over tensor lists.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/adam_py.h"
+#include "bindings/adam_rows.h"
+#include "bindings/device_py.h"
+#include "bindings/dlpack.h"
+#include "bindings/layout.h"
+#include "kernels/adam_table_cuda.h"
+
+namespace bucketwheel {
+
+namespace py = pybind11;
+
+// The memory of a contiguous tensor of `numel` (-1: any number of) elements on `device`; None gives null.
+template <class T>
+T* device_array(py::handle tensor, DType dtype, DeviceId device, int64_t numel, const char* what) {
+  if (tensor.is_none()) {
+    return nullptr;
+  }
+  const dlpack::Name name{what, 0};
+  const dlpack::Described values = dlpack::describe_on_any_device(tensor, name);
+  dlpack::expect_device(values, device, name);
+  dlpack::expect_dtype(values, dtype, name);
+  BW_EXPECTS(values.is_contiguous() && (numel < 0 || values.numel == numel),
+             std::string(what) + " must be contiguous, of " + std::to_string(numel) + " elements; it has shape " +
+                 values.shape_text());
+  return static_cast<T*>(values.data);
+}
+
+// What a step gets beside its rows, as keyword arguments of begin() and adam_step_cuda().
+struct AdamCudaArguments {
+  py::object steps;    // int64 [params], on the device
+  py::object used;     // bytes, one for each parameter; None: all
+  py::object factors;  // float64 [params], on the device; None: 1
+  py::object noop;     // float32 [1], on the device; None
+  py::object lr;       // a list of None or float32 [1] on the device, one for each group; None
+  double average = 1.0;
+  bool decoupled = true;
+  bool maximize = false;
+  bool stochastic = true;
+  bool stochastic_param = false;
+  uint64_t seed = 0;
+};
+
+// The same as the kernels' host side takes it; `lr` owns what the step's span shows.
+struct AdamCudaStepHolder {
+  AdamCudaStep step;
+  std::vector<const float*> lr;
+
+  AdamCudaStepHolder(const AdamCudaArguments& from, const std::vector<AdamGroup>& groups, DeviceId device) {
+    const dlpack::Described steps = dlpack::describe_on_any_device(from.steps, {"steps", 0});
+    step.param_count = steps.numel;
+    step.steps = device_array<int64_t>(from.steps, DType::kInt64, device, -1, "steps");
+    step.factors = device_array<const double>(from.factors, DType::kFloat64, device, steps.numel, "factors");
+    step.noop = device_array<const float>(from.noop, DType::kFloat32, device, 1, "noop");
+    step.groups = groups;
+    if (!from.used.is_none()) {
+      const std::string_view used = from.used.cast<std::string_view>();  // the caller's argument holds the bytes
+      step.used = {reinterpret_cast<const uint8_t*>(used.data()), used.size()};
+    }
+    if (!from.lr.is_none()) {
+      for (py::handle one : from.lr) {
+        lr.push_back(device_array<const float>(one, DType::kFloat32, device, 1, "lr"));
+      }
+      step.lr = lr;
+    }
+    step.average = from.average;
+    step.decoupled = from.decoupled;
+    step.maximize = from.maximize;
+    step.stochastic = from.stochastic;
+    step.stochastic_param = from.stochastic_param;
+    step.seed = from.seed;
+  }
+};
+
+class PyAdamCudaTable : public PyAdamRows<AdamCudaTable> {
+ public:
+  explicit PyAdamCudaTable(int device) : PyAdamRows(CudaDevice::at(device).id(), CudaDevice::at(device)) {}
+
+  void begin(const std::vector<AdamGroup>& groups, const AdamCudaArguments& arguments) {
+    const AdamCudaStepHolder holder(arguments, groups, device_);
+    const StreamRef stream = current_stream(device_);
+    py::gil_scoped_release unlocked;
+    table_.begin(holder.step, *stream);
+  }
+  void step(int64_t first_row, int64_t last_row) {
+    const StreamRef stream = current_stream(device_);
+    py::gil_scoped_release unlocked;
+    table_.step(first_row, last_row < 0 ? table_.rows() : last_row, *stream);
+  }
+};
+
+// Tables (AdamCudaTable, SumsqCudaTable, ...) for calls that have none of their own: one for each device, whose device memory is
+// kept from call to call, and one for each call that is captured, because replays read what it uploaded. Never freed.
+template <class Table>
+class CudaScratch {
+ public:
+  explicit CudaScratch(CudaDevice& device) : table_(device) {}
+
+  // Calls use(table), alone.
+  template <class Use>
+  static void with(int device, Stream& stream, Use&& use) {
+    if (is_capturing(stream)) {
+      use((new CudaScratch(CudaDevice::at(device)))->table_);
+      return;
+    }
+    static std::mutex mutex;
+    static auto* const all = new std::map<int, std::unique_ptr<CudaScratch>>();
+    std::lock_guard lock(mutex);
+    std::unique_ptr<CudaScratch>& one = (*all)[device];
+    if (one == nullptr) {
+      one = std::make_unique<CudaScratch>(CudaDevice::at(device));
+    }
+    use(one->table_);
+  }
+
+ private:
+  Table table_;
+};
+
+// One step over lists of tensors on `device`, in the caller's current stream. Everything is checked before anything is
+// enqueued. Entry i takes the steps and the factor i; its random bits are those of parameter param_ids[i], or i.
+inline void adam_step_cuda(int device, const AdamLists& lists, const std::optional<std::vector<uint32_t>>& param_ids,
+                           const AdamGroup& group, const AdamCudaArguments& arguments) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  BW_EXPECTS(
+      !param_ids || param_ids->size() == lists.count(),
+      "param_ids has " + std::to_string(param_ids->size()) + " entries, params has " + std::to_string(lists.count()));
+  std::vector<std::pair<AdamRow, uint32_t>> rows;  // with their places
+  for (size_t i = 0; i < lists.count(); ++i) {
+    const auto place = static_cast<uint32_t>(i);
+    rows.emplace_back(lists.row(i, id, param_ids ? (*param_ids)[i] : place), place);
+  }
+  // Rows of one kernel variant next to each other: one launch for each.
+  std::ranges::stable_sort(rows, {}, [](const auto& entry) {
+    const AdamVariant variant = entry.first.variant();
+    return std::tuple(variant.p_dtype, variant.state_dtype, variant.weight, variant.amsgrad);
+  });
+  AdamCudaStepHolder holder(arguments, {}, id);
+  holder.step.groups = {&group, 1};
+  const StreamRef stream = current_stream(id);
+  py::gil_scoped_release unlocked;
+  CudaScratch<AdamCudaTable>::with(device, *stream, [&](AdamCudaTable& table) {
+    table.clear();
+    for (const auto& [row, place] : rows) {
+      table.add(row, place);
+    }
+    table.begin(holder.step, *stream);
+    table.step(0, table.rows(), *stream);
+  });
+}
+
+inline void bind_adam_cuda(py::module_& m) {
+  py::class_<AdamCudaArguments>(m, "AdamCudaArguments")
+      .def(py::init([](py::object steps, py::object used, py::object factors, py::object noop, py::object lr,
+                       double average, bool decoupled, bool maximize, bool stochastic, bool stochastic_param,
+                       uint64_t seed) {
+             return AdamCudaArguments{
+                 std::move(steps), std::move(used), std::move(factors), std::move(noop),  std::move(lr), average,
+                 decoupled,        maximize,        stochastic,         stochastic_param, seed};
+           }),
+           py::arg("steps"), py::kw_only(), py::arg("used") = py::none(), py::arg("factors") = py::none(),
+           py::arg("noop") = py::none(), py::arg("lr") = py::none(), py::arg("average") = 1.0,
+           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
+           py::arg("stochastic_param") = false, py::arg("seed") = 0);
+  py::class_<PyAdamCudaTable>(m, "AdamCudaTable")
+      .def(py::init<int>(), py::arg("device"))
+      .def("add", &PyAdamCudaTable::add, py::arg("p"), py::arg("g").none(true), py::arg("m"), py::arg("v"),
+           py::arg("master").none(true), py::arg("group"), py::kw_only(), py::arg("max_exp_avg_sq") = py::none(),
+           py::arg("remainder") = py::none(), py::arg("param") = 0, py::arg("param_begin") = 0)
+      .def("set_grads", &PyAdamCudaTable::set_grads, py::arg("grads"), py::arg("first_row") = 0)
+      .def("clear_grads", &PyAdamCudaTable::clear_grads)
+      .def("begin", &PyAdamCudaTable::begin, py::arg("groups"), py::arg("arguments"))
+      .def("step", &PyAdamCudaTable::step, py::arg("first_row") = 0, py::arg("last_row") = -1)
+      .def_property_readonly("rows", &PyAdamCudaTable::rows)
+      .def_property_readonly("numel", &PyAdamCudaTable::numel);
+  m.def(
+      "adam_step_cuda",
+      [](int device, py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
+         std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
+         std::optional<py::sequence> remainders, const std::optional<std::vector<uint32_t>>& param_ids,
+         const AdamGroup& group, const AdamCudaArguments& arguments) {
+        adam_step_cuda(device,
+                       {std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
+                        std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
+                       param_ids, group, arguments);
+      },
+      py::arg("device"), py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+      py::arg("max_exp_avg_sqs").none(true), py::arg("master_params").none(true), py::arg("remainders").none(true),
+      py::arg("param_ids").none(true), py::arg("group"), py::arg("arguments"));
+}
+
+}  // namespace bucketwheel

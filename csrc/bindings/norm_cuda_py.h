@@ -1,0 +1,178 @@
+// Bindings of the sums of squares, the clip kernel and the copies on CUDA. Results stay on the device, in tensors that the caller
+// gives; everything runs in the caller's current stream and nothing blocks.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/adam_cuda_py.h"
+#include "bindings/device_py.h"
+#include "bindings/layout.h"
+#include "comm/comm.h"
+#include "kernels/pack_table_cuda.h"
+#include "kernels/sums_cuda.h"
+
+namespace bucketwheel {
+
+namespace py = pybind11;
+
+inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) {
+  std::vector<NormRow> rows;
+  for (size_t i = 0; i < py::len(tensors); ++i) {
+    const dlpack::Name name{"tensors", static_cast<int64_t>(i)};
+    const dlpack::Described tensor = dlpack::describe_on_any_device(py::object(tensors[i]), name);
+    dlpack::expect_device(tensor, id, name);
+    dlpack::expect_float(tensor, name);
+    dlpack::expect_dense(tensor, name);
+    rows.push_back({tensor.data, tensor.numel, tensor.dtype});
+  }
+  return rows;
+}
+
+// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU. `table`: null for one of ours.
+inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, SumsqCudaTable* table) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  const std::vector<NormRow> rows = norm_rows(id, tensors);
+  auto* const out = device_array<double>(sums, DType::kFloat64, id, static_cast<int64_t>(rows.size()), "sums");
+  const StreamRef stream = current_stream(id);
+  py::gil_scoped_release unlocked;
+  if (table != nullptr) {
+    table->run(rows, out, *stream);
+    return;
+  }
+  CudaScratch<SumsqCudaTable>::with(device, *stream, [&](SumsqCudaTable& shared) { shared.run(rows, out, *stream); });
+}
+
+// outputs[i] <- inputs[i], as copy_all() on the CPU.
+inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
+  const StreamRef stream = current_stream({DeviceId::Kind::kCuda, device});
+  py::gil_scoped_release unlocked;
+  CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
+}
+
+// param_sums[i] = the sums of parameter i's rows added in order, 0 where held[i] is 0: ParamSumsLaunch.
+inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of, py::handle rows_of, py::handle held,
+                            py::handle param_sums) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  ParamSumsLaunch launch;
+  launch.param_count = dlpack::describe(param_sums).numel;
+  launch.param_sums = device_array<double>(param_sums, DType::kFloat64, id, -1, "param_sums");
+  launch.sums = device_array<const double>(sums, DType::kFloat64, id, -1, "sums");
+  launch.first_row_of =
+      device_array<const int64_t>(first_row_of, DType::kInt64, id, launch.param_count + 1, "first_row_of");
+  launch.rows_of = device_array<const int64_t>(rows_of, DType::kInt64, id, -1, "rows_of");
+  launch.held = device_array<const uint8_t>(held, DType::kUInt8, id, launch.param_count, "held");
+  const StreamRef stream = current_stream(id);
+  CudaGuard guard(device);
+  BW_CUDA_TRY(launch_param_sums, launch, native_stream(*stream, "param_sums"));
+}
+
+// The norm of the chosen gradients into `norm` (float32 [1]), and their factors times the clip coefficient if max_norm is
+// given: ClipLaunch. `param_sums`: float64 [world, params].
+inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py::handle chosen, double average,
+                      std::optional<double> max_norm, py::handle norm, py::handle param_norms) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  ClipLaunch launch;
+  launch.param_count = dlpack::describe(factors).numel;
+  const int64_t sums = dlpack::describe(param_sums).numel;
+  BW_EXPECTS(
+      launch.param_count > 0 && sums % launch.param_count == 0,
+      "param_sums has " + std::to_string(sums) + " elements for " + std::to_string(launch.param_count) + " parameters");
+  launch.world = static_cast<int>(sums / launch.param_count);
+  launch.param_sums = device_array<const double>(param_sums, DType::kFloat64, id, sums, "param_sums");
+  launch.factors = device_array<double>(factors, DType::kFloat64, id, launch.param_count, "factors");
+  launch.chosen = device_array<const uint8_t>(chosen, DType::kUInt8, id, launch.param_count, "chosen");
+  launch.average = average;
+  launch.clips = max_norm.has_value();
+  launch.max_norm = static_cast<float>(max_norm.value_or(0.0));
+  launch.norm = device_array<float>(norm, DType::kFloat32, id, 1, "norm");
+  launch.param_norms = device_array<double>(param_norms, DType::kFloat64, id, launch.param_count, "param_norms");
+  const StreamRef stream = current_stream(id);
+  CudaGuard guard(device);
+  BW_CUDA_TRY(launch_clip, launch, native_stream(*stream, "clip"));
+}
+
+// ShardAccumulatorCuda with what it writes to.
+class PyShardAccumulatorCuda {
+ public:
+  PyShardAccumulatorCuda(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments, py::handle sums)
+      : shard_owner_(dlpack::hold(shard).owner), sums_owner_(dlpack::hold(sums).owner) {
+    const dlpack::Described values = dlpack::describe_on_any_device(shard, {"shard", 0});
+    BW_EXPECTS(values.device.kind == DeviceId::Kind::kCuda, "shard is not on a CUDA device");
+    auto* const data = device_array<float>(shard, DType::kFloat32, values.device, -1, "shard");
+    std::vector<ShardAccumulator::Segment> pieces;
+    for (const auto& [begin, end] : segments) {
+      pieces.push_back({begin, end});
+    }
+    auto* const out = device_array<double>(sums, DType::kFloat64, values.device,
+                                           ShardAccumulatorCuda::max_spans(pieces.size()), "sums");
+    accumulator_.emplace(CudaDevice::at(values.device.index), data, values.numel, pieces, out);
+  }
+  ShardAccumulatorCuda& accumulator() { return *accumulator_; }
+  int64_t span_of(size_t segment) const { return accumulator_->span_of(segment); }
+
+ private:
+  std::shared_ptr<void> shard_owner_;
+  std::shared_ptr<void> sums_owner_;
+  std::optional<ShardAccumulatorCuda> accumulator_;
+};
+
+// What connects a reduce-scatter on CUDA to the gradient shard it fills.
+class ShardSinkCuda final : public ReduceSink {
+ public:
+  explicit ShardSinkCuda(std::shared_ptr<PyShardAccumulatorCuda> accumulator) : accumulator_(std::move(accumulator)) {}
+  void begin(bool add) { accumulator_->accumulator().start(add); }
+  void consume(size_t, int64_t, const float*, int64_t) override {
+    throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
+  }
+  void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {
+    accumulator_->accumulator().run(sources, dtype, numel, stream);
+  }
+
+ private:
+  std::shared_ptr<PyShardAccumulatorCuda> accumulator_;
+};
+
+// Writes bytes of the host into a contiguous tensor on a CUDA device; never blocks.
+inline void upload_bytes(py::handle to, std::string_view values) {
+  const dlpack::Described tensor = dlpack::describe_on_any_device(to, {"to", 0});
+  BW_EXPECTS(tensor.device.kind == DeviceId::Kind::kCuda && tensor.is_contiguous() &&
+                 static_cast<size_t>(tensor.numel) * size_of(tensor.dtype) == values.size(),
+             "to must be a contiguous tensor of " + std::to_string(values.size()) +
+                 " bytes on a CUDA device; it has shape " + tensor.shape_text());
+  const StreamRef stream = current_stream(tensor.device);
+  CudaDevice::at(tensor.device.index).upload(tensor.data, values.data(), values.size(), *stream);
+}
+
+inline void bind_norm_cuda(py::module_& m) {
+  m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
+  py::class_<SumsqCudaTable>(m, "SumsqCudaTable").def(py::init([](int device) {
+                                                          return std::make_unique<SumsqCudaTable>(
+                                                              CudaDevice::at(device));
+                                                        }),
+                                                        py::arg("device"));
+  m.def("sumsq_cuda", &sumsq_cuda, py::arg("device"), py::arg("tensors"), py::arg("sums"),
+        py::arg("table").none(true) = py::none());
+  m.def("param_sums_cuda", &param_sums_cuda, py::arg("device"), py::arg("sums"), py::arg("first_row_of"),
+        py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
+  m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
+        py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::arg("norm"),
+        py::arg("param_norms").none(true) = py::none());
+  py::class_<PyShardAccumulatorCuda, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
+      .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&, py::handle>(), py::arg("shard"),
+           py::arg("segments"), py::arg("sums"))
+      .def("span_of", &PyShardAccumulatorCuda::span_of, py::arg("segment"))
+      .def_static("max_spans", &ShardAccumulatorCuda::max_spans, py::arg("segments"));
+  py::class_<ShardSinkCuda, ReduceSink, std::shared_ptr<ShardSinkCuda>>(m, "ShardSinkCuda")
+      .def(py::init<std::shared_ptr<PyShardAccumulatorCuda>>(), py::arg("accumulator"))
+      .def("begin", &ShardSinkCuda::begin, py::arg("add"));
+}
+
+}  // namespace bucketwheel

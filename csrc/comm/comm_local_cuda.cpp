@@ -1,0 +1,235 @@
+#include "comm/comm_local_cuda.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "device/device_cuda.h"
+#include "kernels/pack_cuda.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kThreads = 256;
+
+std::byte* part_of(const View& full, int rank, size_t shard_bytes) {
+  return static_cast<std::byte*>(full.data) + static_cast<size_t>(rank) * shard_bytes;
+}
+
+}  // namespace
+
+// ---- the board
+
+LocalCudaBoard::~LocalCudaBoard() {
+  try {
+    if (stream_ != nullptr) {
+      stream_->synchronize();  // before what the device reads and writes is freed
+    }
+  } catch (const std::exception&) {  // the driver is gone: nothing runs any more
+  }
+}
+
+StreamRef LocalCudaBoard::stream() const {
+  std::lock_guard lock(mutex_);
+  return stream_;
+}
+
+bool LocalCudaBoard::has_arrived(int rank, uint64_t seq) const {
+  std::lock_guard lock(mutex_);
+  const auto found = meetings_.find(seq);
+  return found == meetings_.end() || found->second[static_cast<size_t>(rank)] != nullptr;
+}
+
+void LocalCudaBoard::free_finished() {
+  while (!running_.empty() && running_.front().done->query()) {
+    running_.pop_front();
+  }
+}
+
+void LocalCudaBoard::arrive(int rank, Arrival arrival) {
+  std::lock_guard lock(mutex_);
+  if (stream_ == nullptr) {
+    stream_ = CudaDevice::at(device_index_).new_stream("bw-local");
+  }
+  free_finished();
+  const uint64_t seq = arrival.op->seq;
+  Meeting& meeting = meetings_.try_emplace(seq).first->second;
+  meeting.resize(static_cast<size_t>(world_));
+  meeting[static_cast<size_t>(rank)] = std::make_unique<Arrival>(std::move(arrival));
+  if (std::ranges::any_of(meeting, [](const auto& one) { return one == nullptr; })) {
+    return;
+  }
+  Meeting complete = std::move(meeting);
+  meetings_.erase(seq);
+  launch(complete);
+}
+
+void LocalCudaBoard::launch(Meeting& meeting) {
+  const Operation& first = *meeting.front()->op;
+  try {
+    for (const auto& one : meeting) {
+      if (one->op->signature != first.signature) {
+        std::string text = "ranks called different operations:";
+        for (size_t r = 0; r < meeting.size(); ++r) {
+          auto record = std::make_unique<RankRecord>();
+          meeting[r]->op->describe(*record);
+          text += "\n  rank " + std::to_string(r) + ": " + text_of(*record);
+        }
+        throw Failure{FailureKind::kMismatch, std::move(text), -1, first.seq};
+      }
+    }
+    CudaGuard guard(device_index_);
+    bool is_timed = false;
+    for (const auto& one : meeting) {
+      is_timed = is_timed || one->timing;
+      // In: the inputs are complete and the outputs free. Without it the device reads gradients that are not there yet.
+      stream_->wait(one->ready);
+      for (const EventRef& event : one->after) {
+        stream_->wait(event);
+      }
+    }
+    first.collective == Collective::kAllGather ? launch_all_gather(meeting) : launch_reduce_scatter(meeting);
+    // Out: whoever uses inputs or outputs next waits for this, on every rank.
+    const EventRef done = stream_->record(is_timed);
+    for (const auto& one : meeting) {
+      running_.push_back({done, std::move(one->keepalive)});
+      one->done->resolve(done);
+    }
+  } catch (const Failure& failure) {
+    for (const auto& one : meeting) {
+      one->done->fail(one->host->fail(failure, first.seq));
+    }
+  } catch (const std::exception& error) {
+    for (const auto& one : meeting) {
+      one->done->fail(one->host->fail({FailureKind::kError, error.what(), -1, first.seq}, first.seq));
+    }
+  }
+}
+
+void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
+  void* const native = native_stream(*stream_, "all_gather");
+  for (size_t i = 0; i < meeting.front()->op->segments.size(); ++i) {
+    const size_t bytes = meeting.front()->op->segments[i].shard.size_bytes();
+    for (const auto& to : meeting) {
+      for (int r = 0; r < world_ && bytes != 0; ++r) {
+        const void* from = meeting[static_cast<size_t>(r)]->op->segments[i].shard.data;
+        std::byte* const part = part_of(to->op->segments[i].full, r, bytes);
+        if (part != from) {  // in place
+          BW_CUDA_TRY(memcpy_async, part, from, bytes, native);
+        }
+      }
+    }
+  }
+}
+
+void LocalCudaBoard::launch_reduce_scatter(const Meeting& meeting) {
+  void* const native = native_stream(*stream_, "reduce_scatter");
+  const int max_blocks = CudaDevice::at(device_index_).fill_blocks(kThreads);
+  for (size_t i = 0; i < meeting.front()->op->segments.size(); ++i) {
+    for (int r = 0; r < world_; ++r) {
+      const Operation& op = *meeting[static_cast<size_t>(r)]->op;
+      const View& shard = op.segments[i].shard;
+      if (shard.numel == 0) {
+        continue;
+      }
+      ReduceLaunch launch;
+      for (int source = 0; source < world_; ++source) {
+        launch.sources[source] =
+            part_of(meeting[static_cast<size_t>(source)]->op->segments[i].full, r, shard.size_bytes());
+      }
+      if (op.sink) {
+        op.sink->enqueue(i, {launch.sources, static_cast<size_t>(world_)}, shard.dtype, shard.numel, *stream_);
+        continue;
+      }
+      launch.to = shard.data;
+      launch.world = world_;
+      launch.dtype = shard.dtype;
+      launch.numel = shard.numel;
+      launch.divisor = op.reduce == ReduceOp::kAvg ? world_ : 1.0;
+      launch.max_blocks = max_blocks;
+      BW_CUDA_TRY(launch_reduce, launch, native);
+    }
+  }
+}
+
+// ---- the communicator
+
+LocalCudaComm::LocalCudaComm(std::shared_ptr<HostComm> host, std::shared_ptr<LocalCudaBoard> board, PoolRef pool)
+    : host_(std::move(host)), board_(std::move(board)), pool_(std::move(pool)) {
+  BW_EXPECTS(host_->world() <= ReduceLaunch::kMaxWorld, std::to_string(host_->world()) + " ranks: at most " +
+                                                            std::to_string(ReduceLaunch::kMaxWorld) +
+                                                            " are supported on one device");
+}
+
+LocalCudaComm::~LocalCudaComm() {
+  try {
+    close(Clock::now() + std::chrono::seconds(5));
+  } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
+  }
+}
+
+HandleRef LocalCudaComm::all_gather(std::span<const Segment> segments, const IssueOptions& options) {
+  host_->expect_usable();
+  return issue(make_operation(Collective::kAllGather, segments, ReduceOp::kSum, nullptr, rank(), world()), options);
+}
+
+HandleRef LocalCudaComm::reduce_scatter(std::span<const Segment> segments, ReduceOp op,
+                                        std::shared_ptr<ReduceSink> sink, const IssueOptions& options) {
+  host_->expect_usable();
+  return issue(make_operation(Collective::kReduceScatter, segments, op, std::move(sink), rank(), world()), options);
+}
+
+HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+  BW_EXPECTS(options.stream == nullptr,
+             "the local backend on CUDA has one stream for all ranks: stream= is not supported");
+  BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
+  std::lock_guard lock(issue_mutex_);
+  const uint64_t seq = seq_ + 1;
+  host_->expect_peers(seq, [](int) { return false; });  // one that has failed will not come
+  op->seq = seq;
+  const Deadline deadline = host_->timeout_from_now();
+  // Called by threads that wait for the peers to issue.
+  auto poll = [host = host_, board = board_, seq, deadline] {
+    const auto is_missing = [&](int r) { return !board->has_arrived(r, seq); };
+    host->expect_peers(seq, is_missing);
+    if (has_passed(deadline)) {
+      std::string text = "timeout in operation " + std::to_string(seq) + ". Not arrived:";
+      for (int r = 0; r < host->world(); ++r) {
+        text += is_missing(r) ? " rank " + std::to_string(r) : "";
+      }
+      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, seq));
+    }
+  };
+  auto done = std::make_shared<DeferredEvent>(std::move(poll));
+  auto state = std::make_shared<Handle::State>();
+  state->seq = seq;
+  state->size_bytes = op->size_bytes;
+  state->device = device();
+  state->done = done;
+  board_->arrive(
+      rank(), {std::move(op), options.caller->record(), options.after, options.timing, done, options.keepalive, host_});
+  seq_ = seq;
+  last_done_ = done;
+  return std::make_shared<Handle>(std::move(state));
+}
+
+void LocalCudaComm::close(Deadline deadline) {
+  std::shared_ptr<DeferredEvent> last;
+  uint64_t seq = 0;
+  {
+    std::lock_guard lock(issue_mutex_);
+    last = std::exchange(last_done_, nullptr);
+    seq = seq_;
+  }
+  if (last != nullptr) {
+    try {
+      if (!last->synchronize(deadline)) {
+        last->fail(host_->fail({FailureKind::kClosed, "closed while operations were in flight"}, seq));
+      }
+    } catch (const Error&) {  // how the operation ended is its handle's to say
+    }
+  }
+  host_->close(deadline);
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,111 @@
+#include "device/cuda_api.h"
+
+#include <atomic>
+#include <chrono>
+#include <iterator>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr const char* kNames[] = {
+#define BW_CUDA_NAME(name, parameters) #name,
+    BW_CUDA_CALLS(BW_CUDA_NAME)
+#undef BW_CUDA_NAME
+};
+
+std::atomic<const CudaApi*> installed{nullptr};
+std::atomic<bool> poses_as_cuda{false};
+std::atomic<uint64_t> counts[kCudaCallCount];
+
+std::atomic<bool> has_faults{false};
+std::mutex faults_mutex;
+// By pointer and never freed: calls may come while the process ends.
+std::vector<CudaFault>& faults() {
+  static auto* const list = new std::vector<CudaFault>();
+  return *list;
+}
+
+}  // namespace
+
+const char* name_of(CudaCall call) { return kNames[static_cast<size_t>(call)]; }
+
+void install_cuda_api(const CudaApi* api) {
+  if (api->version != CudaApi::kVersion || api->size_bytes != sizeof(CudaApi)) {
+    throw DeviceError("the CUDA module speaks version " + std::to_string(api->version) + " (" +
+                      std::to_string(api->size_bytes) + " bytes), this is version " +
+                      std::to_string(CudaApi::kVersion) + " (" + std::to_string(sizeof(CudaApi)) +
+                      "): they were built from different sources");
+  }
+  installed = api;
+}
+
+bool has_cuda_api() { return installed.load(std::memory_order_acquire) != nullptr; }
+
+const CudaApi& cuda_api() {
+  const CudaApi* api = installed.load(std::memory_order_acquire);
+  if (api == nullptr) {
+    throw DeviceError("the CUDA module is not loaded: bucketwheel._build.cuda() builds and loads it");
+  }
+  return *api;
+}
+
+bool is_posing() { return poses_as_cuda.load(std::memory_order_relaxed); }
+
+void set_posing(bool poses) {
+  BW_EXPECTS(!poses || cuda_api().is_simulated, "CPU tensors cannot pose as CUDA tensors of a real device");
+  poses_as_cuda = poses;
+}
+
+uint64_t cuda_calls(CudaCall call) { return counts[static_cast<size_t>(call)].load(std::memory_order_relaxed); }
+
+void plan_cuda_fault(const CudaFault& fault) {
+  std::lock_guard lock(faults_mutex);
+  faults().push_back(fault);
+  has_faults = true;
+}
+
+void clear_cuda_faults() {
+  std::lock_guard lock(faults_mutex);
+  faults().clear();
+  has_faults = false;
+}
+
+int before_cuda_call(CudaCall call) {
+  counts[static_cast<size_t>(call)].fetch_add(1, std::memory_order_relaxed);
+  if (!has_faults.load(std::memory_order_relaxed)) {
+    return kCudaSuccess;
+  }
+  int error = kCudaSuccess;
+  int64_t delay_us = 0;
+  {
+    std::lock_guard lock(faults_mutex);
+    for (auto it = faults().begin(); it != faults().end();) {
+      if (it->call == call && --it->countdown == 0) {
+        error = it->error;
+        delay_us += it->delay_us;
+        it = faults().erase(it);
+      } else {
+        ++it;
+      }
+    }
+    has_faults = !faults().empty();
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+  return error;
+}
+
+void expect_success(CudaCall call, int error) {
+  if (error != kCudaSuccess) {
+    throw DeviceError(std::string("CUDA call ") + name_of(call) + " failed: " + cuda_api().error_text(error) + " (" +
+                      std::to_string(error) + ")");
+  }
+}
+
+static_assert(std::size(kNames) == kCudaCallCount);
+
+}  // namespace bucketwheel

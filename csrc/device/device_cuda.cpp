@@ -1,0 +1,325 @@
+#include "device/device_cuda.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "device/deferred_event.h"
+
+namespace bucketwheel {
+
+CudaGuard::CudaGuard(int index) {
+  int current = -1;
+  BW_CUDA_TRY(get_device, &current);
+  if (current != index) {
+    BW_CUDA_TRY(set_device, index);
+    before_ = current;
+  }
+}
+
+CudaGuard::~CudaGuard() {
+  if (before_ >= 0) {
+    (void)BW_CUDA_CALL(set_device, before_);  // a destructor tells nobody; the next call will fail and say so
+  }
+}
+
+RelaxedCapture::RelaxedCapture() { BW_CUDA_TRY(exchange_capture_mode, &mode_); }
+
+RelaxedCapture::~RelaxedCapture() { (void)BW_CUDA_CALL(exchange_capture_mode, &mode_); }
+
+bool is_capturing(Stream& stream) {
+  bool captures = false;
+  BW_CUDA_TRY(stream_is_capturing, native_stream(stream, "is_capturing"), &captures);
+  return captures;
+}
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent(CudaDevice& device, void* event, bool timing, bool is_captured)
+      : device_(device), event_(event), timing_(timing), is_captured_(is_captured) {}
+  ~CudaEvent() override {
+    if (is_captured_) {
+      CudaGuard guard(device_.index_);
+      (void)BW_CUDA_CALL(event_destroy, event_);  // belongs to a graph: of no use for other work
+    } else {
+      device_.give_event(event_, timing_);
+    }
+  }
+
+  bool query() const override {
+    expect_usable("query");
+    if (is_done_.load(std::memory_order_acquire)) {
+      return true;
+    }
+    CudaGuard guard(device_.index_);
+    const int error = BW_CUDA_CALL(event_query, event_);
+    if (error == kCudaNotReady) {
+      return false;
+    }
+    expect_success(CudaCall::event_query, error);
+    is_done_.store(true, std::memory_order_release);
+    return true;
+  }
+
+  bool synchronize(Deadline deadline) const override {
+    expect_usable("synchronize");
+    if (!deadline) {
+      CudaGuard guard(device_.index_);
+      BW_CUDA_TRY(event_synchronize, event_);
+      is_done_.store(true, std::memory_order_release);
+      return true;
+    }
+    while (!query()) {
+      if (has_passed(deadline)) {
+        return false;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return true;
+  }
+
+  double elapsed_s(const Event& start) const override {
+    const auto* first = dynamic_cast<const CudaEvent*>(&start);
+    BW_EXPECTS(first != nullptr && &first->device_ == &device_, "elapsed_s: the events are of different devices");
+    BW_EXPECTS(timing_ && first->timing_, "elapsed_s: both events must be recorded with timing");
+    BW_EXPECTS(query() && first->query(), "elapsed_s: both events must be complete");
+    CudaGuard guard(device_.index_);
+    float ms = 0;
+    BW_CUDA_TRY(event_elapsed_ms, &ms, first->event_, event_);
+    return 1e-3 * static_cast<double>(ms);
+  }
+
+ private:
+  friend class CudaStream;
+  void expect_usable(const char* what) const {
+    if (is_captured_) {
+      throw CaptureError(
+          std::string("event ") + what +
+          ": the event was recorded while a CUDA graph was captured; it has no completion outside the graph");
+    }
+    if (device_.fork_generation_ != fork_generation()) {
+      throw DeviceError(std::string("event ") + what + ": CUDA cannot be used in a forked child; use 'spawn'");
+    }
+  }
+
+  CudaDevice& device_;
+  void* const event_;
+  const bool timing_;
+  const bool is_captured_;
+  mutable std::atomic<bool> is_done_{false};
+};
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(CudaDevice& device, void* native, std::string name, bool is_owned)
+      : device_(device), native_(native), name_(std::move(name)), is_owned_(is_owned) {}
+  ~CudaStream() override { close(); }
+
+  void* native() const { return native_; }
+
+  // For tests and for poison: a host function of the driver, which must not call CUDA.
+  void run(std::function<void()> task) override {
+    expect_open();
+    CudaGuard guard(device_.index_);
+    auto owned = std::make_unique<std::function<void()>>(std::move(task));
+    BW_CUDA_TRY(launch_host_function, native_, &CudaStream::call, owned.get());
+    (void)owned.release();  // call() deletes it
+  }
+
+  EventRef record(bool timing) override {
+    expect_open();
+    CudaGuard guard(device_.index_);
+    bool is_capturing = false;
+    BW_CUDA_TRY(stream_is_capturing, native_, &is_capturing);
+    void* event = device_.take_event(timing);
+    auto made = std::make_shared<CudaEvent>(device_, event, timing, is_capturing);
+    BW_CUDA_TRY(event_record, event, native_);
+    return made;
+  }
+
+  void wait(const EventRef& event) override {
+    BW_EXPECTS(event != nullptr, "stream '" + name_ + "': wait() got no event");
+    expect_open();
+    if (const auto* deferred = dynamic_cast<const DeferredEvent*>(event.get())) {
+      wait(deferred->await());
+      return;
+    }
+    const auto* own = dynamic_cast<const CudaEvent*>(event.get());
+    if (own == nullptr) {  // of the CPU: what comes from there is on the host
+      event->synchronize();
+      return;
+    }
+    CudaGuard guard(device_.index_);
+    BW_CUDA_TRY(stream_wait_event, native_, own->event_);
+  }
+
+  bool synchronize(Deadline deadline) override {
+    expect_open();
+    if (deadline) {
+      return record(false)->synchronize(deadline);
+    }
+    CudaGuard guard(device_.index_);
+    BW_CUDA_TRY(stream_synchronize, native_);
+    return true;
+  }
+
+  void close() noexcept override {
+    if (is_open_.exchange(false) && is_owned_ && device_.fork_generation_ == fork_generation()) {
+      try {
+        CudaGuard guard(device_.index_);
+        (void)BW_CUDA_CALL(stream_destroy, native_);  // what is queued still runs
+      } catch (const std::exception&) {               // the driver is gone: the process ends
+      }
+    }
+  }
+
+ private:
+  static void call(void* argument) {
+    const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(argument));
+    (*task)();
+  }
+  void expect_open() const {
+    if (!is_open_.load(std::memory_order_acquire)) {
+      throw DeviceError("stream '" + name_ + "' is closed");
+    }
+    if (device_.fork_generation_ != fork_generation()) {
+      throw DeviceError("stream '" + name_ + "': CUDA cannot be used in a forked child; use 'spawn'");
+    }
+  }
+
+  CudaDevice& device_;
+  void* const native_;
+  const std::string name_;
+  const bool is_owned_;
+  std::atomic<bool> is_open_{true};
+};
+
+CudaDevice& CudaDevice::at(int index) {
+  static std::mutex mutex;
+  static auto* const devices = new std::vector<CudaDevice*>();  // never freed: streams may outlive static destruction
+  std::lock_guard lock(mutex);
+  if (index >= 0 && index < static_cast<int>(devices->size()) && (*devices)[static_cast<size_t>(index)] != nullptr) {
+    return *(*devices)[static_cast<size_t>(index)];
+  }
+  int count = 0;
+  const int error = BW_CUDA_CALL(get_device_count, &count);
+  if (error != kCudaSuccess || index < 0 || index >= count) {
+    throw DeviceError("cuda:" + std::to_string(index) + " was asked for; there are " + std::to_string(count) +
+                      " CUDA devices" +
+                      (error != kCudaSuccess ? std::string(": ") + cuda_api().error_text(error) : std::string()));
+  }
+  auto* const device = new CudaDevice(index);
+  devices->resize(std::max(devices->size(), static_cast<size_t>(index) + 1));
+  (*devices)[static_cast<size_t>(index)] = device;
+  return *device;
+}
+
+CudaDevice::CudaDevice(int index) : index_(index), fork_generation_(bucketwheel::fork_generation()) {
+  BW_CUDA_TRY(get_device_facts, index, &facts_);
+}
+
+StreamRef CudaDevice::new_stream(std::string name) {
+  CudaGuard guard(index_);
+  void* native = nullptr;
+  BW_CUDA_TRY(stream_create, &native, true);
+  return std::make_shared<CudaStream>(*this, native, std::move(name), true);
+}
+
+StreamRef CudaDevice::borrow(void* native) { return std::make_shared<CudaStream>(*this, native, "borrowed", false); }
+
+int CudaDevice::fill_blocks(int threads) const {
+  constexpr int kWaves = 4;
+  constexpr int kThreadsPerMultiprocessor = 1024;
+  return std::max(1, facts_.multiprocessors) * std::max(1, kThreadsPerMultiprocessor / threads) * kWaves;
+}
+
+void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {
+  CudaGuard guard(index_);
+  if (stream != nullptr) {
+    BW_CUDA_TRY(memset_async, data, byte, size_bytes, native_stream(*stream, "fill"));
+    return;
+  }
+  const StreamRef own = new_stream("bw-fill");
+  BW_CUDA_TRY(memset_async, data, byte, size_bytes, native_stream(*own, "fill"));
+  own->synchronize();
+}
+
+void CudaDevice::read(void* to, const void* from, size_t size_bytes) {
+  CudaGuard guard(index_);
+  BW_CUDA_TRY(memcpy_blocking, to, from, size_bytes);
+}
+
+void* CudaDevice::take_event(bool timing) {
+  {
+    std::lock_guard lock(mutex_);
+    std::vector<void*>& free = free_events_[timing ? 1 : 0];
+    if (!free.empty()) {
+      void* event = free.back();
+      free.pop_back();
+      return event;
+    }
+  }
+  void* event = nullptr;
+  BW_CUDA_TRY(event_create, &event, timing);
+  return event;
+}
+
+void CudaDevice::give_event(void* event, bool timing) noexcept {
+  std::lock_guard lock(mutex_);
+  free_events_[timing ? 1 : 0].push_back(event);
+}
+
+// [Note: staging] Uploads go through page-locked blocks, each free again when the copy that reads it is done. The oldest block
+// that is done and large enough is taken; if there is none a new one is made, so nobody waits, and after the first few
+// steps nothing is allocated.
+CudaDevice::Staging CudaDevice::take_staging(size_t size_bytes) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto it = staging_.begin(); it != staging_.end(); ++it) {
+      if (it->size_bytes >= size_bytes && it->last_use->query()) {
+        Staging found = std::move(*it);
+        staging_.erase(it);
+        return found;
+      }
+    }
+  }
+  constexpr size_t kSmallest = 4096;
+  Staging made;
+  made.size_bytes = std::bit_ceil(std::max(size_bytes, kSmallest));
+  BW_CUDA_TRY(malloc_host, &made.data, made.size_bytes);
+  return made;
+}
+
+void CudaDevice::upload(void* to, const void* from, size_t size_bytes, Stream& stream) {
+  if (size_bytes == 0) {
+    return;
+  }
+  CudaGuard guard(index_);
+  void* const native = native_stream(stream, "upload");
+  Staging staging = [&] {
+    const RelaxedCapture relaxed;
+    return take_staging(size_bytes);
+  }();
+  std::memcpy(staging.data, from, size_bytes);
+  BW_CUDA_TRY(memcpy_async, to, staging.data, size_bytes, native);
+  if (is_capturing(stream)) {
+    return;  // replays read the block: it is never used again, and never freed
+  }
+  staging.last_use = stream.record(false);
+  std::lock_guard lock(mutex_);
+  staging_.push_back(std::move(staging));
+}
+
+void* native_stream(Stream& stream, const char* what) {
+  const auto* own = dynamic_cast<const CudaStream*>(&stream);
+  BW_EXPECTS(own != nullptr, std::string(what) + ": the stream is not a CUDA stream");
+  return own->native();
+}
+
+}  // namespace bucketwheel

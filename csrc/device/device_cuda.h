@@ -1,0 +1,94 @@
+// The CUDA device: streams, events and transfers of one GPU, through the table of cuda_api.h.
+//
+// Nothing here blocks the host but Event::synchronize, Stream::synchronize and CudaDevice::read. A device is made at its first
+// use and lives as long as the process.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device/cuda_api.h"
+#include "device/device.h"
+
+namespace bucketwheel {
+
+// While alive, `index` is the calling thread's current device; afterwards it is the one before. torch has a CUDA runtime of
+// its own that shares the current context with ours, so what we set we put back.
+class CudaGuard {
+ public:
+  explicit CudaGuard(int index);
+  ~CudaGuard();
+  CudaGuard(const CudaGuard&) = delete;
+  CudaGuard& operator=(const CudaGuard&) = delete;
+
+ private:
+  int before_ = -1;  // -1: nothing to put back
+};
+
+// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate, to the whole thread. While
+// this is alive it does not: for calls that have nothing to do with what is captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_ = 2;  // relaxed; then the one before
+};
+
+class CudaDevice final : public Device {
+ public:
+  // DeviceError when there is no such device.
+  static CudaDevice& at(int index);
+
+  DeviceId id() const override { return {DeviceId::Kind::kCuda, index_}; }
+  // Non-blocking (it does not wait for the legacy default stream) and of high priority: communication should not
+  // queue behind computation.
+  StreamRef new_stream(std::string name) override;
+  // A cudaStream_t of somebody else: torch's current stream, say. Kept by nobody; it must outlive its use.
+  StreamRef borrow(void* native);
+
+  const CudaDeviceFacts& facts() const { return facts_; }
+  // A grid of so many blocks of `threads` fills the device several times over.
+  int fill_blocks(int threads) const;
+
+  void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;
+  void read(void* to, const void* from, size_t size_bytes) override;
+  // Enqueues a copy of host memory to the device; the host memory may be changed at once. In a stream that is being
+  // captured the bytes are kept for replays, as long as the process lives.
+  void upload(void* to, const void* from, size_t size_bytes, Stream& stream);
+
+ private:
+  friend class CudaEvent;
+  friend class CudaStream;
+  explicit CudaDevice(int index);
+  void* take_event(bool timing);
+  void give_event(void* event, bool timing) noexcept;
+
+  struct Staging {  // page-locked memory of one upload after the other
+    void* data = nullptr;
+    size_t size_bytes = 0;
+    EventRef last_use;
+  };
+  Staging take_staging(size_t size_bytes);
+
+  const int index_;
+  const uint64_t fork_generation_;
+  CudaDeviceFacts facts_;
+  std::mutex mutex_;
+  std::vector<void*> free_events_[2];  // by timing
+  std::vector<Staging> staging_;
+};
+
+// Whether a stream made above is being captured.
+bool is_capturing(Stream& stream);
+
+// The cudaStream_t of a stream made above; ValueError, naming `what`, for another stream.
+void* native_stream(Stream& stream, const char* what);
+
+}  // namespace bucketwheel

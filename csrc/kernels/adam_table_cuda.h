@@ -1,0 +1,83 @@
+// AdamCudaTable: the rows of the fused Adam in device memory, and a step over them. The host side of adam_cuda.h.
+//
+// A step is two calls: begin() counts the steps and makes every row's scalars on the device, in one small kernel; step() updates
+// a range of rows, once or range by range. Neither blocks the host, and after the first step neither allocates; what has
+// not changed since the last step is not uploaded again. Both can be captured in a CUDA graph, whose replays read steps,
+// factors, noop and learning rates anew.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "device/cuda_buffer.h"
+#include "kernels/adam_cuda.h"
+#include "kernels/adam_variant.h"
+#include "kernels/segment_table.h"
+
+namespace bucketwheel {
+
+// Pointers are device memory, spans are host memory. Arrays by parameter have `param_count` entries.
+struct AdamCudaStep {
+  std::span<const AdamGroup> groups;  // indexed by AdamRow::group
+  std::span<const float* const> lr;   // by group; not null: the learning rate, read when the step runs. Empty: all null
+  int64_t* steps = nullptr;           // by parameter: the steps taken; those in use are counted up
+  int64_t param_count = 0;
+  std::span<const uint8_t> used;    // by parameter; empty: all
+  const double* factors = nullptr;  // of each parameter's gradient; null: 1
+  double average = 1.0;             // of every gradient
+  const float* noop = nullptr;      // not null and not zero when the step runs: nothing changes
+  bool decoupled = true;
+  bool maximize = false;
+  bool stochastic = true;         // rounding of a bfloat16 v
+  bool stochastic_param = false;  // and of a bfloat16 parameter without a master
+  uint64_t seed = 0;
+};
+
+class AdamCudaTable {
+ public:
+  explicit AdamCudaTable(CudaDevice& device);
+
+  // As AdamTable's, for arrays on the device. `place`: of the row's parameter in the arrays of every step.
+  int64_t add(const AdamRow& row, uint32_t place);
+  int64_t add(const AdamRow& row) { return add(row, row.param); }
+  void set_grad(int64_t row, const void* g, DType g_dtype);
+  // Forgets the rows; the device memory stays for the next ones.
+  void clear();
+
+  // ValueError, and nothing enqueued, for: a group or parameter out of range, a row in use without a gradient.
+  void begin(const AdamCudaStep& step, Stream& stream);
+  // The rows [first_row, last_row), with the scalars of the last begin(), in any stream.
+  void step(int64_t first_row, int64_t last_row, Stream& stream);
+
+  int64_t rows() const { return segments_.rows(); }
+  int64_t numel() const { return segments_.first_element(rows()); }
+  CudaDevice& device() const { return device_; }
+
+ private:
+  void validate(const AdamCudaStep& step) const;
+  void upload_tables(const AdamCudaStep& step, Stream& stream);
+  void enter(Stream& stream);
+  void leave(Stream& stream);
+
+  CudaDevice& device_;
+  SegmentTable segments_;
+  std::vector<AdamRow> rows_;
+  std::vector<uint32_t> places_;
+  std::vector<AdamCudaRow> cuda_rows_;
+  std::vector<AdamCudaRow> uploaded_rows_;  // what device_rows_ holds
+  std::vector<int64_t> first_chunk_{0};
+  std::vector<uint8_t> used_;  // what device_used_ holds
+  bool are_rows_new_ = false;  // since the last begin(); they may still be equal
+  bool are_chunks_new_ = false;
+  AdamCudaStep flags_;  // of the last begin(), without its spans
+
+  CudaBuffer device_rows_;
+  CudaBuffer device_chunks_;
+  CudaBuffer device_used_;
+  CudaBuffer device_scalars_;
+  void* last_stream_ = nullptr;
+  EventRef last_use_;
+};
+
+}  // namespace bucketwheel

@@ -1,0 +1,81 @@
+// How our CUDA kernels are launched, and how their blocks divide the chunks of a segment table.
+//
+// The sources of kernels are compiled by nvcc, and by an ordinary compiler against an emulation (tests/native/fake_cuda),
+// so they use no <<< >>>, and BW_SHARED for shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cstdint>
+#include <tuple>
+
+#ifndef BW_SHARED
+#define BW_SHARED(type, name, count) __shared__ type name[count]
+#endif
+
+namespace bucketwheel {
+
+inline constexpr int kBlockThreads = 256;
+
+// Launches kernel(args...) on `blocks` blocks of kBlockThreads threads. The result is a cudaError_t. Nothing to do, no
+// launch: CUDA refuses an empty grid.
+template <class... P, class... A>
+int launch_kernel(void (*kernel)(P...), int64_t blocks, void* stream, const A&... args) {
+  static_assert((sizeof(P) + ... + 0) <= 4096, "what every CUDA version takes as parameters of a kernel");
+  if (blocks <= 0) {
+    return blocks == 0 ? cudaSuccess : cudaErrorInvalidValue;
+  }
+  std::tuple<P...> values(args...);
+  return std::apply(
+      [&](auto&... value) -> int {
+        void* pointers[] = {&value...};
+        return cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads), pointers, 0,
+                                static_cast<cudaStream_t>(stream));
+      },
+      values);
+}
+
+// One block for each chunk, or `max_blocks`, between which the chunks are divided: enough to fill the device, and a block
+// that goes from chunk to chunk costs less than one that starts. -1, which launch_kernel() refuses, for a bad table.
+inline int64_t blocks_for(int64_t chunks, int max_blocks) {
+  return chunks < 0 || max_blocks < 1 ? -1 : chunks < max_blocks ? chunks : max_blocks;
+}
+
+// The chunks [begin, end) of the block, in a row: neighbours in memory, and few changes of row.
+struct ChunkRange {
+  int64_t begin;
+  int64_t end;
+};
+__device__ __forceinline__ ChunkRange chunks_of_block(int64_t chunks) {
+  const int64_t blocks = gridDim.x;
+  const int64_t block = blockIdx.x;
+  const int64_t each = chunks / blocks;
+  const int64_t more = chunks % blocks;  // as many blocks take one more
+  const int64_t begin = block * each + (block < more ? block : more);
+  return {begin, begin + each + (block < more ? 1 : 0)};
+}
+
+// The row in [first_row, last_row) that owns `chunk`: the last one that starts at or before it. Empty rows before it start
+// there too, and own nothing.
+__device__ __forceinline__ int64_t row_of_chunk(const int64_t* first_chunk, int64_t first_row, int64_t last_row,
+                                                int64_t chunk) {
+  while (last_row - first_row > 1) {
+    const int64_t middle = first_row + (last_row - first_row) / 2;
+    if (first_chunk[middle] <= chunk) {
+      first_row = middle;
+    } else {
+      last_row = middle;
+    }
+  }
+  return first_row;
+}
+
+// The same for a chunk at or after the row's first one: cheaper than a search when chunks come in order.
+__device__ __forceinline__ int64_t next_row_of_chunk(const int64_t* first_chunk, int64_t row, int64_t last_row,
+                                                     int64_t chunk) {
+  while (row + 1 < last_row && first_chunk[row + 1] <= chunk) {
+    ++row;
+  }
+  return row;
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,273 @@
+// Sums of squares of tensors, and of gradient shards while they are written: steps 1 to 3 of [Note: order of a sum of squares]
+// in norm.h, bitwise equal to the CPU. Step 4 and what follows is in norm_fold_cuda.cu.
+//
+// A block takes a chunk at a time. Thread t owns the lanes 4t ... 4t + 3, so it reads four neighbours of every kNormLanes
+// elements, and the threads of a warp read one piece of memory. kRows reads are under way at once.
+#include "kernels/norm_cuda.h"
+
+#include <type_traits>
+
+#include "kernels/lanes_cuda.h"
+#include "kernels/launch_cuda.h"
+#include "kernels/norm.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kFour = 4;
+constexpr int kRowNumel = static_cast<int>(kNormLanes);
+constexpr int kWarps = kBlockThreads / 32;
+static_assert(kNormLanes == kFour * kBlockThreads, "a thread owns four lanes");
+
+// Step 2 for one value. A float's square is exact in double, so fused or not, the sum is rounded once; a double's is not, and
+// the CPU does not fuse it.
+__device__ __forceinline__ void add_square(double& lane, float value) {
+  const double x = value;
+  lane = __builtin_fma(x, x, lane);
+}
+__device__ __forceinline__ void add_square(double& lane, double value) { lane += value * value; }
+
+// Step 3. The result is that of thread 0; all threads of the block come here, `sums` is theirs until the next barrier after.
+__device__ __forceinline__ double fold_block(const double (&lanes)[kFour], double* sums) {
+  const int thread = static_cast<int>(threadIdx.x);
+  double sum = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, half);  // addition commutes: lane 0 has the halves added
+  }
+  if (thread % 32 == 0) {
+    sums[thread / 32] = sum;
+  }
+  __syncthreads();
+  double total = 0.0;
+  if (thread == 0) {
+    for (int warp = 0; warp < kWarps; ++warp) {
+      total += sums[warp];
+    }
+  }
+  return total;
+}
+
+struct Chunk {
+  int64_t begin;  // element of the row
+  int64_t numel;
+};
+__device__ __forceinline__ Chunk chunk_of_row(const NormCudaRow& row, int64_t index) {
+  const int64_t begin = index * kNormChunkNumel;
+  const int64_t rest = row.numel - begin;
+  return {begin, rest < kNormChunkNumel ? rest : kNormChunkNumel};
+}
+
+// Calls take for the elements of a chunk that the thread owns, in ascending order: take(rows, i) for the four from element i
+// on and those of the rows - 1 next rows of lanes, first kRows at a time and then one by one; take_one(i, lane) for the rest.
+template <int kRows, class Take, class TakeOne>
+__device__ __forceinline__ void for_my_elements(int numel, const Take& take, const TakeOne& take_one) {
+  int i = kFour * static_cast<int>(threadIdx.x);
+  for (; i + (kRows - 1) * kRowNumel + kFour <= numel; i += kRows * kRowNumel) {
+    take(std::integral_constant<int, kRows>(), i);
+  }
+  for (; i + kFour <= numel; i += kRowNumel) {
+    take(std::integral_constant<int, 1>(), i);
+  }
+  for (int lane = 0; i + lane < numel && lane < kFour; ++lane) {
+    take_one(i + lane, lane);
+  }
+}
+
+// ---- sums of squares
+
+template <DType kType>
+__device__ __forceinline__ void sum_chunk(const char* data, int numel, double (&lanes)[kFour]) {
+  constexpr int kRows = 8;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % (kSizeOf<kType> * kFour) == 0;
+  const auto take_one = [&](int i, int lane) { add_square(lanes[lane], load_element<kType>(data, i)); };
+  const auto take = [&](auto rows, int i) {
+    constexpr int kTaken = decltype(rows)::value;
+    Lanes<kType, kFour> x[kTaken];
+#pragma unroll
+    for (int row = 0; row < kTaken; ++row) {
+      x[row].load(data + int64_t{i + row * kRowNumel} * kSizeOf<kType>);
+    }
+#pragma unroll
+    for (int row = 0; row < kTaken; ++row) {
+#pragma unroll
+      for (int lane = 0; lane < kFour; ++lane) {
+        add_square(lanes[lane], x[row].get(lane));
+      }
+    }
+  };
+  const auto take_unaligned = [&](auto /*one*/, int i) {
+#pragma unroll  // else `lanes` goes through memory
+    for (int lane = 0; lane < kFour; ++lane) {
+      take_one(i + lane, lane);
+    }
+  };
+  is_aligned ? for_my_elements<kRows>(numel, take, take_one) : for_my_elements<1>(numel, take_unaligned, take_one);
+}
+
+template <DType kType>
+__device__ __forceinline__ void sum_chunk_of(const NormCudaRow& row, Chunk chunk, double (&lanes)[kFour]) {
+  sum_chunk<kType>(static_cast<const char*>(row.data) + chunk.begin * kSizeOf<kType>, static_cast<int>(chunk.numel),
+                   lanes);
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_constant__ SumsqLaunch launch) {
+  BW_SHARED(double, sums, kWarps);
+  const ChunkRange range = chunks_of_block(launch.chunks);
+  int64_t r = row_of_chunk(launch.first_chunk, 0, launch.row_count, range.begin);
+  for (int64_t index = range.begin; index < range.end; ++index) {
+    r = next_row_of_chunk(launch.first_chunk, r, launch.row_count, index);
+    const NormCudaRow& row = launch.rows[r];
+    const Chunk chunk = chunk_of_row(row, index - launch.first_chunk[r]);
+    double lanes[kFour] = {};
+    switch (row.dtype) {
+      case DType::kFloat32:
+        sum_chunk_of<DType::kFloat32>(row, chunk, lanes);
+        break;
+      case DType::kBFloat16:
+        sum_chunk_of<DType::kBFloat16>(row, chunk, lanes);
+        break;
+      case DType::kFloat16:
+        sum_chunk_of<DType::kFloat16>(row, chunk, lanes);
+        break;
+      case DType::kFloat64:
+        sum_chunk_of<DType::kFloat64>(row, chunk, lanes);
+        break;
+      default:  // refused by the host, which knows the rows
+        break;
+    }
+    const double total = fold_block(lanes, sums);
+    if (threadIdx.x == 0) {
+      launch.partial[index] = total;
+    }
+    __syncthreads();  // `sums` is read; the next chunk writes it
+  }
+}
+
+// ---- accumulate
+
+// The elements [first, first + kFour * kRows ...) of the shard in rows of kNormLanes: sums over ranks, in rank order.
+template <DType kType, int kRows>
+__device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_t first, float (&sum)[kRows][kFour]) {
+#pragma unroll 1  // else the reads of several ranks take all registers
+  for (int rank = 0; rank < launch.world; ++rank) {
+    const char* from = static_cast<const char*>(launch.sources[rank]) + first * kSizeOf<kType>;
+    Lanes<kType, kFour> x[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      x[row].load(from + row * kRowNumel * kSizeOf<kType>);
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int j = 0; j < kFour; ++j) {
+        sum[row][j] = rank == 0 ? x[row].get(j) : sum[row][j] + x[row].get(j);
+      }
+    }
+  }
+}
+
+// Elements [first, first + numel) of the shard, within one chunk. What is stored stays in the cache for Adam: plain accesses.
+template <DType kType>
+__device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch, int64_t first, int numel,
+                                                 bool is_aligned, double (&lanes)[kFour]) {
+  constexpr int kRows = 2;
+  const auto take_one = [&](int i, int lane) {
+    float sum = load_element<kType>(launch.sources[0], first + i);
+    for (int rank = 1; rank < launch.world; ++rank) {
+      sum += load_element<kType>(launch.sources[rank], first + i);
+    }
+    float& to = launch.shard[first + i];
+    to = launch.add ? to + sum : sum;
+    add_square(lanes[lane], to);
+  };
+  const auto take = [&](auto rows, int i) {
+    constexpr int kTaken = decltype(rows)::value;
+    float sum[kTaken][kFour];
+    sum_ranks<kType, kTaken>(launch, first + i, sum);
+#pragma unroll
+    for (int row = 0; row < kTaken; ++row) {
+      uint4* to = reinterpret_cast<uint4*>(launch.shard + first + i + row * kRowNumel);
+      if (launch.add) {
+        const uint4 old = *to;
+        sum[row][0] = float_of_bits(old.x) + sum[row][0];
+        sum[row][1] = float_of_bits(old.y) + sum[row][1];
+        sum[row][2] = float_of_bits(old.z) + sum[row][2];
+        sum[row][3] = float_of_bits(old.w) + sum[row][3];
+      }
+      *to = uint4{bits_of_float(sum[row][0]), bits_of_float(sum[row][1]), bits_of_float(sum[row][2]),
+                  bits_of_float(sum[row][3])};
+#pragma unroll
+      for (int lane = 0; lane < kFour; ++lane) {
+        add_square(lanes[lane], sum[row][lane]);
+      }
+    }
+  };
+  const auto take_unaligned = [&](auto /*one*/, int i) {
+#pragma unroll  // else `lanes` goes through memory
+    for (int lane = 0; lane < kFour; ++lane) {
+      take_one(i + lane, lane);
+    }
+  };
+  is_aligned ? for_my_elements<kRows>(numel, take, take_one) : for_my_elements<1>(numel, take_unaligned, take_one);
+}
+
+// Whether four elements from `first` on, and every fourth one, are aligned for vectors in the shard and all sources.
+template <DType kType>
+__device__ __forceinline__ bool is_aligned_at(const AccumulateLaunch& launch, int64_t first) {
+  uintptr_t bits = reinterpret_cast<uintptr_t>(launch.shard + first) % 16;
+  for (int rank = 0; rank < launch.world; ++rank) {
+    bits |= (reinterpret_cast<uintptr_t>(launch.sources[rank]) + static_cast<uintptr_t>(first) * kSizeOf<kType>) %
+            (kSizeOf<kType> * kFour);
+  }
+  return bits == 0;
+}
+
+template <DType kType>
+__global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __grid_constant__ AccumulateLaunch launch) {
+  BW_SHARED(double, block_sums, kWarps);
+  const SumsqLaunch& sums = launch.sums;
+  const ChunkRange range = chunks_of_block(sums.chunks);
+  int64_t r = row_of_chunk(sums.first_chunk, 0, sums.row_count, range.begin);
+  for (int64_t index = range.begin; index < range.end; ++index) {
+    r = next_row_of_chunk(sums.first_chunk, r, sums.row_count, index);
+    const NormCudaRow& row = sums.rows[r];
+    const Chunk chunk = chunk_of_row(row, index - sums.first_chunk[r]);
+    const int64_t first = row.begin + chunk.begin;
+    double lanes[kFour] = {};
+    accumulate_chunk<kType>(launch, first, static_cast<int>(chunk.numel), is_aligned_at<kType>(launch, first), lanes);
+    if (row.is_summed == 0) {
+      continue;  // all threads of the block
+    }
+    const double total = fold_block(lanes, block_sums);
+    if (threadIdx.x == 0) {
+      sums.partial[index] = total;
+    }
+    __syncthreads();  // `block_sums` is read; the next chunk writes it
+  }
+}
+
+}  // namespace
+
+int launch_sumsq(const SumsqLaunch& launch, void* stream) {
+  return launch_kernel(&sumsq_kernel, blocks_for(launch.chunks, launch.max_blocks), stream, launch);
+}
+
+int launch_accumulate(const AccumulateLaunch& launch, void* stream) {
+  if (launch.world < 1 || launch.world > AccumulateLaunch::kMaxWorld) {
+    return cudaErrorInvalidValue;
+  }
+  const int64_t blocks = blocks_for(launch.sums.chunks, launch.sums.max_blocks);
+  switch (launch.dtype) {
+    case DType::kFloat32:
+      return launch_kernel(&accumulate_kernel<DType::kFloat32>, blocks, stream, launch);
+    case DType::kBFloat16:
+      return launch_kernel(&accumulate_kernel<DType::kBFloat16>, blocks, stream, launch);
+    case DType::kFloat16:
+      return launch_kernel(&accumulate_kernel<DType::kFloat16>, blocks, stream, launch);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,124 @@
+// What becomes of the sums of squares of chunks on CUDA: sums of rows and parameters, the norm, and the clipped factors. The
+// order of additions is fold() of norm_fold.h, which a block can follow: a thread adds up a group, thread 0 the groups.
+#include "kernels/adam_math.h"
+#include "kernels/launch_cuda.h"
+#include "kernels/norm_cuda.h"
+#include "kernels/norm_fold.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int64_t kMaxBlocks = 1024;  // more rows, or parameters, share blocks
+
+// fold() of value(0), ..., value(count - 1), each asked for once. The result is that of thread 0. All threads of the block come
+// here; `sums` has room for kBlockThreads groups and may be used again afterwards.
+template <class Value>
+__device__ __forceinline__ double fold_by_block(int64_t count, const Value& value, double* sums) {
+  const int64_t groups = fold_groups(count);
+  const int thread = static_cast<int>(threadIdx.x);
+  double total = 0.0;
+  for (int64_t first = 0; first < groups; first += kBlockThreads) {
+    const int64_t begin = (first + thread) * kFoldGroup;
+    const int64_t end = count - begin < kFoldGroup ? count : begin + kFoldGroup;
+    double sum = 0.0;
+    for (int64_t i = begin; i < end; ++i) {
+      sum += value(i);
+    }
+    sums[thread] = sum;
+    __syncthreads();
+    const int held = static_cast<int>(groups - first < kBlockThreads ? groups - first : kBlockThreads);
+    for (int group = 0; thread == 0 && group < held; ++group) {
+      total += sums[group];
+    }
+    __syncthreads();
+  }
+  return total;
+}
+
+__global__ void __launch_bounds__(kBlockThreads) fold_kernel(const __grid_constant__ FoldLaunch launch) {
+  BW_SHARED(double, sums, kBlockThreads);
+  for (int64_t r = blockIdx.x; r < launch.row_count; r += gridDim.x) {
+    if (launch.rows[r].is_summed == 0) {
+      continue;  // all threads of the block
+    }
+    const int64_t first = launch.first_chunk[r];
+    const double* partial = launch.partial + first;
+    const double sum =
+        fold_by_block(launch.first_chunk[r + 1] - first, [partial](int64_t i) { return partial[i]; }, sums);
+    if (threadIdx.x == 0) {
+      launch.sums[r] = sum;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads) param_sums_kernel(const __grid_constant__ ParamSumsLaunch launch) {
+  const int64_t stride = int64_t{gridDim.x} * kBlockThreads;
+  for (int64_t param = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x; param < launch.param_count; param += stride) {
+    double sum = 0.0;
+    if (launch.held == nullptr || launch.held[param] != 0) {
+      for (int64_t i = launch.first_row_of[param]; i < launch.first_row_of[param + 1]; ++i) {
+        sum += launch.sums[launch.rows_of[i]];
+      }
+    }
+    launch.param_sums[param] = sum;
+  }
+}
+
+// One block: the coefficient needs all sums, and the factors need the coefficient.
+__global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_constant__ ClipLaunch launch) {
+  BW_SHARED(double, sums, kBlockThreads);
+  BW_SHARED(float, shared_coefficient, 1);
+  const int64_t count = launch.param_count;
+  const double square = fold_by_block(
+      count,
+      [&](int64_t param) {
+        double sum = launch.param_sums[param];
+        for (int rank = 1; rank < launch.world; ++rank) {
+          sum += launch.param_sums[rank * count + param];
+        }
+        const double factor = launch.factors == nullptr ? 1.0 : launch.factors[param];
+        if (launch.param_norms != nullptr) {
+          launch.param_norms[param] = square_root(sum) * __builtin_fabs(factor) * launch.average;
+        }
+        return launch.chosen == nullptr || launch.chosen[param] != 0 ? sum * (factor * factor) : 0.0;
+      },
+      sums);
+  if (threadIdx.x == 0) {
+    const auto norm = static_cast<float>(square_root(square) * launch.average);
+    const float coefficient = 1.0F / (norm + 1e-6F) * launch.max_norm;
+    *launch.norm = norm;
+    *shared_coefficient = coefficient > 1.0F ? 1.0F : coefficient;
+  }
+  __syncthreads();
+  if (launch.clips) {
+    const double coefficient = *shared_coefficient;
+    for (int64_t param = threadIdx.x; param < count; param += kBlockThreads) {
+      if (launch.chosen == nullptr || launch.chosen[param] != 0) {
+        launch.factors[param] *= coefficient;
+      }
+    }
+  }
+}
+
+int64_t at_most_max_blocks(int64_t blocks) { return blocks < kMaxBlocks ? blocks : kMaxBlocks; }
+
+}  // namespace
+
+int launch_fold(const FoldLaunch& launch, void* stream) {
+  return launch_kernel(&fold_kernel, at_most_max_blocks(launch.row_count), stream, launch);
+}
+
+int launch_param_sums(const ParamSumsLaunch& launch, void* stream) {
+  const int64_t blocks = (launch.param_count + kBlockThreads - 1) / kBlockThreads;
+  return launch_kernel(&param_sums_kernel, at_most_max_blocks(blocks), stream, launch);
+}
+
+int launch_clip(const ClipLaunch& launch, void* stream) {
+  if (launch.world < 1 || launch.param_count < 0 || launch.norm == nullptr ||
+      (launch.clips && launch.factors == nullptr && launch.param_count > 0)) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_kernel(&clip_kernel, 1, stream, launch);
+}
+
+}  // namespace bucketwheel

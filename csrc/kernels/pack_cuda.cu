@@ -1,0 +1,266 @@
+// Copies, casts and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
+//
+// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the narrower side. Where the two sides are not
+// aligned together, and before and after what is, elements go one by one.
+#include "kernels/pack_cuda.h"
+
+#include "kernels/lanes_cuda.h"
+#include "kernels/launch_cuda.h"
+
+namespace bucketwheel {
+namespace {
+
+// Aligned accesses of kLanes elements begin `head` elements after `address`, if `head` is below kLanes; elements of kBytes.
+template <int kBytes, int kLanes>
+BW_HD bool is_aligned_after(const void* address, int head) {
+  constexpr uintptr_t kAlignment = kBytes * kLanes < 16 ? kBytes * kLanes : 16;
+  return (reinterpret_cast<uintptr_t>(address) + static_cast<uintptr_t>(head * kBytes)) % kAlignment == 0;
+}
+
+// Calls lanes(i) for every kLanes elements from i on, and single(i) for the others: those before `head`, and the last few.
+template <int kLanes, class TakeLanes, class TakeOne>
+__device__ __forceinline__ void for_elements(int numel, int head, const TakeLanes& take_lanes,
+                                             const TakeOne& take_one) {
+  const int body = head < kLanes && head < numel ? head : numel;  // not aligned anywhere: no body
+  const int steps = (numel - body) / kLanes;
+  const int tail = body + steps * kLanes;
+  for (int step = static_cast<int>(threadIdx.x); step < steps; step += kBlockThreads) {
+    take_lanes(body + step * kLanes);
+  }
+  for (int k = static_cast<int>(threadIdx.x); k < body + (numel - tail); k += kBlockThreads) {
+    take_one(k < body ? k : tail + (k - body));
+  }
+}
+
+// ---- copies
+
+// Sizes are those of copies between equal dtypes, whatever they mean.
+template <class T>
+__device__ __forceinline__ void copy_chunk(char* to, const char* from, int numel) {
+  constexpr int kBytes = sizeof(T);
+  constexpr int kLanes = 16 / kBytes;
+  int head = 0;
+  while (head < kLanes &&
+         !(is_aligned_after<kBytes, kLanes>(to, head) && is_aligned_after<kBytes, kLanes>(from, head))) {
+    ++head;
+  }
+  for_elements<kLanes>(
+      numel, head, [&](int i) { store_vector(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
+      [&](int i) { reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i]; });
+}
+
+// Through float32, as pack.h says; between float64 and float64 there is no cast.
+template <DType kTo, DType kFrom>
+__device__ __forceinline__ RealOf<kTo> cast(RealOf<kFrom> value) {
+  return static_cast<float>(value);
+}
+
+template <DType kTo, DType kFrom>
+__device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel) {
+  constexpr int kNarrow = kSizeOf<kTo> < kSizeOf<kFrom> ? kSizeOf<kTo> : kSizeOf<kFrom>;
+  constexpr int kLanes = 16 / kNarrow;
+  int head = 0;
+  while (head < kLanes &&
+         !(is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) && is_aligned_after<kSizeOf<kFrom>, kLanes>(from, head))) {
+    ++head;
+  }
+  for_elements<kLanes>(
+      numel, head,
+      [&](int i) {
+        Lanes<kFrom, kLanes> x;
+        Lanes<kTo, kLanes> y = {};
+        x.load(from + i * kSizeOf<kFrom>);
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) {
+          y.set(lane, cast<kTo, kFrom>(x.get(lane)));
+        }
+        y.store(to + i * kSizeOf<kTo>);
+      },
+      [&](int i) { store_element<kTo>(to, i, cast<kTo, kFrom>(load_element<kFrom>(from, i))); });
+}
+
+template <DType kTo>
+__device__ __forceinline__ void cast_chunk_to(char* to, const char* from, DType from_dtype, int numel) {
+  if constexpr (kTo != DType::kFloat32) {
+    if (from_dtype == DType::kFloat32) {
+      return cast_chunk<kTo, DType::kFloat32>(to, from, numel);
+    }
+  }
+  if constexpr (kTo != DType::kBFloat16) {
+    if (from_dtype == DType::kBFloat16) {
+      return cast_chunk<kTo, DType::kBFloat16>(to, from, numel);
+    }
+  }
+  if constexpr (kTo != DType::kFloat16) {
+    if (from_dtype == DType::kFloat16) {
+      return cast_chunk<kTo, DType::kFloat16>(to, from, numel);
+    }
+  }
+  if constexpr (kTo != DType::kFloat64) {
+    if (from_dtype == DType::kFloat64) {
+      return cast_chunk<kTo, DType::kFloat64>(to, from, numel);
+    }
+  }
+}
+
+__device__ __forceinline__ int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+    case DType::kInt16:
+      return 2;
+    case DType::kUInt8:
+      return 1;
+  }
+  return 0;
+}
+
+__global__ void __launch_bounds__(kBlockThreads) copy_kernel(const __grid_constant__ CopyLaunch launch) {
+  const ChunkRange range = chunks_of_block(launch.chunks);
+  int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
+  for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
+    index = next_row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
+    const CopyItem& item = launch.items[index];
+    const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
+    const int64_t rest = item.numel - begin;
+    const int numel = static_cast<int>(rest < kCopyCudaChunkNumel ? rest : kCopyCudaChunkNumel);
+    char* to = static_cast<char*>(item.to) + begin * bytes_of(item.to_dtype);
+    const char* from = static_cast<const char*>(item.from) + begin * bytes_of(item.from_dtype);
+    const DType from_dtype = item.from_dtype;
+    if (item.to_dtype == from_dtype) {
+      switch (bytes_of(from_dtype)) {
+        case 8:
+          copy_chunk<uint64_t>(to, from, numel);
+          break;
+        case 4:
+          copy_chunk<uint32_t>(to, from, numel);
+          break;
+        case 2:
+          copy_chunk<uint16_t>(to, from, numel);
+          break;
+        default:
+          copy_chunk<uint8_t>(to, from, numel);
+          break;
+      }
+      continue;
+    }
+    switch (item.to_dtype) {  // other pairs are refused by the host, which knows the items
+      case DType::kFloat32:
+        cast_chunk_to<DType::kFloat32>(to, from, from_dtype, numel);
+        break;
+      case DType::kBFloat16:
+        cast_chunk_to<DType::kBFloat16>(to, from, from_dtype, numel);
+        break;
+      case DType::kFloat16:
+        cast_chunk_to<DType::kFloat16>(to, from, from_dtype, numel);
+        break;
+      case DType::kFloat64:
+        cast_chunk_to<DType::kFloat64>(to, from, from_dtype, numel);
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+// ---- sums over ranks
+
+// Elements that are 16 bytes of the dtype; `head` of them are before the first aligned ones, kLanes: never.
+template <DType kType>
+struct Reduce {
+  static constexpr int kLanes = 16 / kSizeOf<kType>;
+  ReduceLaunch launch;
+  int head;
+};
+
+template <DType kType>
+__global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_constant__ Reduce<kType> reduce) {
+  using Real = RealOf<kType>;
+  constexpr int kLanes = Reduce<kType>::kLanes;
+  const ReduceLaunch& launch = reduce.launch;
+  const Real divisor = static_cast<Real>(launch.divisor);
+  const bool divides = launch.divisor != 1.0;
+  const ChunkRange range = chunks_of_block((launch.numel + kReduceCudaChunkNumel - 1) / kReduceCudaChunkNumel);
+  for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
+    const int64_t begin = chunk * kReduceCudaChunkNumel;
+    const int64_t rest = launch.numel - begin;
+    const int64_t offset = begin * kSizeOf<kType>;
+    char* to = static_cast<char*>(launch.to) + offset;
+    for_elements<kLanes>(
+        static_cast<int>(rest < kReduceCudaChunkNumel ? rest : kReduceCudaChunkNumel), reduce.head,
+        [&](int i) {
+          Real sum[kLanes];
+          for (int rank = 0; rank < launch.world; ++rank) {
+            Lanes<kType, kLanes> x;
+            x.load(static_cast<const char*>(launch.sources[rank]) + offset + i * kSizeOf<kType>);
+#pragma unroll
+            for (int lane = 0; lane < kLanes; ++lane) {
+              sum[lane] = rank == 0 ? x.get(lane) : sum[lane] + x.get(lane);
+            }
+          }
+          Lanes<kType, kLanes> y = {};
+#pragma unroll
+          for (int lane = 0; lane < kLanes; ++lane) {
+            y.set(lane, divides ? sum[lane] / divisor : sum[lane]);
+          }
+          y.store(to + i * kSizeOf<kType>);
+        },
+        [&](int i) {
+          Real sum = load_element<kType>(launch.sources[0], begin + i);
+          for (int rank = 1; rank < launch.world; ++rank) {
+            sum += load_element<kType>(launch.sources[rank], begin + i);
+          }
+          store_element<kType>(to, i, divides ? sum / divisor : sum);
+        });
+  }
+}
+
+template <DType kType>
+int launch_reduce_of(const ReduceLaunch& launch, void* stream) {
+  constexpr int kLanes = Reduce<kType>::kLanes;
+  int head = 0;
+  for (; head < kLanes; ++head) {
+    bool is_aligned = is_aligned_after<kSizeOf<kType>, kLanes>(launch.to, head);
+    for (int rank = 0; rank < launch.world; ++rank) {
+      is_aligned = is_aligned && is_aligned_after<kSizeOf<kType>, kLanes>(launch.sources[rank], head);
+    }
+    if (is_aligned) {
+      break;
+    }
+  }
+  const int64_t chunks = launch.numel / kReduceCudaChunkNumel + (launch.numel % kReduceCudaChunkNumel != 0 ? 1 : 0);
+  return launch_kernel(&reduce_kernel<kType>, blocks_for(chunks, launch.max_blocks), stream,
+                       Reduce<kType>{launch, head});
+}
+
+}  // namespace
+
+int launch_copy(const CopyLaunch& launch, void* stream) {
+  return launch_kernel(&copy_kernel, blocks_for(launch.chunks, launch.max_blocks), stream, launch);
+}
+
+int launch_reduce(const ReduceLaunch& launch, void* stream) {
+  if (launch.world < 1 || launch.world > ReduceLaunch::kMaxWorld || launch.numel < 0) {
+    return cudaErrorInvalidValue;
+  }
+  switch (launch.dtype) {
+    case DType::kFloat32:
+      return launch_reduce_of<DType::kFloat32>(launch, stream);
+    case DType::kBFloat16:
+      return launch_reduce_of<DType::kBFloat16>(launch, stream);
+    case DType::kFloat16:
+      return launch_reduce_of<DType::kFloat16>(launch, stream);
+    case DType::kFloat64:
+      return launch_reduce_of<DType::kFloat64>(launch, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace bucketwheel

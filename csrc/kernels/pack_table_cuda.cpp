@@ -1,0 +1,41 @@
+#include "kernels/pack_table_cuda.h"
+
+#include "kernels/segment_table.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kThreads = 256;
+
+}  // namespace
+
+CopyCudaTable::CopyCudaTable(CudaDevice& device) : device_(device), device_items_(device), device_chunks_(device) {}
+
+void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
+  SegmentTable segments(kCopyCudaChunkNumel);
+  std::vector<int64_t> first_chunk{0};
+  for (size_t i = 0; i < items.size(); ++i) {
+    expect_copyable(items[i], i);
+    segments.add(items[i].numel);
+    first_chunk.push_back(segments.chunks());
+  }
+  if (segments.chunks() == 0) {
+    return;
+  }
+  CudaGuard guard(device_.id().index);
+  void* const native = native_stream(stream, "copy");
+  if (last_use_ != nullptr && native != last_stream_) {
+    stream.wait(last_use_);
+  }
+  CopyLaunch launch;
+  launch.items = device_items_.upload<CopyItem>(items, stream);
+  launch.first_chunk = device_chunks_.upload<int64_t>(first_chunk, stream);
+  launch.item_count = segments.rows();
+  launch.chunks = segments.chunks();
+  launch.max_blocks = device_.fill_blocks(kThreads);
+  BW_CUDA_TRY(launch_copy, launch, native);
+  last_stream_ = native;
+  last_use_ = is_capturing(stream) ? nullptr : stream.record();
+}
+
+}  // namespace bucketwheel

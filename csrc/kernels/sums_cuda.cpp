@@ -1,0 +1,130 @@
+#include "kernels/sums_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kThreads = 256;
+
+bool is_equal(const NormCudaRow& a, const NormCudaRow& b) {
+  return a.data == b.data && a.begin == b.begin && a.numel == b.numel && a.dtype == b.dtype &&
+         a.is_summed == b.is_summed;
+}
+
+}  // namespace
+
+SumsqCudaTable::SumsqCudaTable(CudaDevice& device)
+    : device_(device), device_rows_(device), device_chunks_(device), partial_(device) {}
+
+void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, Stream& stream) {
+  std::vector<NormCudaRow> cuda_rows;
+  SegmentTable segments(kNormChunkNumel);
+  std::vector<int64_t> first_chunk{0};
+  for (size_t r = 0; r < rows.size(); ++r) {
+    expect_norm_dtype(rows[r].dtype, r);
+    segments.add(rows[r].numel);
+    first_chunk.push_back(segments.chunks());
+    cuda_rows.push_back({rows[r].data, 0, rows[r].numel, rows[r].dtype, 1});
+  }
+  if (rows.empty()) {
+    return;
+  }
+  CudaGuard guard(device_.id().index);
+  void* const native = native_stream(stream, "sums of squares");
+  if (last_use_ != nullptr && native != last_stream_) {
+    stream.wait(last_use_);
+  }
+  if (!std::equal(cuda_rows.begin(), cuda_rows.end(), rows_.begin(), rows_.end(), is_equal)) {
+    rows_ = std::move(cuda_rows);
+    device_rows_.upload<NormCudaRow>(rows_, stream);
+    device_chunks_.upload<int64_t>(first_chunk, stream);
+    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, segments.chunks())) * sizeof(double));
+  }
+  SumsqLaunch launch;
+  launch.rows = device_rows_.as<const NormCudaRow>();
+  launch.first_chunk = device_chunks_.as<const int64_t>();
+  launch.row_count = segments.rows();
+  launch.chunks = segments.chunks();
+  launch.partial = partial_.as<double>();
+  launch.max_blocks = device_.fill_blocks(kThreads);
+  if (launch.chunks > 0) {
+    BW_CUDA_TRY(launch_sumsq, launch, native);
+  }
+  const FoldLaunch fold{launch.rows, launch.first_chunk, launch.row_count, launch.partial, sums};
+  BW_CUDA_TRY(launch_fold, fold, native);
+  last_stream_ = native;
+  last_use_ = is_capturing(stream) ? nullptr : stream.record();
+}
+
+ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel,
+                                           const std::vector<Segment>& segments, double* sums)
+    : device_(device),
+      shard_(shard),
+      numel_(numel),
+      sums_(sums),
+      spans_(kNormChunkNumel),
+      device_rows_(device),
+      device_chunks_(device),
+      partial_(device) {
+  expect_shard_segments(segments, numel);
+  const auto add_span = [this](int64_t begin, int64_t end, bool is_summed) {
+    spans_.add(end - begin);
+    rows_.push_back({nullptr, begin, end - begin, DType::kFloat32, static_cast<uint8_t>(is_summed ? 1 : 0)});
+    first_chunk_.push_back(spans_.chunks());
+  };
+  int64_t last = 0;
+  for (const Segment& segment : segments) {
+    if (last < segment.begin) {
+      add_span(last, segment.begin, false);
+    }
+    span_of_.push_back(spans_.rows());
+    add_span(segment.begin, segment.end, true);
+    last = segment.end;
+  }
+  if (last < numel) {
+    add_span(last, numel, false);
+  }
+}
+
+void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) {
+  BW_EXPECTS(numel == numel_,
+             "sums of " + std::to_string(numel) + " elements for a shard of " + std::to_string(numel_));
+  BW_EXPECTS(!sources.empty() && sources.size() <= static_cast<size_t>(AccumulateLaunch::kMaxWorld),
+             std::to_string(sources.size()) + " ranks: 1 to " + std::to_string(AccumulateLaunch::kMaxWorld) +
+                 " are supported on one device");
+  if (spans_.rows() == 0) {
+    return;
+  }
+  CudaGuard guard(device_.id().index);
+  void* const native = native_stream(stream, "reduce-scatter");
+  if (!is_uploaded_) {
+    device_rows_.upload<NormCudaRow>(rows_, stream);
+    device_chunks_.upload<int64_t>(first_chunk_, stream);
+    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, spans_.chunks())) * sizeof(double));
+    is_uploaded_ = true;
+  }
+  AccumulateLaunch launch;
+  launch.shard = shard_;
+  std::copy(sources.begin(), sources.end(), launch.sources);
+  launch.world = static_cast<int>(sources.size());
+  launch.dtype = dtype;
+  launch.add = add_;
+  launch.sums.rows = device_rows_.as<const NormCudaRow>();
+  launch.sums.first_chunk = device_chunks_.as<const int64_t>();
+  launch.sums.row_count = spans_.rows();
+  launch.sums.chunks = spans_.chunks();
+  launch.sums.partial = partial_.as<double>();
+  launch.sums.max_blocks = device_.fill_blocks(kThreads);
+  if (launch.sums.chunks > 0) {
+    BW_CUDA_TRY(launch_accumulate, launch, native);
+  }
+  const FoldLaunch fold{launch.sums.rows, launch.sums.first_chunk, launch.sums.row_count, launch.sums.partial, sums_};
+  BW_CUDA_TRY(launch_fold, fold, native);
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,70 @@
+// Sums of squares on CUDA: of lists of tensors, and of gradient shards as they are filled. The host side of norm_cuda.h.
+//
+// Results stay on the device, as doubles; nothing blocks the host, and nothing is allocated after the first use.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "device/cuda_buffer.h"
+#include "kernels/norm.h"
+#include "kernels/norm_cuda.h"
+#include "kernels/segment_table.h"
+
+namespace bucketwheel {
+
+// The sum of squares of each row of a list. The tables are in the order of one stream at a time.
+class SumsqCudaTable {
+ public:
+  explicit SumsqCudaTable(CudaDevice& device);
+  // sums[r] = the sum of squares of row r, bitwise that of sumsq(). TypeError, naming the row, for a dtype it does not know.
+  void run(std::span<const NormRow> rows, double* sums, Stream& stream);
+
+ private:
+  CudaDevice& device_;
+  std::vector<NormCudaRow> rows_;  // what device_rows_ holds
+  std::vector<int64_t> first_chunk_;
+  CudaBuffer device_rows_;
+  CudaBuffer device_chunks_;
+  CudaBuffer partial_;
+  void* last_stream_ = nullptr;
+  EventRef last_use_;
+};
+
+// ShardAccumulator (norm.h) on CUDA: what a reduce-scatter does with a rank's part of the sum, in one pass over it. Its work is
+// in the order of one stream, the communicator's.
+class ShardAccumulatorCuda {
+ public:
+  using Segment = ShardAccumulator::Segment;
+  // The shard's segments and the padding between them are its *spans*; so many at most.
+  static int64_t max_spans(size_t segments) { return 2 * static_cast<int64_t>(segments) + 1; }
+  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's.
+  ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel, const std::vector<Segment>& segments,
+                       double* sums);
+
+  // `add`: the next run() adds to the shard; otherwise it overwrites it.
+  void start(bool add) { add_ = add; }
+  // shard (+)= the sum of sources[r], each of `numel` elements of `dtype`, in rank order; sums[span_of(i)] = the sum of
+  // squares of what segment i holds then. ValueError for another numel or more than AccumulateLaunch::kMaxWorld ranks.
+  void run(std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream);
+  int64_t span_of(size_t segment) const { return span_of_[segment]; }
+  CudaDevice& device() const { return device_; }
+
+ private:
+  CudaDevice& device_;
+  float* const shard_;
+  const int64_t numel_;
+  double* const sums_;
+  bool add_ = false;
+  SegmentTable spans_;  // segments and the padding between them, in order
+  std::vector<NormCudaRow> rows_;
+  std::vector<int64_t> span_of_;  // by segment
+  std::vector<int64_t> first_chunk_{0};
+  bool is_uploaded_ = false;
+  CudaBuffer device_rows_;
+  CudaBuffer device_chunks_;
+  CudaBuffer partial_;
+};
+
+}  // namespace bucketwheel

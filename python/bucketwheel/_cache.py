@@ -1,0 +1,220 @@
+"""The folder of built modules: where it is, who builds in it, how an entry gets there and is trusted.
+
+An entry is a folder with a module and its manifest. See [Note: one build] in `bucketwheel._build`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from bucketwheel._toolchain import Module, explain, say
+from bucketwheel.errors import BuildError
+
+__all__ = ["cache_dir", "checked", "holder", "is_held", "is_network", "private_folder", "prune", "publish", "take"]
+__all__ += ["timeout_s", "unwritable", "write"]
+
+REPORT_S = 10.0
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+_UNUSED_DAYS = 60
+
+
+def cache_dir() -> Path:
+    """The folder of built modules. Not created, and not promised to be writable if ``BW_CACHE_DIR`` names it."""
+    if named := os.environ.get("BW_CACHE_DIR"):
+        return Path(named).expanduser().absolute()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if home.is_absolute() and not is_network(home):
+        try:
+            (home / "bucketwheel").mkdir(parents=True, exist_ok=True)
+        except OSError:
+            pass
+        if os.access(home / "bucketwheel", os.W_OK):
+            return home / "bucketwheel"
+    # Anybody may write into the temporary folder: code from there is loaded only if nobody else could have put it there.
+    local = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
+    try:
+        local.mkdir(mode=0o700, exist_ok=True)
+        status = local.lstat()
+    except OSError as error:
+        raise unwritable(local, error) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise unwritable(local, "it belongs to another user or others may write into it")
+    return local
+
+
+def unwritable(folder: Path, why: object) -> BuildError:
+    return explain(
+        f"the cache folder {folder} cannot be used: {why}", remedies=["name a writable one: BW_CACHE_DIR=..."]
+    )
+
+
+def is_network(path: Path) -> bool:
+    """Whether the longest mount point above ``path`` is of a network file system."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    path = path.resolve()
+    best, kind = "", ""
+    for line in mounts:
+        _, point, file_system, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if path.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, file_system
+    return kind in _NETWORK_FILE_SYSTEMS
+
+
+def prune(cache: Path) -> None:
+    """Remove what dead builders left, and objects unused for a long time. Never fails: it is housekeeping."""
+    for folder in (cache / "tmp").glob(f"{socket.gethostname()}-*"):  # a lock tells of this host's processes only
+        try:
+            with open(folder / "alive", "rb") as alive:
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # its builder lives, or has not locked it yet, or somebody else removed it
+    oldest = time.time() - _UNUSED_DAYS * 86400
+    for path in (cache / "objects").glob("*"):
+        try:
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+        except OSError:
+            continue
+
+
+# ---- locks -----------------------------------------------------------------------------------------------------------
+
+
+def timeout_s() -> float:
+    """The limit for one build, and for waiting for one."""
+    return float(os.environ.get("BW_BUILD_TIMEOUT", "600"))
+
+
+def take(fd: int, path: Path, module: Module) -> bool:
+    """Take the lock; whether another process had it. Raises `BuildError` after ``BW_BUILD_TIMEOUT`` seconds."""
+    start = time.monotonic()
+    reported = start
+    waited = False
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return waited
+        except BlockingIOError:
+            waited = True
+        except OSError:
+            return waited  # a file system without locks: see [Note: one build]
+        now = time.monotonic()
+        if now - start > timeout_s():
+            raise explain(
+                f"waited {now - start:.0f} s (BW_BUILD_TIMEOUT) for another build: {holder(path)}",
+                module=module,
+                remedies=[f"look at that process; the lock is {path}", "set another BW_CACHE_DIR"],
+            )
+        if now - reported >= REPORT_S:
+            reported = now
+            say(f"waited {now - start:.0f} s for the {module.title}, being built by {holder(path)}")
+        time.sleep(0.05)
+
+
+def holder(path: Path) -> str:
+    """Who wrote into the lock last: the process that has it, if any has."""
+    try:
+        return path.read_text().partition("\n")[0] or "an unnamed process"
+    except OSError:
+        return "an unnamed process"
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process has the lock now."""
+    try:
+        with open(path) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # gone, or a file system without locks
+    return False
+
+
+def write(lock: IO[str], text: str) -> None:
+    """Replace what the lock says of its holder."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(text)
+    lock.flush()
+
+
+# ---- entries ---------------------------------------------------------------------------------------------------------
+
+
+def checked(entry: Path, module: Module, wanted: dict[str, str]) -> Path | None:
+    """The module in ``entry`` if its manifest says ``wanted`` and its bytes are the published ones, else None."""
+    try:
+        manifest = json.loads((entry / module.manifest).read_text())
+        path = entry / module.file
+        wanted = {**wanted, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    except (OSError, ValueError):
+        return None
+    return path if all(manifest.get(name) == value for name, value in wanted.items()) else None
+
+
+@contextmanager
+def private_folder(cache: Path) -> Iterator[Path]:
+    """A folder that `prune` leaves alone while this process lives."""
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    unlocked, folder = cache / "tmp" / f".{name}", cache / "tmp" / name
+    try:
+        unlocked.mkdir()
+        with open(unlocked / "alive", "wb") as alive:
+            with suppress(OSError):  # a file system without locks: nobody can take it away either
+                fcntl.flock(alive, fcntl.LOCK_EX)
+            unlocked.rename(folder)  # only now, locked, does it have a name that prune looks at
+            yield folder
+    except OSError as error:
+        raise unwritable(cache, error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(out: Path, entry: Path, module: Module, key: str) -> Path:
+    """Rename the finished folder to its place, all at once, after its bytes are on the disk."""
+    for path in [*out.iterdir(), out]:
+        _sync(path)
+    for _ in range(600):
+        try:
+            out.rename(entry)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            # Somebody published first (seen late on network file systems), or a damaged entry is in the way.
+            if (published := checked(entry, module, {"key": key})) is not None:
+                return published
+            with suppress(OSError):
+                entry.rename(out.parent / f"damaged-{uuid.uuid4().hex[:12]}")
+            time.sleep(0.1)
+    else:
+        raise unwritable(entry.parent, f"{entry.name} stays in the way")
+    _sync(entry.parent)
+    return entry / module.file
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,227 @@
+"""One parallel compile: the sources of a recipe become one shared object, by ninja or by threads.
+
+Knows nothing of caches but a store of objects by content, and nothing of locks: that is `bucketwheel._build`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
+
+__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store"]
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTILINE)
+# Said about every kernel, whatever else went wrong.
+_CHATTER = re.compile(r"ptxas info|\s+\d+ bytes stack frame, ")
+_REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
+_CUDA_REMEDIES = [
+    "nvcc must know the architectures and the C++ compiler: choose with BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=...",
+]
+
+
+@dataclass(frozen=True)
+class _Step:
+    out: str
+    argv: tuple[str, ...]
+    cwd: Path
+
+    def shell(self) -> str:
+        return f"cd {shlex.quote(str(self.cwd))} && {shlex.join(self.argv)}"
+
+
+def compile_module(
+    recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | None, log: Path, timeout_s: float = 600.0
+) -> Path:
+    """Compile and link in the empty private folder ``work``; returns the module's path there.
+
+    ``objects`` is a store of object files by content that is read and filled (an edit of one source then compiles
+    that source only), or None. ``log`` gets the commands and all output. Raises `BuildError`.
+    """
+    steps: list[_Step] = []
+    stored: dict[str, Path] = {}  # object in work -> its place in the store
+    linked: list[str] = []
+    for source in recipe.sources:
+        out = source.path.replace("/", "_") + ".o"
+        if objects is not None:
+            place = objects / f"{object_key(recipe, toolchain, source)}.o"
+            if place.is_file():
+                os.utime(place)
+                linked.append(str(place))
+                continue
+            stored[out] = place
+        steps.append(_Step(out, command(recipe, toolchain, source, work / out), recipe.csrc))
+        linked.append(str(work / out))
+    module = work / recipe.module.file
+    linker = toolchain.nvcc or toolchain.cxx
+    link = _Step(module.name, (*linker, "-o", str(module), *linked, *recipe.link_flags), work)
+    try:
+        _run(steps, link, work, log, timeout_s, recipe.module)
+    finally:
+        for out, place in stored.items():
+            if (work / out).is_file():
+                store(work / out, place)
+    return module
+
+
+def command(recipe: Recipe, toolchain: Toolchain, source: Source, out: Path) -> tuple[str, ...]:
+    """The compile of one source, to be run in csrc/.
+
+    Its paths are relative, so that __FILE__ and the store do not depend on where the tree lies.
+    """
+    if source.path.endswith(".cu"):
+        head = (*toolchain.nvcc, *recipe.nvcc_flags, *source.flags, "-I.")
+    else:
+        includes = (word for folder in toolchain.includes for word in ("-isystem", folder))
+        head = (*toolchain.cxx, *recipe.flags, *source.flags, "-I.", *includes)
+    return (*head, "-c", source.path, "-o", str(out))
+
+
+def object_key(recipe: Recipe, toolchain: Toolchain, source: Source) -> str:
+    """The name, without .o, under which the store keeps an object: sha256 of all that it depends on."""
+    made_by: tuple[object, ...] = (toolchain.identity, recipe.flags)
+    if source.path.endswith(".cu"):
+        made_by = (toolchain.identity, toolchain.nvcc, toolchain.nvcc_identity, recipe.nvcc_flags)
+    digest = hashlib.sha256(repr((*made_by, source)).encode())
+    for path in closure(recipe.csrc, source.path):
+        digest.update(f"\n{path.relative_to(recipe.csrc)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def closure(csrc: Path, source: str) -> list[Path]:
+    """The files of csrc/ that ``source`` includes, itself first; conditional ones count too."""
+    found = [csrc / source]
+    for path in found:
+        for quote, name in _INCLUDE.findall(path.read_bytes()):
+            if not quote:  # a macro names the file: nothing is known, so everything counts
+                return tree(csrc)
+            for candidate in (path.parent / name.decode(), csrc / name.decode()):
+                candidate = Path(os.path.normpath(candidate))
+                if candidate.is_file():
+                    if candidate not in found:
+                        found.append(candidate)
+                    break
+    return found
+
+
+def store(path: Path, place: Path) -> None:
+    """Put an object into the store, all at once."""
+    private = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, private)
+        with open(private, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(private, place)
+    except OSError:
+        private.unlink(missing_ok=True)  # the store is an economy: a full disk shows where the module is published
+
+
+def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: float, module: Module) -> None:
+    ninja = find_ninja()
+    if ninja is not None:
+        failed, output = _run_ninja(ninja, steps, link, work, timeout_s)
+    else:
+        failed, output = _run_threads(steps, link, timeout_s)
+    commands = "".join(f"{step.shell()}\n" for step in [*steps, link])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"{commands}\n{output}\n")
+    if failed is not None:
+        raise explain(
+            f"{'linking' if failed is link else 'compiling'} {failed.out} failed",
+            module=module,
+            command=failed.shell(),
+            lines=[line for line in output.splitlines() if not _CHATTER.match(line)],
+            log=log,
+            remedies=[_REMEDY, *(_CUDA_REMEDIES if module is CUDA else ())],
+        )
+
+
+def find_ninja() -> str | None:
+    if path := shutil.which("ninja"):
+        return path
+    try:
+        import ninja
+    except ImportError:
+        return None
+    path = os.path.join(ninja.BIN_DIR, "ninja")
+    return path if os.access(path, os.X_OK) else None
+
+
+def _jobs() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
+    lines = ["rule sh", "  command = $cmd"]
+    for step, needs in [(step, "") for step in steps] + [(link, " ".join(step.out for step in steps))]:
+        lines += [f"build {step.out}: sh {needs}", f"  cmd = {step.shell().replace('$', '$$')}"]
+    (work / "build.ninja").write_text("\n".join(lines) + "\n")
+    # sources are listed slow ones first, and ninja starts edges in the order of the targets it is given
+    argv = [ninja, "-C", str(work), f"-j{_jobs()}", *(step.out for step in steps), link.out]
+    done, output = _call(argv, work, timeout_s)
+    if done:
+        return None, output
+    names = {step.out: step for step in [*steps, link]}
+    reported = re.findall(r"^FAILED: .*?(\S+)\s*$", output, re.MULTILINE)
+    failed = next((names[out] for out in reported if out in names), link)
+    return failed, "\n".join(line for line in output.splitlines() if not line.startswith("ninja: "))
+
+
+def _run_threads(steps: list[_Step], link: _Step, timeout_s: float) -> tuple[_Step | None, str]:
+    output: list[str] = []
+    failed: list[_Step] = []
+
+    def compile_one(step: _Step) -> None:
+        if not failed:
+            done, text = _call(step.argv, step.cwd, timeout_s)
+            output.append(text)
+            if not done:
+                failed.append(step)
+
+    with ThreadPoolExecutor(_jobs()) as pool:
+        list(pool.map(compile_one, steps))
+    if not failed:
+        compile_one(link)
+    return (failed[0] if failed else None), "".join(output)
+
+
+def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
+    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the pipe open.
+    with subprocess.Popen(
+        argv,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return False, f"{_end(process)}\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
+        except BaseException:
+            _end(process)
+            raise
+    return process.returncode == 0, output
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a process and what it started; returns its output. ninja ends its compilers, each a group, on SIGTERM only."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]

@@ -1,0 +1,96 @@
+"""Devices: which one a tensor is on, torch's streams as native ones, and what to do when a GPU has no memory left.
+
+In native code a device is a number: the index of a CUDA device, -1 for the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _build
+from ._build import native
+
+__all__ = ["CPU", "device_index", "index_of", "native_stream", "reclaim_memory", "upload"]
+
+CPU = -1
+
+_guard = threading.Lock()
+# Whatever caches device memory and can give it back: has `trim() -> int` (bytes) and `device`.
+_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def index_of(tensor: Tensor) -> int:
+    """The native number of the tensor's device. Loads (at the first CUDA tensor: builds) the CUDA module."""
+    if not tensor.is_cuda:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"a tensor on {tensor.device}: cpu and cuda are supported")
+        return 0 if native().is_posing() else CPU
+    _load_cuda()
+    return int(tensor.device.index)
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """The native number of a device named as torch names it; None is the CPU, ``"cuda"`` the current device."""
+    if device is None:
+        return CPU
+    named = torch.device(device)
+    if named.type == "cpu":
+        return 0 if native().is_posing() else CPU
+    if named.type != "cuda":
+        raise ValueError(f"device {str(named)!r}: cpu and cuda are supported")
+    if native().is_posing():
+        return 0
+    _load_cuda()
+    return torch.cuda.current_device() if named.index is None else named.index
+
+
+def torch_device(index: int) -> torch.device:
+    """The other way round."""
+    return torch.device("cpu") if index == CPU or native().is_posing() else torch.device("cuda", index)
+
+
+def _load_cuda() -> None:
+    """Raises `BuildError` where the CUDA module is missing and cannot be built."""
+    if not native().has_cuda():
+        with _guard:
+            if not native().has_cuda():
+                native().install_cuda(_build.cuda().api)
+
+
+def native_stream(stream: Any) -> Any:
+    """A `torch.cuda.Stream` as a native stream; native ones and None as they are."""
+    if isinstance(stream, torch.cuda.Stream):
+        _load_cuda()
+        return native().borrow_stream(stream.cuda_stream, stream.device.index)
+    return stream
+
+
+def upload(to: Tensor, values: bytes) -> None:
+    """Writes ``values`` into the contiguous tensor ``to``, in the current stream; never blocks."""
+    native().upload(to, values)
+
+
+def keep_as_cache(cache: Any) -> None:
+    """``cache.trim()`` will be called when its device has no memory left."""
+    _caches.add(cache)
+
+
+def reclaim_memory(index: int) -> str:
+    """Gives back the memory that caches hold on a CUDA device, ours and torch's; says how much, for messages."""
+    gc.collect()
+    ours = sum(cache.trim() for cache in list(_caches) if cache.device == index)
+    if native().is_posing():
+        return f"pools gave back {ours} bytes"
+    before = torch.cuda.memory_reserved(index)
+    torch.cuda.empty_cache()
+    after = torch.cuda.memory_reserved(index)
+    return (
+        f"pools gave back {ours} bytes and torch {before - after}; torch holds {after} bytes, "
+        f"{torch.cuda.memory_allocated(index)} of them in tensors"
+    )

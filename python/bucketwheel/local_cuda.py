@@ -1,0 +1,132 @@
+"""Local on CUDA: `local` with norms, clip factors and step counts on the device, so that nothing waits for it.
+
+Every call may be captured in a CUDA graph (``capturable=True``); the replays measure, clip and step anew.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._build import native
+from .device import index_of, upload
+from .flat import ParamInfo
+from .local import LocalEngine
+from .rows_cuda import AdamRowsCuda
+
+__all__ = ["LocalEngineCuda"]
+
+
+class LocalEngineCuda(LocalEngine):
+    """At least one parameter, all on one device."""
+
+    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False) -> None:
+        self._device = index_of(infos[0].param)
+        self._torch_device = infos[0].param.device
+        # The clip factor of each gradient, where `_clips` says that it was clipped; else 1, or left over.
+        self._factors = torch.ones(len(infos), dtype=torch.float64, device=self._torch_device)
+        self._sums_table = native().SumsqCudaTable(self._device)
+        self._uploads: dict[str, tuple[bytes, Tensor]] = {}
+        super().__init__(infos, is_static=is_static)
+
+    def _new_rows(self) -> AdamRowsCuda:
+        return AdamRowsCuda(self.steps, self._device)
+
+    def _on_device(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
+        """``values`` as a tensor; uploaded if they are not those of the last call for ``name``."""
+        known = self._uploads.get(name)
+        if known is None or known[0] != values:
+            tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=self._torch_device)
+            upload(tensor, values)
+            known = self._uploads[name] = (values, tensor)
+        return known[1]
+
+    def _drop_stale_clips(self) -> None:
+        """Factors of gradients that are no longer there become 1."""
+        valid = {i for i in self._clips if self._is_clipped(self.infos[i], self.infos[i].param.grad)}
+        if not valid:
+            self._factors.fill_(1.0)  # on the device, every time: a captured clip begins here in every replay
+        elif len(valid) < len(self._clips):
+            flags = bytes(i in valid for i in range(len(self.infos)))
+            mask = self._on_device("valid", torch.uint8, flags).bool()
+            self._factors.copy_(torch.where(mask, self._factors, 1.0))
+        self._clips = {i: self._clips[i] for i in valid}
+
+    def _pending_factors(self) -> Tensor | None:
+        if not self._clips:
+            return None
+        if any(not self._is_clipped(self.infos[i], self.infos[i].param.grad) for i in self._clips):
+            self._drop_stale_clips()
+        return self._factors if self._clips else None
+
+    # --- norms -------------------------------------------------------------------------------------------------------
+
+    def _held(self, indices: Iterable[int] | None) -> list[int]:
+        chosen = range(len(self.infos)) if indices is None else indices
+        return [i for i in chosen if self.infos[i].param.grad is not None]
+
+    def _sums(self, held: Sequence[int]) -> Tensor:
+        """[parameters], float64: the sums of squares of the gradients of ``held``, 0 for the others."""
+        grads = [self._grad(self.infos[i]) for i in held]
+        sums = torch.empty(len(held), dtype=torch.float64, device=self._torch_device)
+        native().sumsq_cuda(self._device, grads, sums, self._sums_table)
+        if len(held) == len(self.infos):
+            return sums
+        places = self._on_device("held", torch.int64, array.array("q", held).tobytes())
+        return torch.zeros_like(self._factors).index_copy_(0, places, sums)
+
+    def _measure(self, held: Sequence[int], max_norm: float | None) -> Tensor:
+        """The 2-norm of ``held`` together; their factors times the clip coefficient where ``max_norm`` is given."""
+        self._drop_stale_clips()
+        norm = torch.empty(1, dtype=torch.float32, device=self._torch_device)
+        flags = bytearray(len(self.infos))
+        for i in held:
+            flags[i] = 1
+        chosen = self._on_device("chosen", torch.uint8, bytes(flags))
+        native().clip_cuda(self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm)
+        return norm[0]
+
+    def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
+        held = self._held(indices)
+        if not held:
+            return torch.zeros((), dtype=torch.float32, device=self._torch_device)
+        if ord == 2.0:
+            return self._measure(held, None)
+        self._drop_stale_clips()
+        norms = []
+        for i in held:
+            grad = self.infos[i].param.grad
+            assert grad is not None
+            if grad.numel():
+                norms.append(torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._factors[i])
+        if not norms:
+            return torch.zeros((), dtype=torch.float32, device=self._torch_device)
+        return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
+
+    def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        held = self._held(indices)
+        if held and ord == 2.0:
+            norm = self._measure(held, max_norm)
+        else:
+            norm = self.total_norm(indices, ord)
+            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float64)
+            flags = bytearray(len(self.infos))
+            for i in held:
+                flags[i] = 1
+            chosen = self._on_device("chosen", torch.uint8, bytes(flags)).bool()
+            self._factors.mul_(torch.where(chosen, coefficient, 1.0))
+        for i in held:
+            grad = self.infos[i].param.grad
+            assert grad is not None
+            self._clips[i] = (grad, grad._version, 1.0)
+        return norm
+
+    def full_grad(self, index: int) -> Tensor | None:
+        grad = self.infos[index].param.grad
+        if grad is None:
+            return None
+        is_clipped = self._is_clipped(self.infos[index], grad)
+        return grad.detach().float() * (self._factors[index] if is_clipped else 1.0)

@@ -1,0 +1,219 @@
+"""Reduced gradients on CUDA: what `reduced` is on the CPU, with everything that depends on values kept on the device.
+
+Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a clip
+coefficient, a loss scale) is multiplied into `_factors`, one float64 a parameter, which the Adam kernel reads; one that is a
+number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
+"""
+
+from __future__ import annotations
+
+import array
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._build import native
+from .comm import Communicator
+from .device import torch_device, upload
+from .reduced import ReducedGrads
+
+__all__ = ["ReducedGradsCuda"]
+
+
+class ReducedGradsCuda(ReducedGrads):
+    """The gradients of ``param_count`` parameters. ``row_sums``: float64; reduce-scatters write the sums of squares of shard spans
+    there, and `ShardPiece.row` is the place of a piece's."""
+
+    def __init__(self, comm: Communicator, average: float, param_count: int, spans: int) -> None:
+        super().__init__(comm, average)
+        self._device = comm.device
+        self.torch_device = torch_device(comm.device)
+        self.row_sums = self._new(spans).zero_()
+        self._factors = self._new(param_count).fill_(1.0)
+        self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
+        self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
+        self._rows: tuple[Tensor, Tensor] | None = None
+        self._uploads: dict[str, tuple[bytes, Tensor]] = {}
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def _on_device(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
+        """``values`` as a tensor; uploaded if they are not those of the last call for ``name``."""
+        known = self._uploads.get(name)
+        if known is None or known[0] != values:
+            tensor = self._new(len(values) // dtype.itemsize, dtype=dtype)
+            upload(tensor, values)
+            known = self._uploads[name] = (values, tensor)
+        return known[1]
+
+    def _indices(self, indices: Sequence[int]) -> Tensor:
+        return self._on_device("indices", torch.int64, array.array("q", indices).tobytes())
+
+    def _mask(self, name: str, indices: Iterable[int]) -> Tensor:
+        """One byte a parameter: 1 for those in ``indices``."""
+        flags = bytearray(len(self._states))
+        for index in indices:
+            flags[index] = 1
+        return self._on_device(name, torch.uint8, bytes(flags))
+
+    # --- factors -----------------------------------------------------------------------------------------------------
+
+    def has_factor(self, index: int) -> bool:
+        return index in self._scaled or super().has_factor(index)
+
+    def visible_factor(self, index: int) -> float | Tensor:
+        known = super().visible_factor(index)
+        return self._factors[index] * known if index in self._scaled else known
+
+    def reset_factor(self, index: int) -> None:
+        super().reset_factor(index)
+        if index in self._scaled:
+            self._scaled.discard(index)
+            self._factors[index].fill_(1.0)
+
+    def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
+        if not isinstance(factor, Tensor):
+            super().scale(indices, factor)
+            return
+        chosen = list(indices)
+        factor = factor.detach().to(torch.float64).reshape(())
+        if len(chosen) == len(self._states):
+            self._factors.mul_(factor)
+        else:
+            self._factors.mul_(torch.where(self._mask("scale", chosen).bool(), factor, 1.0))
+        self._scaled.update(chosen)
+
+    def flush_factor(self, index: int, remaining: float = 1.0) -> None:
+        if index not in self._scaled:
+            super().flush_factor(index, remaining)
+            return
+        state = self._states[index]
+        for piece in state.pieces:
+            piece.grad.mul_(self._factors[index] * (state.factor / remaining))
+        self.reset_factor(index)
+        state.factor = remaining
+        self.mark_edited([index])
+
+    def _absorb(self) -> None:
+        """Moves the factors that the host knows to the device. At collective calls only: ranks compare what the host knows."""
+        if all(state.factor == 1.0 for state in self._states):
+            return
+        known = array.array("d", self.factors()).tobytes()
+        self._factors.mul_(self._on_device("factors", torch.float64, known))
+        for index, state in enumerate(self._states):
+            if state.factor != 1.0:
+                self._scaled.add(index)
+                state.factor = 1.0
+
+    def pending_factors(self) -> Tensor:
+        self._absorb()
+        return self._factors
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def forget_sums(self) -> None:
+        super().forget_sums()
+        self._gathered = None
+
+    def _row_tables(self) -> tuple[Tensor, Tensor]:
+        """Where the rows of each parameter are in `row_sums`: offsets [params + 1] into the second, row numbers."""
+        if self._rows is None:
+            rows = [piece.row for state in self._states for piece in state.pieces]
+            offsets = array.array("q", [0])
+            for state in self._states:
+                offsets.append(offsets[-1] + len(state.pieces))
+            first = self._on_device("first_row_of", torch.int64, offsets.tobytes())
+            self._rows = (first, self._on_device("rows_of", torch.int64, array.array("q", rows).tobytes()))
+        return self._rows
+
+    def _sums_by_rank(self) -> Tensor:
+        """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
+        if self._gathered is None:
+            edited = [piece for state in self._states if state.is_edited and state.has_content for piece in state.pieces]
+            if edited:
+                again = self._new(len(edited))
+                native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
+                rows = self._on_device("edited", torch.int64, array.array("q", [piece.row for piece in edited]).tobytes())
+                self.row_sums.index_copy_(0, rows, again)
+            held = self._mask("held", (i for i, state in enumerate(self._states) if state.has_content))
+            own = self._new(len(self._states))
+            native().param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
+            self._gathered = self._gather(own)
+        return self._gathered
+
+    def _gather(self, own: Tensor) -> Tensor:
+        gathered = self._new(self.comm.size, own.numel(), dtype=own.dtype)
+        self.comm.all_gather_into(gathered, own).wait()
+        return gathered
+
+    def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
+        """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
+        self._absorb()
+        norm = self._new(1, dtype=torch.float32)
+        native().clip_cuda(
+            self._device,
+            self._sums_by_rank(),
+            self._factors,
+            self._mask("chosen", indices),
+            self.average,
+            max_norm,
+            norm,
+            param_norms,
+        )
+        return norm[0]
+
+    def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
+        if not self._states:
+            return self._new(0, dtype=torch.float32)
+        if ord == 2.0:
+            norms = self._new(len(self._states))
+            self._clip(range(len(self._states)), None, norms)
+        else:
+            norms = self._other_norms(ord)
+        return norms.index_select(0, self._indices(indices)).to(torch.float32)
+
+    def _other_norms(self, ord: float) -> Tensor:
+        """Norms of an order other than 2, of every parameter."""
+        self._absorb()
+        everyone = self._gather(torch.stack([self._power_on_device(i, ord) for i in range(len(self._states))]))
+        if math.isinf(ord):
+            raw = everyone.amax(0) if ord > 0 else everyone.amin(0)
+        else:
+            raw = everyone[0]
+            for other in everyone[1:]:
+                raw = raw + other
+            raw = raw if ord == 0 else raw ** (1.0 / ord)
+        return raw * (self._factors != 0) if ord == 0 else raw * self._factors.abs() * self.average
+
+    def _power_on_device(self, index: int, ord: float) -> Tensor:
+        """`ReducedGrads._local_power` as a 0-d tensor."""
+        state = self._states[index]
+        if not state.has_content or not state.pieces:
+            no_part = math.inf if ord == -math.inf and (state.has_content or not state.info.param.numel()) else 0.0
+            return self._new().fill_(no_part)
+        norms = torch.stack([torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64) for p in state.pieces])
+        if math.isinf(ord):
+            return norms.amax() if ord > 0 else norms.amin()
+        return norms.sum() if ord == 0 else (norms**ord).sum()
+
+    def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
+        if not indices:
+            return self._new(dtype=torch.float32).zero_()
+        if ord == 2.0:
+            return self._clip(indices, None)
+        return torch.linalg.vector_norm(self.norm_tensor(indices, ord), ord)
+
+    def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
+        if not indices or ord != 2.0:
+            return super().clip(indices, max_norm, ord)
+        norm = self._clip(indices, max_norm)
+        self._scaled.update(indices)
+        return norm
+
+    def found_inf(self, found: Tensor) -> Tensor:
+        """1 where any value of any gradient is inf or NaN on any rank or any rank's ``found`` is not 0; 0-d. Collective."""
+        others = self._gather(found.reshape(1)).amax()
+        return torch.maximum(others, (~torch.isfinite(self._sums_by_rank()).all()).to(found.dtype))

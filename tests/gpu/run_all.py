@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""All that needs a GPU, in one command of at most 8 minutes: ``make gpu``, or ``python3 tests/gpu/run_all.py --out DIR``.
+
+Runs from the source tree with the Python that starts it: nothing is installed or downloaded. Each part is a process with
+a time limit of its own; the run goes on past parts that fail, and the overall limit cuts the last ones short, so the
+most important come first. ``--out`` gets
+
+    results.jsonl   one line when a part ends: part, outcome, ok, seconds, exit_code, last_line; and before it each line of
+                    its output that is a JSON object, alone or after "BW_JSON ", with "part" added
+    logs.txt        the output of all parts
+
+The exit status is the number of parts that failed. docs/testing.md says what each part proves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 470.0  # of 8 minutes
+LEAST_S = 5.0  # a part is not started with less
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+LOG_BYTES = 400_000  # of one part in logs.txt
+_RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """``needs``: a program without which (``argv`` then starts with "") the part is left out, which is no failure."""
+
+    name: str
+    argv: tuple[str, ...]
+    timeout_s: float
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    part: str
+    outcome: str  # "ok", "failed", "timed out", "no time", "left out"
+    seconds: float
+    exit_code: int | None = None
+    last_line: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome in ("ok", "left out")
+
+
+def all_parts(python: str = sys.executable) -> list[Part]:
+    """What matters most first."""
+    sanitizer = find_sanitizer()
+
+    def test(name: str, timeout_s: float) -> Part:
+        argv = (python, "-m", "pytest", "-q", "-ra", f"tests/gpu/test_{name}.py")
+        return Part(name, argv, timeout_s)
+
+    def sanitize(tool: str, timeout_s: float) -> Part:
+        argv = (sanitizer, "--tool", tool, "--error-exitcode", "9", python, "tests/gpu/sanitizer_cases.py", tool)
+        return Part(tool, argv, timeout_s, needs="compute-sanitizer")
+
+    def bench(section: str, timeout_s: float) -> Part:
+        argv = (python, "benchmarks/bench_gpu.py", "--section", section, "--json", "/dev/stdout")
+        return Part(f"bench {section}", argv, timeout_s)
+
+    doctor = (python, "-m", "bucketwheel", "doctor", "--json", "--build", "cpu", "--build", "cuda")
+    return [
+        Part("build", doctor, 180.0),
+        test("kernels", 90.0),
+        test("optim", 75.0),
+        test("ordering", 60.0),
+        test("graphs", 40.0),
+        bench("adam", 75.0),
+        sanitize("memcheck", 50.0),
+        sanitize("racecheck", 50.0),
+        bench("norm", 40.0),
+        bench("layouts", 30.0),
+        bench("host", 20.0),
+        bench("gpt", 40.0),
+    ]
+
+
+def find_sanitizer() -> str:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    folders = [f"{home}/bin", f"{home}/compute-sanitizer"]
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=":".join(folders)) or ""
+
+
+def environment() -> dict[str, str]:
+    """What every part gets: the source tree as it stands, and no skips for want of a GPU."""
+    paths = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT)]
+    return {
+        "BW_CACHE_DIR": str(ROOT / "build" / "cache"),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "BW_REQUIRE": "gpu,nvcc",
+    }
+
+
+# ---- one part --------------------------------------------------------------------------------------------------------
+
+
+def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
+    """Run a part for at most ``limit_s``; none of its processes is left when this returns or raises."""
+    if part.needs and not part.argv[0]:
+        return Outcome(part.name, "left out", 0.0, last_line=f"{part.needs} is not installed")
+    start = time.monotonic()
+    with open(log, "wb") as output:
+        try:
+            process = subprocess.Popen(
+                part.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Outcome(part.name, "failed", 0.0, last_line=str(error))
+        try:
+            in_time = _ends_within(process.pid, limit_s)
+        finally:
+            # Not reaped yet, so its id still names its own group.
+            _end(process)
+    seconds = round(time.monotonic() - start, 2)
+    verdict = ("ok" if process.returncode == 0 else "failed") if in_time else "timed out"
+    last = next((line for line in reversed(_lines(log)) if line.strip() and not _RESULT.fullmatch(line)), "")
+    return Outcome(part.name, verdict, seconds, process.returncode if in_time else None, last.strip()[:200])
+
+
+def _ends_within(pid: int, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the group of a part, and what it started in groups of their own, then reap it."""
+    strays = _descendants(process.pid)
+    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        _signal_all(process.pid, strays, signal.SIGTERM)
+        _ends_within(process.pid, GRACE_S)
+        strays |= _descendants(process.pid)
+    _signal_all(process.pid, strays, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_all(group: int, strays: set[int], number: int) -> None:
+    for send, target in [(os.killpg, group), *((os.kill, pid) for pid in strays)]:
+        try:
+            send(target, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _descendants(pid: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = [child for child in children.get(waiting.pop(), []) if child not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+
+def results_of(part: str, log: Path) -> list[dict[str, object]]:
+    """The JSON objects among the lines of a part's output."""
+    found = []
+    for line in _lines(log):
+        if match := _RESULT.fullmatch(line):
+            try:
+                found.append({"part": part, **json.loads(match[1])})
+            except ValueError:
+                continue
+    return found
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(parts: Sequence[Part], out: Path, limit_s: float = LIMIT_S) -> list[Outcome]:
+    """Run the parts in order, whatever becomes of each; ``out`` holds two files when this returns."""
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in [*out.glob("*.log"), out / "results.jsonl", out / "logs.txt"]:
+        stale.unlink(missing_ok=True)
+    start = time.monotonic()
+    outcomes = []
+    logs = []
+    try:
+        for part in parts:
+            log = out / f"{part.name.replace(' ', '_')}.log"
+            logs.append((part, log))
+            left_s = limit_s - (time.monotonic() - start)
+            print(f"[{time.monotonic() - start:5.0f} s] {part.name}", flush=True)
+            if left_s < LEAST_S:
+                outcome = Outcome(part.name, "no time", 0.0, last_line=f"{limit_s:.0f} s were over")
+            else:
+                outcome = run_part(part, log, min(part.timeout_s, left_s - min(GRACE_S, left_s / 2)))
+            outcomes.append(outcome)
+            lines = [*results_of(part.name, log), {**asdict(outcome), "ok": outcome.ok}]
+            with open(out / "results.jsonl", "a") as results:
+                results.writelines(json.dumps(line) + "\n" for line in lines)
+    finally:
+        _bundle(logs, out / "logs.txt")
+    return outcomes
+
+
+def _bundle(logs: list[tuple[Part, Path]], bundle: Path) -> None:
+    with open(bundle, "wb") as file:
+        for part, log in logs:
+            file.write(f"==== {part.name}: {' '.join(part.argv)}\n".encode())
+            text = log.read_bytes() if log.exists() else b""
+            if len(text) > LOG_BYTES:
+                cut = f"\n---- {len(text) - LOG_BYTES} bytes left out ----\n".encode()
+                text = text[: LOG_BYTES // 4] + cut + text[-(LOG_BYTES - LOG_BYTES // 4) :]
+            file.write(text + b"\n")
+    for _, log in logs:
+        log.unlink(missing_ok=True)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    width = max((len(outcome.part) for outcome in outcomes), default=0)
+    rows = [f"{o.part:{width}}  {o.outcome:9}  {o.seconds:6.1f} s  {o.last_line[:90]}".rstrip() for o in outcomes]
+    failed = sum(not outcome.ok for outcome in outcomes)
+    total = sum(outcome.seconds for outcome in outcomes)
+    return "\n".join([*rows, f"{len(outcomes)} parts, {failed} failed, {total:.0f} s"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
+    parser.add_argument("--only", default="", help="parts to run, with commas between")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help=f"seconds for all together (default {LIMIT_S:.0f})"
+    )
+    parser.add_argument("--list", action="store_true", help="print the parts and end")
+    options = parser.parse_args(arguments)
+    parts = all_parts()
+    if options.only:
+        names = options.only.split(",")
+        if unknown := set(names) - {part.name for part in parts}:
+            parser.error(f"no such part: {', '.join(sorted(unknown))}")
+        parts = [part for part in parts if part.name in names]
+    if options.list:
+        print("\n".join(f"{part.name:16}{part.timeout_s:5.0f} s  {' '.join(part.argv)}" for part in parts))
+        return 0
+    outcomes = run_all(parts, options.out.absolute(), options.limit)
+    print(table(outcomes), flush=True)
+    return min(100, sum(not outcome.ok for outcome in outcomes))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # so that the running part is ended and the logs are bundled
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupted)
+    sys.exit(main())

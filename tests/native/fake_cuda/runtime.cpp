@@ -1,0 +1,403 @@
+// Streams, events, memory and capture of the simulated CUDA device. Contract: cuda_runtime_api.h.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "fibers.h"
+
+using Task = std::function<void()>;
+using SteadyClock = std::chrono::steady_clock;
+
+namespace {
+
+std::atomic<uint64_t> delay_seed{0};
+
+// What an event stands for: one for each cudaEventRecord, so that waiters keep theirs when the event is recorded again.
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+  bool is_captured = false;
+  SteadyClock::time_point time;
+
+  void complete() {
+    std::lock_guard lock(mutex);
+    time = SteadyClock::now();
+    is_done = true;
+    changed.notify_all();
+  }
+  bool query() {
+    std::lock_guard lock(mutex);
+    return is_done;
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return is_done; });
+  }
+};
+using MarkRef = std::shared_ptr<Mark>;
+
+class Worker {
+ public:
+  Worker() : thread_([this] { work(); }) {}
+  ~Worker() {
+    {
+      std::lock_guard lock(mutex_);
+      is_closed_ = true;
+      changed_.notify_all();
+    }
+    thread_.join();
+  }
+  void push(Task task) {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
+ private:
+  void work() {
+    uint64_t state = delay_seed * 0x9E3779B97F4A7C15u + reinterpret_cast<uintptr_t>(this);
+    for (;;) {
+      Task task;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return is_closed_ || !tasks_.empty(); });
+        if (tasks_.empty()) {
+          return;
+        }
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      if (delay_seed != 0) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        std::this_thread::sleep_for(std::chrono::microseconds((state >> 40) % 300));
+      }
+      task();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool is_closed_ = false;
+  std::thread thread_;
+};
+
+// The graph that is being captured; one at a time, as torch.cuda.graph does it.
+struct Capture {
+  std::mutex mutex;
+  std::vector<Task>* graph = nullptr;
+  std::vector<cudaStream_t> streams;  // that take part
+  bool has(cudaStream_t stream) const {
+    for (cudaStream_t one : streams) {
+      if (one == stream) {
+        return true;
+      }
+    }
+    return false;
+  }
+};
+Capture& capture() {
+  static auto* const one = new Capture();
+  return *one;
+}
+bool is_captured(cudaStream_t stream) {
+  std::lock_guard lock(capture().mutex);
+  return capture().graph != nullptr && capture().has(stream);
+}
+
+thread_local int current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// Calls that may wait or allocate are refused while something is captured, unless the thread has said "relaxed".
+bool is_forbidden() {
+  std::lock_guard lock(capture().mutex);
+  return capture().graph != nullptr && capture_mode != cudaStreamCaptureModeRelaxed;
+}
+
+std::atomic<size_t> allocated_bytes{0};
+std::atomic<size_t> capacity_bytes{size_t{1} << 40};
+std::mutex sizes_mutex;
+std::vector<std::pair<void*, size_t>>& sizes() {
+  static auto* const list = new std::vector<std::pair<void*, size_t>>();
+  return *list;
+}
+
+}  // namespace
+
+struct CUstream_st {
+  Worker worker;
+};
+struct CUevent_st {
+  std::mutex mutex;
+  MarkRef mark;
+};
+
+namespace fake_cuda {
+
+int enqueue(cudaStream_t stream, Task task) {
+  {
+    std::lock_guard lock(capture().mutex);
+    if (capture().graph != nullptr && capture().has(stream)) {
+      capture().graph->push_back(std::move(task));
+      return cudaSuccess;
+    }
+  }
+  if (stream == nullptr) {
+    task();
+  } else {
+    stream->worker.push(std::move(task));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace fake_cuda
+
+// What tests ask for beside the runtime, by ctypes.
+extern "C" {
+__attribute__((visibility("default"))) void fake_cuda_set_delays(uint64_t seed) { delay_seed = seed; }
+__attribute__((visibility("default"))) void fake_cuda_set_capacity(size_t size_bytes) { capacity_bytes = size_bytes; }
+__attribute__((visibility("default"))) size_t fake_cuda_allocated_bytes() { return allocated_bytes; }
+__attribute__((visibility("default"))) void fake_cuda_set_fiber_seed(uint64_t seed) { fake_cuda::set_seed(seed); }
+
+// Captures what the default stream is given from now on.
+__attribute__((visibility("default"))) void fake_cuda_begin_capture() {
+  std::lock_guard lock(capture().mutex);
+  capture().graph = new std::vector<Task>();
+  capture().streams = {nullptr};
+}
+__attribute__((visibility("default"))) void* fake_cuda_end_capture() {
+  std::lock_guard lock(capture().mutex);
+  return std::exchange(capture().graph, nullptr);
+}
+__attribute__((visibility("default"))) void fake_cuda_replay(void* graph) {
+  for (const Task& task : *static_cast<std::vector<Task>*>(graph)) {
+    task();
+  }
+}
+__attribute__((visibility("default"))) void fake_cuda_free_graph(void* graph) {
+  delete static_cast<std::vector<Task>*>(graph);
+}
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device != 0) {
+    return cudaErrorInvalidDevice;
+  }
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {"simulated", 2, 9, 0, 1 << 20};
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  *total_bytes = capacity_bytes;
+  *free_bytes = capacity_bytes - allocated_bytes;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** data, size_t size_bytes) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  if (allocated_bytes + size_bytes > capacity_bytes) {
+    return cudaErrorMemoryAllocation;
+  }
+  *data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (*data == MAP_FAILED) {
+    return cudaErrorMemoryAllocation;
+  }
+  std::lock_guard lock(sizes_mutex);
+  sizes().emplace_back(*data, size_bytes);
+  allocated_bytes += size_bytes;
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  std::lock_guard lock(sizes_mutex);
+  for (auto& entry : sizes()) {
+    if (entry.first == data && data != nullptr) {
+      munmap(data, entry.second);
+      allocated_bytes -= entry.second;
+      entry = sizes().back();
+      sizes().pop_back();
+      return cudaSuccess;
+    }
+  }
+  return data == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaHostAlloc(void** data, size_t size_bytes, unsigned) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  *data = std::malloc(size_bytes);
+  return *data == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { std::memmove(to, from, size_bytes); }));
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size_bytes, cudaMemcpyKind) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  std::memmove(to, from, size_bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t size_bytes, cudaStream_t stream) {
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { std::memset(data, value, size_bytes); }));
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0;
+  *highest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  if (flags != cudaStreamNonBlocking || priority > 0 || priority < -5) {
+    return cudaErrorInvalidValue;
+  }
+  *stream = new CUstream_st();
+  return cudaSuccess;
+}
+// What is queued still runs; the real one returns at once, this one waits for it.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  auto mark = std::make_shared<Mark>();
+  fake_cuda::enqueue(stream, [mark] { mark->complete(); });
+  mark->wait();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  MarkRef mark;
+  {
+    std::lock_guard lock(event->mutex);
+    mark = event->mark;
+  }
+  if (mark == nullptr) {
+    return cudaSuccess;  // never recorded: no wait, as CUDA has it
+  }
+  if (mark->is_captured) {
+    std::lock_guard lock(capture().mutex);
+    if (capture().graph == nullptr) {
+      return cudaErrorStreamCaptureUnsupported;
+    }
+    if (!capture().has(stream)) {
+      capture().streams.push_back(stream);  // the stream joins; the one list of tasks keeps the order
+    }
+    return cudaSuccess;
+  }
+  if (is_captured(stream)) {
+    return cudaErrorStreamCaptureUnsupported;  // a graph cannot wait for what is outside
+  }
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [mark] { mark->wait(); }));
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new CUevent_st();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  auto mark = std::make_shared<Mark>();
+  mark->is_captured = is_captured(stream);
+  {
+    std::lock_guard lock(event->mutex);
+    event->mark = mark;
+  }
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [mark] { mark->complete(); }));
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  std::lock_guard lock(event->mutex);
+  return event->mark == nullptr || event->mark->query() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (is_forbidden()) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  MarkRef mark;
+  {
+    std::lock_guard lock(event->mutex);
+    mark = event->mark;
+  }
+  if (mark != nullptr) {
+    mark->wait();
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  *ms = std::chrono::duration<float, std::milli>(end->mark->time - start->mark->time).count();
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument) {
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { function(argument); }));
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorNotReady:
+      return "device not ready";
+    case cudaErrorLaunchFailure:
+      return "unspecified launch failure";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+  }
+  return "unknown error";
+}

@@ -1,0 +1,344 @@
+// kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements. Run by
+// test_native.py.
+// needs: base kernels
+// with: fake_cuda/fibers.cpp kernels/adam_cuda.cu
+// runs: address
+#include "kernels/adam_cuda.h"
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "cuda_memory.h"
+#include "kernels/philox.h"
+
+using namespace bucketwheel;
+using namespace cuda_test;
+
+namespace {
+
+constexpr auto F32 = DType::kFloat32;
+constexpr auto BF16 = DType::kBFloat16;
+constexpr auto F16 = DType::kFloat16;
+constexpr auto F64 = DType::kFloat64;
+
+std::vector<AdamVariant> all_variants() {
+  std::vector<AdamVariant> all;
+  for (const bool amsgrad : {false, true}) {
+    all.push_back({F64, F64, AdamWeight::kParam, amsgrad});
+    for (const DType state : {F32, BF16}) {
+      all.push_back({F32, state, AdamWeight::kParam, amsgrad});
+      all.push_back({BF16, state, AdamWeight::kParam, amsgrad});
+      all.push_back({F16, state, AdamWeight::kParam, amsgrad});
+      all.push_back({BF16, state, AdamWeight::kMaster, amsgrad});
+      all.push_back({F16, state, AdamWeight::kMaster, amsgrad});
+      all.push_back({BF16, state, AdamWeight::kRemainder, amsgrad});
+    }
+  }
+  return all;
+}
+
+// A row with memory of its own. `head`: as in AdamCudaRow; `shift` (for kUnaligned): elements between 16-byte alignment and
+// the arrays, another number for each.
+struct Row {
+  Array p, g, m, v, vmax, master;
+  AdamCudaRow row{};
+  AdamCudaScalars scalars{};
+
+  Row(const AdamVariant& variant, DType g_dtype, int64_t numel, uint8_t head, uint64_t key) {
+    size_t place = 0;
+    const auto array = [&](DType dtype, bool is_there) {
+      if (!is_there) {
+        return Array();
+      }
+      const size_t shift = head == AdamCudaRow::kUnaligned ? 1 + (key + place++) % 7 : 1024 - head;
+      return Array(dtype, numel, shift * size_of(dtype) % 16);
+    };
+    p = array(variant.p_dtype, true);
+    g = array(g_dtype, true);
+    m = array(variant.state_dtype, true);
+    v = array(variant.state_dtype, true);
+    vmax = array(variant.state_dtype, variant.amsgrad);
+    master =
+        array(variant.weight == AdamWeight::kRemainder ? DType::kInt16 : F32, variant.weight != AdamWeight::kParam);
+    p.fill(key, true);
+    g.fill(key + 1);
+    m.fill(key + 2, true);
+    v.fill(key + 3, true);
+    for (int64_t i = 0; i < numel; ++i) {
+      v.set(i, std::abs(v.get(i)));
+      if (variant.amsgrad) {
+        vmax.set(i, std::abs(some_value(key + 4 + static_cast<uint64_t>(i))));
+      }
+      if (variant.weight == AdamWeight::kMaster) {
+        master.set(i, some_value(key + 5 + static_cast<uint64_t>(i), true));
+      } else if (variant.weight == AdamWeight::kRemainder) {
+        master.at<uint16_t>(i) = static_cast<uint16_t>(hash(key + 6 + static_cast<uint64_t>(i)));
+      }
+    }
+    row.numel = numel;
+    row.param = static_cast<uint32_t>(key % 1000);
+    const int64_t begin = 8 * (static_cast<int64_t>(key % 5) << 31);  // of the parameter: beyond 2^32 for some
+    row.param_begin = head == AdamCudaRow::kUnaligned ? begin + 3 : begin + 1024 - head;
+    row.g_dtype = g_dtype;
+    row.head = head;
+    scalars.is_active = 1;
+    scalars.step = 1 + static_cast<int64_t>(key % 3);
+    scalars.scalars = adam_scalars({1e-2, 0.9, 0.99, 1e-8, 0.1}, scalars.step, 0.5, true, false);
+    point();
+  }
+  Row(const Row& other)
+      : p(other.p), g(other.g), m(other.m), v(other.v), vmax(other.vmax), master(other.master), row(other.row) {
+    scalars = other.scalars;
+    point();
+  }
+
+  void point() {
+    row.p = p.data();
+    row.g = g.data();
+    row.m = m.data();
+    row.v = v.data();
+    row.vmax = vmax.data();
+    row.master = master.data();
+  }
+
+  bool equals(const Row& other) const {
+    return p.equals(other.p) && g.equals(other.g) && m.equals(other.m) && v.equals(other.v) &&
+           (vmax.data() == nullptr || vmax.equals(other.vmax)) &&
+           (master.data() == nullptr || master.equals(other.master));
+  }
+};
+
+uint32_t random16(const AdamLaunch& launch, const Row& of, int64_t i, RandomUse use) {
+  const int64_t element = of.row.param_begin + i;
+  return random_block(launch.seed, of.row.param, element / 8, of.scalars.step, use).bits16(element % 8);
+}
+
+// The step as the headers say it, one element after the other.
+template <class Real>
+void plain_step(const AdamLaunch& launch, const Row& of) {
+  const AdamVariant& variant = launch.variant;
+  const auto scalars = of.scalars.scalars.rounded<Real>();
+  for (int64_t i = 0; of.scalars.is_active != 0 && i < of.row.numel; ++i) {
+    auto weight = static_cast<Real>(of.p.get(i));
+    if (variant.weight == AdamWeight::kMaster) {
+      weight = static_cast<Real>(of.master.get(i));
+    } else if (variant.weight == AdamWeight::kRemainder) {
+      weight = static_cast<Real>(join_master({of.p.at<uint16_t>(i), of.master.at<uint16_t>(i)}));
+    }
+    auto m = static_cast<Real>(of.m.get(i));
+    auto v = static_cast<Real>(of.v.get(i));
+    Real vmax = variant.amsgrad ? static_cast<Real>(of.vmax.get(i)) : Real{0};
+    adam_element<Real>(weight, static_cast<Real>(of.g.get(i)), m, v, variant.amsgrad ? &vmax : nullptr, scalars,
+                       launch.decoupled);
+    of.m.set(i, m);
+    of.v.set(i, v);
+    if (variant.state_dtype == BF16 && launch.stochastic) {
+      const uint32_t random = random16(launch, of, i, RandomUse::kExpAvgSq);
+      of.v.at<uint16_t>(i) = round_to_bf16_stochastic(static_cast<float>(v), random);
+    }
+    if (variant.amsgrad) {
+      of.vmax.set(i, vmax);
+    }
+    if (variant.weight == AdamWeight::kRemainder) {
+      const SplitMaster split = split_master(static_cast<float>(weight));
+      of.p.at<uint16_t>(i) = split.high;
+      of.master.at<uint16_t>(i) = split.low;
+      continue;
+    }
+    of.p.set(i, weight);
+    if (variant.weight == AdamWeight::kMaster) {
+      of.master.set(i, weight);
+    } else if (variant.p_dtype == BF16 && launch.stochastic_param) {
+      const uint32_t random = random16(launch, of, i, RandomUse::kParam);
+      of.p.at<uint16_t>(i) = round_to_bf16_stochastic(static_cast<float>(weight), random);
+    }
+  }
+}
+
+// A launch over rows [first, last) of a table, and what it should do.
+struct Table {
+  std::vector<Row> rows;
+  std::vector<AdamCudaRow> device_rows;
+  std::vector<AdamCudaScalars> scalars;
+  std::vector<int64_t> first_chunk;
+
+  explicit Table(std::vector<Row> rows_in) : rows(std::move(rows_in)) {
+    std::vector<int64_t> sizes;
+    for (const Row& row : rows) {
+      sizes.push_back(row.row.numel);
+      device_rows.push_back(row.row);
+      scalars.push_back(row.scalars);
+    }
+    first_chunk = chunk_starts(sizes, kAdamCudaChunkNumel);
+  }
+
+  AdamLaunch launch(const AdamVariant& variant, size_t first, size_t last, int max_blocks) const {
+    AdamLaunch out;
+    out.variant = variant;
+    out.rows = device_rows.data();
+    out.first_chunk = first_chunk.data();
+    out.scalars = scalars.data();
+    out.first_row = static_cast<int64_t>(first);
+    out.last_row = static_cast<int64_t>(last);
+    out.chunks = first_chunk[last] - first_chunk[first];
+    out.seed = 0x0123456789abcdefu;
+    out.max_blocks = max_blocks;
+    return out;
+  }
+};
+
+void expect_plain_steps(const AdamLaunch& launch, const Table& table, const std::vector<Row>& before) {
+  for (size_t r = 0; r < before.size(); ++r) {
+    Row expected = before[r];
+    if (static_cast<int64_t>(r) >= launch.first_row && static_cast<int64_t>(r) < launch.last_row) {
+      launch.variant.p_dtype == F64 ? plain_step<double>(launch, expected) : plain_step<float>(launch, expected);
+    }
+    if (!table.rows[r].equals(expected)) {
+      std::fprintf(stderr, "row %zu of %zu, %lld elements, head %d, p %s, g %s, state %s, weight %d, amsgrad %d\n", r,
+                   before.size(), static_cast<long long>(expected.row.numel), expected.row.head,
+                   name_of(launch.variant.p_dtype), name_of(expected.row.g_dtype), name_of(launch.variant.state_dtype),
+                   static_cast<int>(launch.variant.weight), launch.variant.amsgrad);
+      std::_Exit(1);
+    }
+  }
+}
+
+constexpr uint8_t kHeads[] = {0, 1, 5, AdamCudaRow::kUnaligned, 7, 8, 0, 13, 4, AdamCudaRow::kUnaligned, 3};
+
+// Every size that is close to a step, a chunk or nothing; empty rows first, in the middle and last; inactive ones.
+std::vector<Row> rows_of_all_sizes(const AdamVariant& variant, uint64_t key) {
+  std::vector<Row> rows;
+  for (const int64_t numel : {0, 1, 7, 8, 9, 0, 0, 15, 16, 17, 8191, 8192, 1000, 8193, 16384 + 5, 3, 0}) {
+    const size_t r = rows.size();
+    const DType g_dtype = variant.p_dtype == F64 ? F64 : std::array{F32, BF16, F16}[(r + key) % 3];
+    rows.emplace_back(variant, g_dtype, numel, kHeads[(r + 5 * key) % std::size(kHeads)], key * 100 + r);
+    rows.back().scalars.is_active = r % 13 != 12;
+  }
+  return rows;
+}
+
+}  // namespace
+
+TEST(every_variant_equals_a_plain_loop) {
+  uint64_t key = 1;
+  for (const AdamVariant& variant : all_variants()) {
+    for (int options = 0; options < 4; ++options, ++key) {
+      const std::vector<Row> before = rows_of_all_sizes(variant, key);
+      const Table table(before);
+      AdamLaunch launch = table.launch(variant, 0, before.size(), 3);
+      launch.decoupled = options % 2 == 0;
+      launch.stochastic = options < 3;
+      launch.stochastic_param = options >= 2;
+      fake_cuda::set_seed(key % 4);
+      CHECK(launch_adam(launch, nullptr) == cudaSuccess);
+      expect_plain_steps(launch, table, before);
+    }
+  }
+  fake_cuda::set_seed(0);
+}
+
+TEST(the_number_of_blocks_and_the_order_of_threads_change_nothing) {
+  const AdamVariant variant{BF16, BF16, AdamWeight::kParam, true};
+  const std::vector<Row> before = rows_of_all_sizes(variant, 7);
+  for (const int max_blocks : {1, 2, 5, 1000}) {
+    in_several_orders([&] {
+      const Table table(before);
+      const AdamLaunch launch = table.launch(variant, 0, before.size(), max_blocks);
+      CHECK(launch_adam(launch, nullptr) == cudaSuccess);
+      expect_plain_steps(launch, table, before);
+    });
+  }
+}
+
+TEST(some_rows_of_a_table) {
+  const AdamVariant variant{F32, F32, AdamWeight::kParam, false};
+  const std::vector<Row> before = rows_of_all_sizes(variant, 3);
+  for (const auto& [first, last] : std::vector<std::pair<size_t, size_t>>{{3, 9}, {5, 7}, {0, 1}, {10, 17}, {4, 4}}) {
+    const Table table(before);
+    const AdamLaunch launch = table.launch(variant, first, last, 2);
+    CHECK(launch_adam(launch, nullptr) == cudaSuccess);
+    expect_plain_steps(launch, table, before);
+  }
+}
+
+TEST(thousands_of_rows) {
+  const AdamVariant variant{BF16, F32, AdamWeight::kMaster, false};
+  std::vector<Row> before;
+  for (uint64_t r = 0; r < 3000; ++r) {
+    const uint8_t head = kHeads[r % std::size(kHeads)];
+    before.emplace_back(variant, r % 2 == 0 ? BF16 : F32, static_cast<int64_t>(hash(r) % 40), head, r);
+  }
+  for (const int max_blocks : {7, 100'000}) {
+    const Table table(before);
+    const AdamLaunch launch = table.launch(variant, 0, before.size(), max_blocks);
+    CHECK(launch_adam(launch, nullptr) == cudaSuccess);
+    expect_plain_steps(launch, table, before);
+  }
+}
+
+TEST(more_elements_than_32_bits_count) {
+  constexpr int64_t kNumel = (int64_t{1} << 32) + 3 * kAdamCudaChunkNumel + 5;
+  constexpr size_t kBytes = static_cast<size_t>(kNumel) * sizeof(float);
+  for (const uint8_t head : {uint8_t{0}, AdamCudaRow::kUnaligned}) {
+    const Reserved p(kBytes), g(kBytes), m(kBytes), v(kBytes);
+    AdamCudaRow row{};
+    row.p = p.as<float>();
+    row.g = g.as<float>();
+    row.m = m.as<float>();
+    row.v = v.as<float>();
+    row.numel = kNumel;
+    row.g_dtype = F32;
+    row.head = head;
+    AdamCudaScalars scalars{};
+    scalars.is_active = 1;
+    scalars.step = 1;
+    scalars.scalars = adam_scalars({}, 1, 1.0, true, false);
+    const std::vector<int64_t> first_chunk = chunk_starts({kNumel}, kAdamCudaChunkNumel);
+    AdamLaunch launch;
+    launch.rows = &row;
+    launch.first_chunk = first_chunk.data();
+    launch.scalars = &scalars;
+    launch.last_row = 1;
+    launch.chunks = first_chunk[1];
+    launch.max_blocks = 1 << 30;
+    constexpr int64_t kFrom = kNumel - 5 - 2 * kAdamCudaChunkNumel;
+    for (int64_t i = kFrom - 100; i < kNumel; ++i) {
+      g.as<float>()[i] = static_cast<float>(some_value(static_cast<uint64_t>(i), true));
+    }
+    const fake_cuda::OnlyBlocks last(static_cast<uint64_t>(launch.chunks) - 3, static_cast<uint64_t>(launch.chunks));
+    CHECK(launch_adam(launch, nullptr) == cudaSuccess);
+    for (int64_t i = kFrom - 100; i < kNumel; ++i) {
+      float weight = 0, mi = 0, vi = 0;
+      adam_element<float>(weight, g.as<float>()[i], mi, vi, nullptr, scalars.scalars.rounded<float>(), true);
+      const bool is_done = i >= kFrom;
+      CHECK(p.as<float>()[i] == (is_done ? weight : 0.0F) && m.as<float>()[i] == (is_done ? mi : 0.0F));
+      CHECK(v.as<float>()[i] == (is_done ? vi : 0.0F));
+    }
+    CHECK(m.as<float>()[kFrom & 0xffffffff] == 0.0F);  // where 32 bits would have gone
+  }
+}
+
+TEST(what_there_is_not_is_refused) {
+  const Table table({});
+  for (const AdamVariant& variant :
+       {AdamVariant{F32, F32, AdamWeight::kMaster, false}, AdamVariant{F32, F64, AdamWeight::kParam, false},
+        AdamVariant{F32, F16, AdamWeight::kParam, false}, AdamVariant{F64, F32, AdamWeight::kParam, false},
+        AdamVariant{F64, F64, AdamWeight::kMaster, false}, AdamVariant{F16, F32, AdamWeight::kRemainder, false},
+        AdamVariant{F32, F32, AdamWeight::kRemainder, true},
+        AdamVariant{DType::kInt32, F32, AdamWeight::kParam, false}}) {
+    CHECK(launch_adam(table.launch(variant, 0, 0, 1), nullptr) == cudaErrorInvalidValue);
+  }
+  AdamLaunch launch = table.launch({}, 0, 0, 1);
+  CHECK(launch_adam(launch, nullptr) == cudaSuccess);  // nothing to do
+  launch.max_blocks = 0;
+  CHECK(launch_adam(launch, nullptr) == cudaErrorInvalidValue);
+  launch.max_blocks = 1;
+  launch.chunks = -1;
+  CHECK(launch_adam(launch, nullptr) == cudaErrorInvalidValue);
+  launch.chunks = 0;
+  launch.first_row = 1;
+  CHECK(launch_adam(launch, nullptr) == cudaErrorInvalidValue);
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

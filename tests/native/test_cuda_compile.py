@@ -1,0 +1,165 @@
+"""What nvcc makes of the CUDA module: registers and spills of every kernel for three architectures, and the whole module
+linked and imported without a GPU. Objects and what ptxas said of them are kept in build/cuda, by content."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bucketwheel import _compile, _nvcc, _toolchain
+from bucketwheel._toolchain import CUDA
+from tests.native.ptxas import Kernel, kernels_in
+from tests.requirements import need_nvcc
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "cuda"
+ARCHS = "8.0;9.0;10.0"
+TIMEOUT_S = 400.0
+SETTINGS = {"BW_CACHE_DIR": str(CACHE), "BW_CUDA_ARCH_LIST": ARCHS}
+
+# Registers for each thread: what leaves room for 4, 3 and 2 blocks of 256 threads on a multiprocessor of 64 K registers.
+LIMITS = {"float32 states": 64, "bfloat16 states": 80, "float64 states": 128, "others": 64}
+STATES = {"0": "float32 states", "1": "bfloat16 states", "3": "float64 states"}  # by DType
+ADAM = re.compile(r"adam_kernel<.*?<\(bucketwheel::DType\)\d, \(bucketwheel::DType\)(\d), ")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[Kernel]:
+    need_nvcc()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BW_CUDA_ARCH_LIST", ARCHS)
+        toolchain = _nvcc.find_cuda_toolchain()
+    recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
+    for folder in ("objects", "ptxas"):
+        (CACHE / folder).mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: _toolchain.Source) -> str:
+        key = _compile.object_key(recipe, toolchain, source)
+        stored, said = CACHE / "objects" / f"{key}.o", CACHE / "ptxas" / f"{key}.txt"
+        if not (stored.exists() and said.exists()):
+            out = CACHE / "ptxas" / f"{key}.{os.getpid()}.o"
+            command = _compile.command(recipe, toolchain, source, out)
+            done = subprocess.run(
+                command, cwd=recipe.csrc, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+            said.write_text(done.stdout + done.stderr)
+            _compile.store(out, stored)
+            out.unlink()
+        return said.read_text()
+
+    sources = [source for source in recipe.sources if source.path.endswith(".cu")]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return [kernel for text in pool.map(compile_one, sources) for kernel in kernels_in(text)]
+
+
+def kind_of(kernel: Kernel) -> str:
+    match = ADAM.search(kernel.name)
+    return STATES[match[1]] if match else "others"
+
+
+@pytest.mark.timeout_s(600)
+def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> None:
+    by_arch = {arch: {kernel.name for kernel in kernels if kernel.arch == arch} for arch in ("80", "90", "100")}
+    assert by_arch["80"] == by_arch["90"] == by_arch["100"]
+    assert len(kernels) == 3 * len(by_arch["90"])
+    adam = [name for name in by_arch["90"] if ADAM.search(name)]
+    # p fp32 (2 state dtypes), bf16 (2 x 3 places of the weight), fp16 (2 x 2), fp64 (1); each with and without amsgrad
+    assert len(adam) == 26
+    for launched in ("adam_scalars", "sumsq", "accumulate", "fold", "param_sums", "clip", "copy", "reduce"):
+        assert any(f"::{launched}_kernel" in name for name in by_arch["90"]), launched
+
+
+def test_nothing_spills(kernels: list[Kernel]) -> None:
+    spilling = [str(kernel) for kernel in kernels if kernel.spill_stores or kernel.spill_loads or kernel.stack]
+    assert not spilling, "\n" + "\n".join(spilling)
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_registers(kernels: list[Kernel], kind: str) -> None:
+    chosen = [kernel for kernel in kernels if kind_of(kernel) == kind]
+    assert chosen
+    greedy = [str(kernel) for kernel in chosen if kernel.registers > LIMITS[kind]]
+    assert not greedy, "\n" + "\n".join(greedy)
+
+
+# Asks the table that the capsule holds, by ctypes: version, size, is_simulated, error_text, then the calls of cuda_api.h.
+ASK = """
+import ctypes, json, sys
+from bucketwheel._build import cuda
+module = cuda()
+assert "torch" not in sys.modules
+api = ctypes.pythonapi
+api.PyCapsule_GetPointer.restype, api.PyCapsule_GetPointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+address = api.PyCapsule_GetPointer(module.api, b"bucketwheel.cuda_api")
+version, size = (ctypes.c_uint32 * 2).from_address(address)
+is_simulated = ctypes.c_bool.from_address(address + 8).value
+pointers = (ctypes.c_void_p * ((size - 16) // 8)).from_address(address + 16)
+error_text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(pointers[0])
+get_device_count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(pointers[1])
+count = ctypes.c_int(-1)
+error = get_device_count(ctypes.byref(count))
+print(json.dumps({"version": version, "simulated": is_simulated, "filled": all(pointers), "calls": len(pointers) - 1,
+                  "error": error, "text": error_text(error).decode(), "count": count.value, "file": module.__file__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def answer(kernels: list[Kernel]) -> dict:
+    # The package's folder alone: importing the package would import torch.
+    package = "import sys, types; sys.modules['bucketwheel'] = package = types.ModuleType('bucketwheel')\n"
+    package += f"package.__path__ = [{str(ROOT / 'python' / 'bucketwheel')!r}]\n"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BW_")}
+    environment = {**kept, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", package + ASK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout_s(600)
+def test_the_module_works_without_a_gpu(answer: dict) -> None:
+    header = (ROOT / "csrc" / "device" / "cuda_api.h").read_text()
+    version = re.search(r"kVersion = (\d+);", header)
+    assert version and answer["version"] == int(version[1])
+    assert answer["filled"] and not answer["simulated"]
+    assert answer["calls"] == len(re.findall(r"^  X\(", header, re.MULTILINE))
+    # 100: no device; 35: no driver, or one older than the runtime
+    assert answer["error"] in (100, 35) and len(answer["text"]) > 10
+
+
+def test_the_module_needs_no_cuda_library_and_shows_one_symbol(answer: dict) -> None:
+    def lines(*command: str) -> list[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+    needed = [line.split("[")[1].rstrip("]") for line in lines("readelf", "-d", answer["file"]) if "(NEEDED)" in line]
+    assert needed
+    assert not [name for name in needed if re.search(r"cuda|nv|torch|c10", name)], needed
+    shown = [line.split()[-1] for line in lines("nm", "-D", "--defined-only", answer["file"])]
+    assert shown == ["PyInit__cuda"]
+
+
+def test_what_ptxas_says_is_understood() -> None:
+    text = (
+        "ptxas info    : 0 bytes gmem\n"
+        "ptxas info    : Compiling entry function '_Z1fPf' for 'sm_90'\n"
+        "ptxas info    : Function properties for helper\n"
+        "    16 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Function properties for _Z1fPf\n"
+        "    0 bytes stack frame, 8 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 42 registers, used 1 barriers, 368 bytes cmem[0]\n"
+        "ptxas info    : Compile time = 1.0 ms\n"
+        "ptxas info    : Compiling entry function '_Z1gPf' for 'sm_100a'\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 8 registers\n"
+    )
+    assert kernels_in(text) == [Kernel("f(float*)", "90", 42, 16, 8, 4), Kernel("g(float*)", "100a", 8, 0, 0, 0)]
+    with pytest.raises(AssertionError, match="not understood"):
+        kernels_in("ptxas info    : Compiling entry function '_Z1fPf' for 'sm_90'\n")

@@ -1,0 +1,340 @@
+// kernels/norm_cuda.cu and norm_fold_cuda.cu, run by the emulation, against the CPU kernels and plain loops. Run by
+// test_native.py.
+// needs: base kernels
+// with: fake_cuda/fibers.cpp kernels/norm_cuda.cu kernels/norm_fold_cuda.cu
+// runs: address
+#include "kernels/norm_cuda.h"
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "cuda_memory.h"
+#include "kernels/norm.h"
+#include "kernels/norm_fold.h"
+
+using namespace bucketwheel;
+using namespace cuda_test;
+
+namespace {
+
+constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+constexpr int64_t kSizes[] = {0,    1,    3,    4,     5,     127,   128,  1023, 1024,         1025,
+                              2048, 4095, 8191, 32767, 32768, 32769, 8196, 0,    2 * 32768 + 7};
+constexpr double kUntouched = -77.0;
+
+bool same_bits(double a, double b) {
+  return (std::isnan(a) && std::isnan(b)) || std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
+}
+
+// Steps 1 to 3 of the note in norm.h for one chunk.
+double chunk_of(const Array& x, int64_t begin) {
+  std::vector<double> lanes(kNormLanes);
+  const int64_t numel = std::min(x.numel() - begin, kNormChunkNumel);
+  for (int64_t i = 0; i < numel; ++i) {
+    const double value = x.get(begin + i);
+    lanes[static_cast<size_t>(i % kNormLanes)] += value * value;
+  }
+  return fold_lanes(lanes.data(), kNormLanes);
+}
+
+std::vector<double> doubles(size_t count, uint64_t key) {
+  std::vector<double> out(count);
+  for (size_t i = 0; i < count; ++i) {
+    out[i] = std::ldexp(static_cast<double>(hash(key + i) >> 11), static_cast<int>(hash(key + i) % 40) - 60);
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST(sums_of_squares_equal_the_cpu) {
+  std::vector<Array> arrays;
+  std::vector<int64_t> sizes;
+  for (const DType dtype : kTypes) {
+    for (const int64_t numel : kSizes) {
+      const size_t key = arrays.size();
+      arrays.emplace_back(dtype, numel, key % 5 * size_of(dtype) % 16);
+      arrays.back().fill(key, key % 4 != 3);
+      sizes.push_back(numel);
+    }
+  }
+  std::vector<NormCudaRow> rows;
+  std::vector<double> expected;
+  for (const Array& array : arrays) {
+    rows.push_back({array.data(), 0, array.numel(), array.dtype(), 1});
+    for (int64_t begin = 0; begin < array.numel(); begin += kNormChunkNumel) {
+      expected.push_back(chunk_of(array, begin));
+    }
+    if (array.dtype() == DType::kFloat32 || array.dtype() == DType::kBFloat16) {
+      const NormRow row = {array.data(), array.numel(), array.dtype()};
+      const auto chunks = static_cast<int64_t>((array.numel() + kNormChunkNumel - 1) / kNormChunkNumel);
+      const auto first = static_cast<int64_t>(expected.size()) - chunks;
+      CHECK(same_bits(sumsq({&row, 1})[0].sumsq, fold(expected.data() + first, chunks)));
+    }
+  }
+  const std::vector<int64_t> first_chunk = chunk_starts(sizes, kNormChunkNumel);
+  CHECK(first_chunk.back() == static_cast<int64_t>(expected.size()));
+  in_several_orders([&] {
+    for (const int max_blocks : {1, 6, 1000}) {
+      std::vector<double> partial(expected.size(), kUntouched);
+      const SumsqLaunch launch = {rows.data(),        first_chunk.data(), static_cast<int64_t>(rows.size()),
+                                  first_chunk.back(), partial.data(),     max_blocks};
+      CHECK(launch_sumsq(launch, nullptr) == cudaSuccess);
+      for (size_t c = 0; c < expected.size(); ++c) {
+        CHECK(same_bits(partial[c], expected[c]));
+      }
+    }
+  });
+}
+
+namespace {
+
+// A shard of padding and rows, from sources of one dtype; `skips`: elements between 16-byte alignment and each array.
+void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<size_t>& skips) {
+  std::vector<NormCudaRow> rows;
+  std::vector<int64_t> sizes;
+  int64_t numel = 0;
+  for (const int64_t size : {5, 0, 1024, 31, 32768 + 4100, 64, 8193, 4096}) {
+    rows.push_back({nullptr, numel, size, DType::kFloat32, static_cast<uint8_t>(rows.size() % 3 != 0)});
+    sizes.push_back(size);
+    numel += size;
+  }
+  const std::vector<int64_t> first_chunk = chunk_starts(sizes, kNormChunkNumel);
+  Array shard(DType::kFloat32, numel, skips[0] * 4 % 16);
+  shard.fill(99, world != 2);
+  Array expected(shard);
+  AccumulateLaunch launch;
+  std::vector<Array> sources;
+  for (int rank = 0; rank < world; ++rank) {
+    sources.emplace_back(dtype, numel, skips[static_cast<size_t>(rank) % skips.size()] * size_of(dtype) % 16);
+    sources.back().fill(static_cast<uint64_t>(rank), world != 2);
+    launch.sources[rank] = sources.back().data();
+  }
+  for (int64_t i = 0; i < numel; ++i) {
+    auto sum = static_cast<float>(sources[0].get(i));
+    for (int rank = 1; rank < world; ++rank) {
+      sum += static_cast<float>(sources[static_cast<size_t>(rank)].get(i));
+    }
+    expected.at<float>(i) = add ? expected.at<float>(i) + sum : sum;
+  }
+  std::vector<double> partial(static_cast<size_t>(first_chunk.back()), kUntouched);
+  launch.shard = &shard.at<float>(0);
+  launch.world = world;
+  launch.dtype = dtype;
+  launch.add = add;
+  launch.sums = {rows.data(),        first_chunk.data(), static_cast<int64_t>(rows.size()),
+                 first_chunk.back(), partial.data(),     3};
+  CHECK(launch_accumulate(launch, nullptr) == cudaSuccess);
+  CHECK(shard.equals(expected));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const NormRow row = {&expected.at<float>(rows[r].begin), rows[r].numel, DType::kFloat32};
+    const double* sums = partial.data() + first_chunk[r];
+    const int64_t chunks = first_chunk[r + 1] - first_chunk[r];
+    if (rows[r].is_summed != 0) {
+      CHECK(same_bits(fold(sums, chunks), sumsq({&row, 1})[0].sumsq));
+    }
+    for (int64_t c = 0; rows[r].is_summed == 0 && c < chunks; ++c) {
+      CHECK(sums[c] == kUntouched);
+    }
+  }
+}
+
+}  // namespace
+
+TEST(accumulated_shards_and_their_sums_equal_the_cpu) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (int world = 1; world <= 5; ++world) {
+      for (const bool add : {false, true}) {
+        fake_cuda::set_seed(static_cast<uint64_t>(world) % 3);
+        accumulate_and_compare(dtype, world, add, {0});
+        accumulate_and_compare(dtype, world, add, {3});
+        accumulate_and_compare(dtype, world, add, {0, 1});
+      }
+    }
+  }
+  fake_cuda::set_seed(0);
+}
+
+TEST(chunks_are_folded_by_groups) {
+  in_several_orders([] {
+    const std::vector<int64_t> chunks = {0, 1, 63, 64, 65, 0, 128, 64 * 256, 64 * 256 + 1, 40'000, 7};
+    std::vector<NormCudaRow> rows;
+    std::vector<int64_t> first_chunk = {0};
+    for (const int64_t count : chunks) {
+      rows.push_back({nullptr, 0, 0, DType::kFloat32, static_cast<uint8_t>(count != 7)});
+      first_chunk.push_back(first_chunk.back() + count);
+    }
+    const std::vector<double> partial = doubles(static_cast<size_t>(first_chunk.back()), 5);
+    std::vector<double> sums(rows.size(), kUntouched);
+    const FoldLaunch launch = {rows.data(), first_chunk.data(), static_cast<int64_t>(rows.size()), partial.data(),
+                               sums.data()};
+    CHECK(launch_fold(launch, nullptr) == cudaSuccess);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      CHECK(same_bits(sums[r], rows[r].is_summed == 0 ? kUntouched : fold(partial.data() + first_chunk[r], chunks[r])));
+    }
+  });
+}
+
+TEST(thousands_of_rows_are_folded) {
+  constexpr size_t kRows = 3000;
+  std::vector<NormCudaRow> rows(kRows, NormCudaRow{nullptr, 0, 0, DType::kFloat32, 1});
+  std::vector<int64_t> first_chunk = {0};
+  for (size_t r = 0; r < kRows; ++r) {
+    first_chunk.push_back(first_chunk.back() + static_cast<int64_t>(hash(r) % 3));
+  }
+  const std::vector<double> partial = doubles(static_cast<size_t>(first_chunk.back()), 1);
+  std::vector<double> sums(kRows, kUntouched);
+  CHECK(launch_fold({rows.data(), first_chunk.data(), kRows, partial.data(), sums.data()}, nullptr) == cudaSuccess);
+  for (size_t r = 0; r < kRows; ++r) {
+    CHECK(sums[r] == fold(partial.data() + first_chunk[r], first_chunk[r + 1] - first_chunk[r]));
+  }
+}
+
+TEST(parameters_are_sums_of_their_rows) {
+  constexpr size_t kParams = 300'000;  // more than the grid has threads
+  std::vector<int64_t> first_row_of = {0};
+  std::vector<int64_t> rows_of;
+  std::vector<uint8_t> held;
+  const std::vector<double> sums = doubles(1000, 2);
+  for (size_t param = 0; param < kParams; ++param) {
+    for (uint64_t i = 0; i < hash(param) % 4; ++i) {
+      rows_of.push_back(static_cast<int64_t>(hash(param + i) % sums.size()));
+    }
+    first_row_of.push_back(static_cast<int64_t>(rows_of.size()));
+    held.push_back(param % 3 != 1);
+  }
+  for (const bool all : {false, true}) {
+    std::vector<double> param_sums(kParams, kUntouched);
+    const ParamSumsLaunch launch = {sums.data(), first_row_of.data(), rows_of.data(), all ? nullptr : held.data(),
+                                    kParams,     param_sums.data()};
+    CHECK(launch_param_sums(launch, nullptr) == cudaSuccess);
+    for (size_t param = 0; param < kParams; ++param) {
+      double expected = 0.0;
+      for (int64_t i = first_row_of[param]; i < first_row_of[param + 1]; ++i) {
+        expected += sums[static_cast<size_t>(rows_of[static_cast<size_t>(i)])];
+      }
+      CHECK(param_sums[param] == (all || held[param] != 0 ? expected : 0.0));
+    }
+  }
+}
+
+TEST(clipping_equals_a_plain_loop) {
+  for (const int64_t count : {0, 1, 63, 64, 65, 1000, 64 * 256 + 3}) {
+    for (const int variant : {0, 1, 2, 3, 4}) {
+      fake_cuda::set_seed(static_cast<uint64_t>(variant) % 3);
+      const auto size = static_cast<size_t>(count);
+      const int world = 1 + variant % 3;
+      std::vector<double> param_sums = doubles(size * static_cast<size_t>(world), 3);
+      std::vector<double> factors = doubles(size, 4);
+      std::vector<uint8_t> chosen(size);
+      for (size_t i = 0; i < size; ++i) {
+        factors[i] = i % 2 == 0 ? factors[i] : -factors[i];
+        chosen[i] = i % 5 != 2;
+        param_sums[i] = chosen[i] == 0 && variant != 1 ? kNaN : param_sums[i];  // of no consequence
+      }
+      if (variant == 3 && count != 0) {
+        param_sums[0] = kNaN;
+      }
+      const std::vector<double> before = factors;
+      std::vector<double> norms(size, kUntouched);
+      float norm = -1.0F;
+      ClipLaunch launch;
+      launch.param_sums = param_sums.data();
+      launch.world = world;
+      launch.param_count = count;
+      launch.factors = factors.data();
+      launch.chosen = variant == 1 ? nullptr : chosen.data();
+      launch.average = 0.25;
+      launch.clips = variant != 2;
+      launch.norm = &norm;
+      launch.param_norms = norms.data();
+      launch.max_norm = variant == 4 ? 1e30F : 0.5F;
+      CHECK(launch_clip(launch, nullptr) == cudaSuccess);
+
+      Fold fold;
+      for (size_t i = 0; i < size; ++i) {
+        double sum = param_sums[i];
+        for (int rank = 1; rank < world; ++rank) {
+          sum += param_sums[static_cast<size_t>(rank) * size + i];
+        }
+        CHECK(same_bits(norms[i], std::sqrt(sum) * std::abs(before[i]) * 0.25));
+        fold.add(variant == 1 || chosen[i] != 0 ? sum * (before[i] * before[i]) : 0.0);
+      }
+      const auto expected = static_cast<float>(std::sqrt(fold.result()) * 0.25);
+      CHECK(same_bits(norm, expected));
+      const float ratio = 1.0F / (expected + 1e-6F) * launch.max_norm;
+      const double coefficient = ratio > 1.0F ? 1.0F : ratio;
+      CHECK(variant != 4 || coefficient == 1.0);
+      CHECK(variant != 3 || count == 0 || std::isnan(coefficient));
+      for (size_t i = 0; i < size; ++i) {
+        const bool is_clipped = launch.clips && (variant == 1 || chosen[i] != 0);
+        CHECK(same_bits(factors[i], is_clipped ? before[i] * coefficient : before[i]));
+      }
+    }
+  }
+  fake_cuda::set_seed(0);
+}
+
+TEST(more_elements_than_32_bits_count) {
+  constexpr int64_t kNumel = (int64_t{1} << 32) + kNormChunkNumel + 5;
+  const Reserved shard(static_cast<size_t>(kNumel) * 4);
+  const Reserved source(static_cast<size_t>(kNumel) * 2);
+  for (int64_t i = kNumel - 40'000; i < kNumel; ++i) {
+    source.as<uint16_t>()[i] = round_to_bf16(static_cast<float>(some_value(static_cast<uint64_t>(i), true)));
+  }
+  const std::vector<int64_t> first_chunk = chunk_starts({kNumel}, kNormChunkNumel);
+  const int64_t chunks = first_chunk.back();
+  std::vector<double> partial(static_cast<size_t>(chunks));
+  const fake_cuda::OnlyBlocks last(static_cast<uint64_t>(chunks) - 2, static_cast<uint64_t>(chunks));
+  NormCudaRow row = {source.as<void>(), 0, kNumel, DType::kBFloat16, 1};
+  const SumsqLaunch sums = {&row, first_chunk.data(), 1, chunks, partial.data(), 1 << 30};
+  CHECK(launch_sumsq(sums, nullptr) == cudaSuccess);
+  const std::vector<double> of_source = partial;
+
+  AccumulateLaunch launch;
+  launch.shard = shard.as<float>();
+  launch.sources[0] = source.as<void>();
+  launch.dtype = DType::kBFloat16;
+  launch.sums = sums;
+  CHECK(launch_accumulate(launch, nullptr) == cudaSuccess);
+  CHECK(partial == of_source);
+  const int64_t begin = (chunks - 2) * kNormChunkNumel;
+  const NormRow rest[] = {
+      {source.as<uint16_t>() + begin, kNormChunkNumel, DType::kBFloat16},
+      {source.as<uint16_t>() + begin + kNormChunkNumel, kNumel - begin - kNormChunkNumel, DType::kBFloat16}};
+  const std::vector<SumSquares> expected = sumsq(rest);
+  for (const size_t c : {0, 1}) {
+    CHECK(expected[c].sumsq > 0.0 && partial[static_cast<size_t>(chunks) - 2 + c] == expected[c].sumsq);
+  }
+  for (int64_t i = begin; i < kNumel; ++i) {
+    CHECK(shard.as<float>()[i] == widen_bf16(source.as<uint16_t>()[i]));
+  }
+}
+
+TEST(what_there_is_not_is_refused) {
+  AccumulateLaunch accumulate;
+  accumulate.sums.max_blocks = 1;
+  CHECK(launch_accumulate(accumulate, nullptr) == cudaSuccess);  // nothing to do
+  for (const int world : {0, AccumulateLaunch::kMaxWorld + 1}) {
+    accumulate.world = world;
+    CHECK(launch_accumulate(accumulate, nullptr) == cudaErrorInvalidValue);
+  }
+  accumulate.world = 1;
+  for (const DType dtype : {DType::kFloat64, DType::kInt32}) {
+    accumulate.dtype = dtype;
+    CHECK(launch_accumulate(accumulate, nullptr) == cudaErrorInvalidValue);
+  }
+  CHECK(launch_sumsq({nullptr, nullptr, 0, 1, nullptr, 0}, nullptr) == cudaErrorInvalidValue);
+  CHECK(launch_fold({nullptr, nullptr, -1, nullptr, nullptr}, nullptr) == cudaErrorInvalidValue);
+  CHECK(launch_fold({nullptr, nullptr, 0, nullptr, nullptr}, nullptr) == cudaSuccess);
+  ClipLaunch clip;
+  CHECK(launch_clip(clip, nullptr) == cudaErrorInvalidValue);  // nowhere to put the norm
+  float norm = 0.0F;
+  clip.norm = &norm;
+  clip.clips = true;
+  clip.param_count = 1;
+  CHECK(launch_clip(clip, nullptr) == cudaErrorInvalidValue);  // and no factors
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

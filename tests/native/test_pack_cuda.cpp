@@ -1,0 +1,206 @@
+// kernels/pack_cuda.cu, run by the emulation, against plain loops. Run by test_native.py.
+// needs: base kernels
+// with: fake_cuda/fibers.cpp kernels/pack_cuda.cu
+// runs: address
+#include "kernels/pack_cuda.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda_memory.h"
+
+using namespace bucketwheel;
+using namespace cuda_test;
+
+namespace {
+
+constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64};
+constexpr int64_t kSizes[] = {0, 1, 7, 8, 9, 0, 15, 16, 17, 8191, 16383, 16384, 16385, 32768, 1000, 31, 3, 0};
+
+double as_float(double value) { return static_cast<float>(value); }
+
+// Items of every size, with all kinds of alignment, filled with any bits.
+struct Items {
+  std::vector<Array> to, from;
+  std::vector<CopyItem> items;
+  std::vector<int64_t> sizes;
+
+  void add(DType to_dtype, DType from_dtype, int64_t numel, size_t to_skip, size_t from_skip) {
+    const uint64_t key = to.size();
+    to.emplace_back(to_dtype, numel, to_skip * size_of(to_dtype) % 16);
+    from.emplace_back(from_dtype, numel, from_skip * size_of(from_dtype) % 16);
+    if (to_dtype == from_dtype) {
+      for (int64_t i = 0; i < numel * static_cast<int64_t>(size_of(from_dtype)); ++i) {
+        from.back().at<uint8_t>(i) = static_cast<uint8_t>(hash(key * 1'000'003 + static_cast<uint64_t>(i)));
+      }
+    } else {
+      from.back().fill(key);
+    }
+    items.push_back({to.back().data(), from.back().data(), numel, to_dtype, from_dtype});
+    sizes.push_back(numel);
+  }
+
+  void copy(int max_blocks) const {
+    const std::vector<int64_t> first_chunk = chunk_starts(sizes, kCopyCudaChunkNumel);
+    const CopyLaunch launch = {items.data(), first_chunk.data(), static_cast<int64_t>(items.size()), first_chunk.back(),
+                               max_blocks};
+    CHECK(launch_copy(launch, nullptr) == cudaSuccess);
+  }
+
+  void expect_copied() const {
+    for (size_t item = 0; item < items.size(); ++item) {
+      Array expected(to[item].dtype(), to[item].numel());
+      if (to[item].dtype() == from[item].dtype()) {
+        const size_t bytes = static_cast<size_t>(sizes[item]) * size_of(expected.dtype());
+        CHECK(bytes == 0 || std::memcmp(to[item].data(), from[item].data(), bytes) == 0);
+        continue;
+      }
+      for (int64_t i = 0; i < sizes[item]; ++i) {
+        expected.set(i, as_float(from[item].get(i)));
+      }
+      CHECK(to[item].equals(expected));
+    }
+  }
+};
+
+}  // namespace
+
+TEST(casts_between_all_floats_equal_a_plain_loop) {
+  for (const DType to : kFloats) {
+    for (const DType from : kFloats) {
+      Items items;
+      for (const int64_t numel : kSizes) {
+        const size_t i = items.sizes.size();
+        items.add(to, from, numel, i % 4, i % 4);            // aligned together after the same elements
+        items.add(to, from, numel, i % 3, 0);                // some never
+        items.add(to, from, numel, 16 - i % 8, 16 - i % 8);  // or after more of them
+      }
+      items.copy(5);
+      items.expect_copied();
+    }
+  }
+}
+
+TEST(equal_dtypes_are_copied_bit_by_bit) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64,
+                            DType::kInt32, DType::kInt16, DType::kUInt8}) {
+    Items items;
+    for (const int64_t numel : kSizes) {
+      const size_t i = items.sizes.size();
+      items.add(dtype, dtype, numel, 0, 0);
+      items.add(dtype, dtype, numel, i % 16, i % 16);
+      items.add(dtype, dtype, numel, i % 16, (i + 1) % 16);
+    }
+    for (const int max_blocks : {1, 1000}) {
+      items.copy(max_blocks);
+      items.expect_copied();
+      for (const Array& to : items.to) {
+        for (int64_t i = 0; i < to.numel() * static_cast<int64_t>(size_of(dtype)); ++i) {
+          to.at<uint8_t>(i) = 0;
+        }
+      }
+    }
+  }
+}
+
+TEST(thousands_of_items_in_any_order) {
+  in_several_orders([] {
+    Items items;
+    for (size_t i = 0; i < 3000; ++i) {
+      items.add(kFloats[i % 4], kFloats[i / 4 % 4], static_cast<int64_t>(hash(i) % 30), i % 5, i % 7);
+    }
+    items.copy(11);
+    items.expect_copied();
+  });
+}
+
+TEST(sums_over_ranks_equal_a_plain_loop) {
+  for (const DType dtype : kFloats) {
+    for (int world = 1; world <= 5; ++world) {
+      for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{3} * 16384 + 13}) {
+        for (const size_t skip : {0, 1, 2}) {  // together, together after some elements, never
+          for (const bool in_place : {false, true}) {
+            const double divisor = numel % 2 == 0 ? 1.0 : static_cast<double>(world);
+            std::vector<Array> sources;
+            ReduceLaunch launch;
+            for (int rank = 0; rank < world; ++rank) {
+              const size_t skips = skip == 2 && rank == world - 1 ? 1 : skip == 1 ? 3 : 0;
+              sources.emplace_back(dtype, numel, skips * size_of(dtype) % 16);
+              sources.back().fill(static_cast<uint64_t>(rank));
+              launch.sources[rank] = sources.back().data();
+            }
+            Array expected(dtype, numel);
+            for (int64_t i = 0; i < numel; ++i) {
+              double sum = sources[0].get(i);
+              for (int rank = 1; rank < world; ++rank) {
+                sum += sources[static_cast<size_t>(rank)].get(i);
+                sum = dtype == DType::kFloat64 ? sum : as_float(sum);
+              }
+              expected.set(
+                  i, dtype == DType::kFloat64 ? sum / divisor : static_cast<float>(sum) / static_cast<float>(divisor));
+            }
+            const Array apart(dtype, numel, (skip == 1 ? 3 : 0) * size_of(dtype) % 16);
+            const Array& to = in_place ? sources.back() : apart;
+            launch.to = to.data();
+            launch.world = world;
+            launch.dtype = dtype;
+            launch.numel = numel;
+            launch.divisor = divisor;
+            launch.max_blocks = 2;
+            CHECK(launch_reduce(launch, nullptr) == cudaSuccess);
+            CHECK(to.equals(expected));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(more_elements_than_32_bits_count) {
+  constexpr int64_t kNumel = (int64_t{1} << 32) + kCopyCudaChunkNumel + 5;
+  const Reserved wide(static_cast<size_t>(kNumel) * 4);
+  const Reserved narrow(static_cast<size_t>(kNumel) * 2);
+  const Reserved sum(static_cast<size_t>(kNumel) * 2);
+  const CopyItem item = {narrow.as<void>(), wide.as<void>(), kNumel, DType::kBFloat16, DType::kFloat32};
+  const std::vector<int64_t> first_chunk = chunk_starts({kNumel}, kCopyCudaChunkNumel);
+  const int64_t chunks = first_chunk.back();
+  const int64_t begin = (chunks - 2) * kCopyCudaChunkNumel;
+  for (int64_t i = begin - 10; i < kNumel; ++i) {
+    wide.as<float>()[i] = static_cast<float>(1 + i % 251);
+  }
+  const fake_cuda::OnlyBlocks last(static_cast<uint64_t>(chunks) - 2, static_cast<uint64_t>(chunks));
+  CHECK(launch_copy({&item, first_chunk.data(), 1, chunks, 1 << 30}, nullptr) == cudaSuccess);
+  ReduceLaunch launch;
+  launch.to = sum.as<void>();
+  launch.sources[0] = launch.sources[1] = narrow.as<void>();
+  launch.world = 2;
+  launch.dtype = DType::kBFloat16;
+  launch.numel = kNumel;
+  launch.max_blocks = 1 << 30;
+  CHECK(launch_reduce(launch, nullptr) == cudaSuccess);
+  for (int64_t i = begin - 10; i < kNumel; ++i) {
+    const float expected = i < begin ? 0.0F : static_cast<float>(1 + i % 251);
+    CHECK(widen_bf16(narrow.as<uint16_t>()[i]) == expected);
+    CHECK(widen_bf16(sum.as<uint16_t>()[i]) == 2 * expected);
+  }
+}
+
+TEST(what_there_is_not_is_refused) {
+  ReduceLaunch launch;
+  launch.max_blocks = 1;
+  CHECK(launch_reduce(launch, nullptr) == cudaSuccess);  // nothing to do
+  for (const int world : {0, ReduceLaunch::kMaxWorld + 1}) {
+    launch.world = world;
+    CHECK(launch_reduce(launch, nullptr) == cudaErrorInvalidValue);
+  }
+  launch.world = 1;
+  launch.dtype = DType::kInt64;
+  CHECK(launch_reduce(launch, nullptr) == cudaErrorInvalidValue);
+  launch.dtype = DType::kFloat32;
+  launch.numel = -1;
+  CHECK(launch_reduce(launch, nullptr) == cudaErrorInvalidValue);
+  CHECK(launch_copy({nullptr, nullptr, 0, -1, 1}, nullptr) == cudaErrorInvalidValue);
+  CHECK(launch_copy({nullptr, nullptr, 0, 1, 0}, nullptr) == cudaErrorInvalidValue);
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

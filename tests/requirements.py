@@ -1,0 +1,39 @@
+"""What a test needs beyond Python, torch and a C++ compiler.
+
+A test whose need is not met is skipped, with the reason; where the environment variable ``BW_REQUIRE`` names the need
+(``BW_REQUIRE=nvcc,gpu``) it fails instead, so that a machine meant to run it cannot leave it out unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import pytest
+
+NEEDS = ("nvcc", "gpu")
+
+
+def required() -> set[str]:
+    names = set(filter(None, os.environ.get("BW_REQUIRE", "").split(",")))
+    if unknown := names - set(NEEDS):
+        raise ValueError(f"BW_REQUIRE names {sorted(unknown)}; known are {', '.join(NEEDS)}")
+    return names
+
+
+def unmet(need: str, reason: str) -> NoReturn:
+    """End the test: ``need`` is not there, because of ``reason``."""
+    assert need in NEEDS, need
+    if need in required():
+        pytest.fail(f"BW_REQUIRE={os.environ['BW_REQUIRE']}: needs {need}: {reason}", pytrace=False)
+    pytest.skip(f"needs {need}: {reason}")
+
+
+def need_nvcc() -> None:
+    from bucketwheel import _nvcc
+    from bucketwheel.errors import BuildError
+
+    try:
+        _nvcc.nvcc_version(_nvcc.find_nvcc())
+    except BuildError as error:
+        unmet("nvcc", str(error).splitlines()[0])

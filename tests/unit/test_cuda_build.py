@@ -1,0 +1,141 @@
+"""Finding and building the CUDA module: as test_build.py, and what is its own. A false nvcc runs the C++ compiler."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tiny_tree import LOAD, LOAD_CUDA, TinyTree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> TinyTree:
+    tree = TinyTree(tmp_path)
+    tree.add_cuda()
+    return tree
+
+
+def compiles(tree: TinyTree) -> list[str]:
+    """What nvcc was called for."""
+    words = [line.split() for line in tree.nvcc_calls()]
+    return [line[line.index("-c") + 1] if "-c" in line else "link" for line in words]
+
+
+def test_the_second_process_finds_it(tree: TinyTree) -> None:
+    out, err = tree.run(LOAD_CUDA)
+    assert out == "142"
+    assert "building the CUDA module for GPU architectures 9.0 (BW_CUDA_ARCH_LIST) (once;" in err
+    assert compiles(tree) == ["kernels/answer.cu", "link"] and tree.compiled() == ["bindings/cuda.cpp"]
+    assert all("-gencode=arch=compute_90,code=sm_90" in call for call in tree.nvcc_calls())
+    assert tree.run(LOAD_CUDA) == ("142", "")
+    (log,) = (tree.cache / "logs").iterdir()
+    assert "Used 8 registers" in log.read_text()
+    assert len(compiles(tree)) == 2
+
+
+def test_the_modules_do_not_need_each_other(tree: TinyTree) -> None:
+    tree.run(LOAD_CUDA)
+    assert tree.entries() == [] and len(tree.entries("cuda")) == 1
+    tree.run(LOAD)
+    assert len(tree.entries()) == 1 and len(compiles(tree)) == 2
+    code = "import sys, bucketwheel; from bucketwheel._build import cuda, native; first = cuda()\n"
+    code += "assert cuda() is first is sys.modules['bucketwheel._cuda'] is bucketwheel._cuda; print(native().answer)"
+    assert tree.run(code) == ("42", "")
+
+
+def test_another_nvcc_or_architecture_gives_another_entry(tree: TinyTree) -> None:
+    tree.run(LOAD_CUDA)
+    (tree.root / "nvcc_release").write_text("13.1\n")
+    tree.run(LOAD_CUDA)
+    tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST="8.0;9.0")
+    tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST=None, TORCH_CUDA_ARCH_LIST="9.0+PTX")
+    assert len(tree.entries("cuda")) == 4
+    assert compiles(tree) == ["kernels/answer.cu", "link"] * 4
+    assert tree.compiled() == ["bindings/cuda.cpp"]  # not nvcc's: one object serves all
+    assert tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST="9.0,8.0") == ("142", "")
+
+
+def test_an_edited_header_compiles_its_users_only(tree: TinyTree) -> None:
+    tree.run(LOAD_CUDA)
+    tree.write("base/answer.h", "#define ANSWER 43\n")
+    assert tree.run(LOAD_CUDA)[0] == "143"
+    assert compiles(tree) == ["kernels/answer.cu", "link"] * 2 and tree.compiled() == ["bindings/cuda.cpp"]
+
+
+def test_a_folder_named_for_both(tree: TinyTree) -> None:
+    tree.run(LOAD)
+    (entry,) = tree.entries()
+    changes = {"PATH": "/nowhere", "CXX": None, "NVCC": None}
+    message = tree.error(LOAD_CUDA, BW_NATIVE_DIR=str(entry), **changes)
+    assert "CUDA module: BW_NATIVE_DIR" in message and "has no _cuda" in message
+    tree.run(LOAD_CUDA)
+    for path in tree.entries("cuda")[0].glob("_cuda*"):
+        shutil.copy(path, entry)
+    assert tree.run(LOAD_CUDA, BW_NATIVE_DIR=str(entry), **changes) == ("142", "")
+    assert tree.run(LOAD, BW_NATIVE_DIR=str(entry), **changes) == ("42", "")
+
+
+def install(tree: TinyTree, modules: str) -> None:
+    native = tree.root / "python" / "bucketwheel" / "_native"
+    code = "from pathlib import Path; from bucketwheel._build import *; from bucketwheel._toolchain import CPU, CUDA\n"
+    tree.run(code + f"build_into(Path({str(native)!r}), {modules})")
+
+
+def test_both_compiled_at_install(tree: TinyTree) -> None:
+    install(tree, "(CPU, CUDA)")
+    changes = {"PATH": "/nowhere", "CXX": None, "NVCC": None, "BW_JIT": "0"}
+    assert tree.run(LOAD, **changes) == ("42", "")
+    assert tree.run(LOAD_CUDA, **changes) == ("142", "")
+    assert tree.entries() == tree.entries("cuda") == []
+    tree.write("base/answer.h", "#define ANSWER 43\n")
+    out, err = tree.run(LOAD_CUDA)
+    assert out == "143" and "compiled at install from other sources" in err
+
+
+def test_one_compiled_at_install(tree: TinyTree) -> None:
+    install(tree, "(CPU,)")
+    out, err = tree.run(LOAD_CUDA)
+    assert out == "142" and "building the CUDA module" in err and "at install" not in err
+
+
+def test_jit_off(tree: TinyTree) -> None:
+    message = tree.error(LOAD_CUDA, BW_JIT="0")
+    assert "BW_JIT=0 forbids building" in message and "BW_AOT=cuda" in message
+    tree.run(LOAD_CUDA)
+    assert tree.run(LOAD_CUDA, BW_JIT="0") == ("142", "")
+
+
+def test_without_nvcc_the_cpu_module_works(tree: TinyTree) -> None:
+    tree.nvcc.unlink()
+    hide = "from bucketwheel import _nvcc; _nvcc.shutil.which = lambda name, which=_nvcc.shutil.which: "
+    hide += "None if name.endswith('nvcc') else which(name)\n"
+    code = hide + "from bucketwheel import _build, errors; print(_build.native().answer)\n"
+    message = tree.error(code + "_build.cuda()")
+    assert "CUDA module: nvcc is missing" in message
+    for remedy in ("CUDA_HOME=", "NVCC=", "BW_NATIVE_DIR=", "BW_AOT=cuda", "on the CPU"):
+        assert remedy in message
+    assert len(tree.entries()) == 1
+
+
+def test_a_compile_error_shows_the_error_and_not_ptxas(tree: TinyTree) -> None:
+    chatter = (
+        "for i in $(seq 40); do echo 'ptxas info    : Used 8'; echo '    0 bytes stack frame, 0 bytes spill'; done\n"
+    )
+    script = tree.nvcc.read_text().replace("exec c++", "c++").rstrip()
+    tree.nvcc.write_text(f"{script}\nstatus=$?\n{chatter}exit $status\n")
+    tree.write("kernels/answer.cu", "#error not on this GPU\n")
+    message = tree.error(LOAD_CUDA)
+    assert "CUDA module: compiling kernels_answer.cu.o failed" in message and "not on this GPU" in message
+    assert "ptxas info" not in message and "spill" not in message
+    assert "BW_CUDA_ARCH_LIST=" in message and "CXX=" in message and "BW_NATIVE_DIR" in message
+    assert tree.entries("cuda") == []
+
+
+def test_without_a_gpu_the_default_is_said(tree: TinyTree) -> None:
+    hide = "from bucketwheel import _nvcc; _nvcc.visible_devices = lambda: []\n"
+    _, err = tree.run(hide + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
+    assert "for GPU architectures 9.0 (no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST)" in err
+    _, err = tree.run(hide.replace("[]", "[(8, 6), (12, 0)]") + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
+    assert "for GPU architectures 8.6;12.0 (the visible GPUs)" in err

@@ -1,0 +1,196 @@
+"""The doctor: what it sees in trees that are well, incomplete or broken, and its exit status."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bucketwheel import doctor
+from tests.unit.tiny_tree import TinyTree
+
+H200 = {"name": "NVIDIA H200", "capability": [9, 0], "gib": 139.8}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> TinyTree:
+    tree = TinyTree(tmp_path)
+    tree.add_cuda()
+    put_driver(tree, "no driver here")
+    return tree
+
+
+def put_driver(tree: TinyTree, line: str) -> None:
+    """What nvidia-smi says to the doctors, whatever machine this is."""
+    script = tree.root / "driver" / "nvidia-smi"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f"#!/bin/sh\necho '{line}'\n")
+    script.chmod(0o755)
+
+
+def run(tree: TinyTree, *arguments: str, status: int, **changes: str | None) -> Any:
+    """The answer of a doctor that must end with ``status``: an object with --json, else text."""
+    code = f"import sys; from bucketwheel.__main__ import main; sys.exit(main(['doctor', *{arguments!r}]))"
+    driver = {"PATH": f"{tree.root / 'driver'}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    process = tree.start(code, **{**driver, **changes})
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == status, (out, err)
+    return json.loads(out) if "--json" in arguments else out
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
+    found = run(tree, "--json", status=0)
+    assert found["modules"]["cpu"]["state"] == found["modules"]["cuda"]["state"] == "missing"
+    assert found["modules"]["cuda"]["archs"] == "9.0"
+    assert tree.compiled() == tree.nvcc_calls() == []
+    assert found["errors"] == found["warnings"] == [] and found["status"] == 0
+    assert found["torch"] == {"version": torch.__version__, "cuda": torch.version.cuda, "dlpack": "1.3"}
+    assert found["python"]["path"] == sys.executable
+    assert found["tools"]["nvcc"] == f"release 13.0 ({tree.nvcc})"
+    assert str(tree.compiler) in found["tools"]["compiler"]
+    assert found["environment"]["BW_CACHE_DIR"] == str(tree.cache) and "PATH" not in found["environment"]
+
+
+def test_build(tree: TinyTree) -> None:
+    found = run(tree, "--json", "--build", "cpu", "--build", "cuda", status=0)
+    for kind in ("cpu", "cuda"):
+        module = found["modules"][kind]
+        (entry,) = tree.entries(kind)
+        assert module["state"] == "cached" and module["path"].startswith(f"{entry}/_{kind}.") and module["seconds"] > 0
+        assert found["cache"]["entries"][entry.name] > 0
+    text = run(tree, "--build", "cpu", status=0)
+    assert "all well" in text and "_cpu         cached" in text and "ready after" in text and "2 entries" in text
+    assert len(tree.compiled()) == 4
+
+
+def test_a_broken_build_is_status_2(tree: TinyTree) -> None:
+    tree.write("base/second.cpp", "#error not today\n")
+    text = run(tree, "--build", "cpu", status=2)
+    assert "broken: bucketwheel needs its native module: compiling" in text and "not today" in text
+    assert text.endswith("broken\n")
+
+
+def test_a_module_that_crashes_is_status_2(tree: TinyTree) -> None:
+    tree.run()
+    tree.run("from bucketwheel import _build; print(_build.cuda().answer)")
+    folder = tree.root / "elsewhere"
+    folder.mkdir()
+    (folder / "_cpu.so").write_bytes(next(tree.entries()[0].glob("*.so")).read_bytes()[:5000])
+    (folder / "_cuda.so").write_bytes(next(tree.entries("cuda")[0].glob("*.so")).read_bytes())
+    found = run(tree, "--json", status=2, BW_NATIVE_DIR=str(folder))
+    assert found["modules"]["cpu"]["state"] == "named" and "the process that imported it" in found["errors"][0]
+    assert "error" not in found["modules"]["cuda"] and found["warnings"] == []
+
+
+def test_without_nvcc_cuda_is_missed_only_where_it_is_asked_for(tree: TinyTree) -> None:
+    found = run(tree, "--json", status=0, NVCC="no-such-nvcc")
+    assert found["modules"]["cuda"]["state"] == "unavailable"
+    assert found["tools"]["nvcc"] == "missing: NVCC='no-such-nvcc' names no program"
+    found = run(tree, "--json", "--build", "cuda", status=2, NVCC="no-such-nvcc")
+    assert "NVCC='no-such-nvcc' names no program" in found["errors"][0] and "BW_AOT=cuda" in found["errors"][0]
+
+
+def test_a_gpu_without_nvcc_is_a_warning(tree: TinyTree) -> None:
+    put_driver(tree, "NVIDIA H200, 9.0, 143771, 580.95.05")
+    found = run(tree, "--json", status=1, NVCC="no-such-nvcc")
+    assert found["gpus"] == {
+        "devices": [{"name": "NVIDIA H200", "capability": [9, 0], "gib": 140.4}],
+        "driver": "580.95.05",
+        "torch_sees_them": False,
+    }
+    assert any(text.startswith("there are GPUs, but: bucketwheel needs its CUDA module") for text in found["warnings"])
+
+
+def test_a_driver_without_gpus_is_none(tree: TinyTree) -> None:
+    put_driver(tree, "NVIDIA-SMI has failed because it could not communicate with the driver")
+    assert run(tree, "--json", status=0)["gpus"]["devices"] == []
+
+
+def test_without_a_compiler_the_native_module_is_broken(tree: TinyTree) -> None:
+    found = run(tree, "--json", status=2, CXX="no-such-c++")
+    assert "CXX='no-such-c++' names no program" in found["errors"][0]
+    tree.run()
+    (entry,) = tree.entries()
+    run(tree, "--json", status=0, CXX="no-such-c++", NVCC=None, BW_NATIVE_DIR=str(entry))
+
+
+def test_a_build_that_is_forbidden_or_cannot_be_kept(tree: TinyTree) -> None:
+    assert "BW_JIT=0" in run(tree, "--json", status=2, BW_JIT="0")["errors"][0]
+    (tree.root / "file").touch()  # stands for a read-only file system: permissions do not stop root
+    found = run(tree, "--json", status=2, BW_CACHE_DIR=str(tree.root / "file" / "cache"))
+    assert "the cache cannot be written" in found["errors"][0] and "BW_CACHE_DIR" in found["warnings"][0]
+    tree.run()
+    assert run(tree, "--json", status=0, BW_JIT="0")["modules"]["cpu"]["state"] == "cached"
+
+
+def test_who_builds_now(tree: TinyTree) -> None:
+    tree.run()
+    (lock,) = (tree.cache / "locks").iterdir()
+    assert run(tree, "--json", status=0)["cache"]["builders"] == {}
+    with open(lock, "r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("process 7 on node")
+        held.flush()
+        assert run(tree, "--json", status=0)["cache"]["builders"] == {lock.name: "process 7 on node"}
+        assert "process 7 on node" in run(tree, status=0)
+
+
+def test_what_was_installed_from_other_sources_is_told(tree: TinyTree) -> None:
+    native = tree.root / "python" / "bucketwheel" / "_native"
+    tree.run(f"from pathlib import Path; from bucketwheel._build import build_into; build_into(Path({str(native)!r}))")
+    assert run(tree, "--json", status=0)["modules"]["cpu"]["state"] == "installed"
+    tree.write("base/answer.h", "#define ANSWER 43\n")
+    found = run(tree, "--json", status=1)
+    assert "compiled at install from other sources" in found["warnings"][0]
+    assert found["modules"]["cpu"]["state"] == "missing"
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+
+
+def well(**changes: Any) -> doctor.Facts:
+    cuda = {"state": "cached", "path": "/cache/_cuda.so", "archs": "9.0"}
+    return {
+        "torch": {"version": "2.13.0", "cuda": "13.0", "dlpack": "1.3"},
+        "gpus": {"devices": [H200], "driver": "580", "torch_sees_them": True},
+        "modules": {"cpu": {"state": "cached", "path": "/cache/_cpu.so"}, "cuda": cuda},
+        "cache": {"path": "/cache", "writable": True, "network": False, "entries": {}, "builders": {}},
+        "environment": {},
+        **changes,
+    }
+
+
+def test_all_well() -> None:
+    assert doctor.judge(well(), ["cpu", "cuda"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpus": {"devices": [{**H200, "capability": [8, 0]}], "torch_sees_them": True}}, "do not run on NVIDIA H200"),
+        ({"gpus": {"devices": [H200], "torch_sees_them": False}}, "torch sees none"),
+        ({"torch": {"version": "2.13.0+cpu", "cuda": None, "dlpack": "1.3"}}, "is built without CUDA"),
+        ({"cache": {**well()["cache"], "network": True}}, "network file system"),
+        ({"cache": {**well()["cache"], "writable": False}}, "cannot be written: name another"),
+        ({"cache": {"path": None, "error": "the cache folder /tmp/x cannot be used"}}, "cannot be used"),
+    ],
+)
+def test_warnings(changes: dict[str, Any], says: str) -> None:
+    errors, concerns = doctor.judge(well(**changes))
+    assert errors == [] and len(concerns) == 1 and says in concerns[0]
+
+
+def test_a_torch_without_the_exchange_api_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, _ = doctor.judge(well(torch={"version": "2.9.0", "cuda": "12.8", "dlpack": None}))
+    assert errors == ["torch 2.9.0 has no DLPack exchange API: install torch 2.10 or later"]
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert doctor._dlpack_version() is None
