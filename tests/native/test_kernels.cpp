@@ -128,11 +128,11 @@ TEST(every_kind_of_row_stays_within_its_memory) {
     row.state_dtype = is_double ? DType::kFloat64 : kind / 12 % 2 != 0 ? DType::kFloat32 : DType::kBFloat16;
     for (int64_t n : {0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 256, 257, 511, 513, 8191, 8193}) {
       std::vector<std::unique_ptr<std::byte[]>> keep;
-      const auto array = [&](DType dtype) {
-        return keep.emplace_back(exactly<std::byte>(n * static_cast<int64_t>(size_of(dtype)), std::byte{0x3c})).get();
+      const auto array = [&](DType dtype, std::byte fill = std::byte{0x3c}) {
+        return keep.emplace_back(exactly<std::byte>(n * static_cast<int64_t>(size_of(dtype)), fill)).get();
       };
       row.p = array(row.p_dtype);
-      row.g = array(row.g_dtype);
+      row.g = array(row.g_dtype, std::byte{0x40});
       row.m = array(row.state_dtype);
       row.v = array(row.state_dtype);
       row.vmax = kind / 24 != 0 ? array(row.state_dtype) : nullptr;
