@@ -37,7 +37,7 @@ PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device"],
-    ["plan", "handle", "pool", "comm", "ops"],
+    ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
     ["schedule", "bucket", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded"],

@@ -188,8 +188,7 @@ inline void bind_handle(py::module_& m) {
       .def("query", &Handle::query)
       .def_property_readonly("is_ordered", &Handle::is_ordered)
       .def(
-          "await_order",
-          [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
+          "await_order", [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
           py::arg("timeout"), Unlocked())
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
       .def_property_readonly("seq", &Handle::seq)

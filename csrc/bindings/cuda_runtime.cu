@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "base/platform.h"
-#include "device/cuda_api.h"
 #include "bindings/cuda_table.h"
+#include "device/cuda_api.h"
 #include "kernels/adam_cuda.h"
 #include "kernels/norm_cuda.h"
 #include "kernels/pack_cuda.h"

@@ -36,18 +36,21 @@ inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) 
   return rows;
 }
 
-// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU. `table`: null for one of ours.
-inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, SumsqCudaTable* table) {
+// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU; total = their fold. `table`: null for one of ours.
+inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, py::handle total,
+                       SumsqCudaTable* table) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
   const std::vector<NormRow> rows = norm_rows(id, tensors);
   auto* const out = device_array<double>(sums, DType::kFloat64, id, static_cast<int64_t>(rows.size()), "sums");
+  auto* const all = device_array<double>(total, DType::kFloat64, id, 1, "total");
   const StreamRef stream = current_stream(id);
   py::gil_scoped_release unlocked;
   if (table != nullptr) {
-    table->run(rows, out, *stream);
+    table->run(rows, out, all, *stream);
     return;
   }
-  CudaScratch<SumsqCudaTable>::with(device, *stream, [&](SumsqCudaTable& shared) { shared.run(rows, out, *stream); });
+  CudaScratch<SumsqCudaTable>::with(device, *stream,
+                                    [&](SumsqCudaTable& shared) { shared.run(rows, out, all, *stream); });
 }
 
 // outputs[i] <- inputs[i], as copy_all() on the CPU.
@@ -153,13 +156,11 @@ inline void upload_bytes(py::handle to, std::string_view values) {
 
 inline void bind_norm_cuda(py::module_& m) {
   m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
-  py::class_<SumsqCudaTable>(m, "SumsqCudaTable").def(py::init([](int device) {
-                                                          return std::make_unique<SumsqCudaTable>(
-                                                              CudaDevice::at(device));
-                                                        }),
-                                                        py::arg("device"));
+  py::class_<SumsqCudaTable>(m, "SumsqCudaTable")
+      .def(py::init([](int device) { return std::make_unique<SumsqCudaTable>(CudaDevice::at(device)); }),
+           py::arg("device"));
   m.def("sumsq_cuda", &sumsq_cuda, py::arg("device"), py::arg("tensors"), py::arg("sums"),
-        py::arg("table").none(true) = py::none());
+        py::arg("total").none(true) = py::none(), py::arg("table").none(true) = py::none());
   m.def("param_sums_cuda", &param_sums_cuda, py::arg("device"), py::arg("sums"), py::arg("first_row_of"),
         py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),

@@ -103,9 +103,9 @@ void AdamCudaTable::validate(const AdamCudaStep& step) const {
   for (int64_t r = 0; r < rows(); ++r) {
     const AdamRow& row = rows_[static_cast<size_t>(r)];
     const uint32_t place = places_[static_cast<size_t>(r)];
-    BW_EXPECTS(static_cast<int64_t>(place) < step.param_count,
-               "row " + std::to_string(r) + " is of parameter " + std::to_string(place) + " of " +
-                   std::to_string(step.param_count));
+    BW_EXPECTS(static_cast<int64_t>(place) < step.param_count, "row " + std::to_string(r) + " is of parameter " +
+                                                                   std::to_string(place) + " of " +
+                                                                   std::to_string(step.param_count));
     BW_EXPECTS(row.group >= 0 && static_cast<size_t>(row.group) < step.groups.size(),
                "row " + std::to_string(r) + " is of group " + std::to_string(row.group) + " of " +
                    std::to_string(step.groups.size()));

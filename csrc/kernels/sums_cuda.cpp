@@ -21,7 +21,7 @@ bool is_equal(const NormCudaRow& a, const NormCudaRow& b) {
 SumsqCudaTable::SumsqCudaTable(CudaDevice& device)
     : device_(device), device_rows_(device), device_chunks_(device), partial_(device) {}
 
-void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, Stream& stream) {
+void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream) {
   std::vector<NormCudaRow> cuda_rows;
   SegmentTable segments(kNormChunkNumel);
   std::vector<int64_t> first_chunk{0};
@@ -34,6 +34,8 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, Stream& st
   if (rows.empty()) {
     return;
   }
+  const auto row_count = static_cast<int64_t>(rows.size());
+  first_chunk.insert(first_chunk.end(), {0, row_count});  // of the total, whose chunks are the rows
   CudaGuard guard(device_.id().index);
   void* const native = native_stream(stream, "sums of squares");
   if (last_use_ != nullptr && native != last_stream_) {
@@ -57,6 +59,10 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, Stream& st
   }
   const FoldLaunch fold{launch.rows, launch.first_chunk, launch.row_count, launch.partial, sums};
   BW_CUDA_TRY(launch_fold, fold, native);
+  if (total != nullptr) {
+    const FoldLaunch fold_rows{launch.rows, launch.first_chunk + row_count + 1, 1, sums, total};
+    BW_CUDA_TRY(launch_fold, fold_rows, native);
+  }
   last_stream_ = native;
   last_use_ = is_capturing(stream) ? nullptr : stream.record();
 }

@@ -18,8 +18,9 @@ namespace bucketwheel {
 class SumsqCudaTable {
  public:
   explicit SumsqCudaTable(CudaDevice& device);
-  // sums[r] = the sum of squares of row r, bitwise that of sumsq(). TypeError, naming the row, for a dtype it does not know.
-  void run(std::span<const NormRow> rows, double* sums, Stream& stream);
+  // sums[r] = the sum of squares of row r, bitwise that of sumsq(); total (if not null) = all of them folded as chunks are.
+  // TypeError, naming the row, for a dtype it does not know. No rows: nothing is written.
+  void run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream);
 
  private:
   CudaDevice& device_;

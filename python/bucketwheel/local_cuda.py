@@ -72,7 +72,7 @@ class LocalEngineCuda(LocalEngine):
         """[parameters], float64: the sums of squares of the gradients of ``held``, 0 for the others."""
         grads = [self._grad(self.infos[i]) for i in held]
         sums = torch.empty(len(held), dtype=torch.float64, device=self._torch_device)
-        native().sumsq_cuda(self._device, grads, sums, self._sums_table)
+        native().sumsq_cuda(self._device, grads, sums, None, self._sums_table)
         if len(held) == len(self.infos):
             return sums
         places = self._on_device("held", torch.int64, array.array("q", held).tobytes())

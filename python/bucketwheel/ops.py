@@ -14,7 +14,9 @@ import torch
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
+from bucketwheel.device import CPU, native_stream
 from bucketwheel.handle import Handle
+from bucketwheel.ops_cuda import adam_step_cuda, device_of, sums_of_squares_cuda
 
 __all__ = ["adam_step", "all_gather", "l2_norm", "reduce_scatter"]
 
@@ -28,11 +30,11 @@ def adam_step(
     exp_avg_sqs: Sequence[torch.Tensor],
     steps: int | Sequence[int | torch.Tensor],
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
+    grad_scale: float | torch.Tensor = 1.0,
     noop: torch.Tensor | None = None,
     max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
     master_params: Sequence[torch.Tensor | None] | None = None,
@@ -44,7 +46,7 @@ def adam_step(
     seed: int = 0,
     param_ids: Sequence[int] | None = None,
 ) -> None:
-    """One Adam step over lists of CPU tensors, in place and in one native call.
+    """One Adam step over lists of tensors of one device, in place and in one native call.
 
     For each tensor, with t its step and g = ``grad_scale`` * grad (-g to ``maximize``)::
 
@@ -58,7 +60,10 @@ def adam_step(
 
     AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the exact
     order of operations. The result is bitwise the same for any number of threads, division into tensors, alignment and
-    processor (NaN payloads excepted).
+    processor, CPU or GPU (NaN payloads excepted).
+
+    On CUDA everything runs in torch's current stream and nothing waits for the device. ``lr``, ``grad_scale``, ``noop`` and
+    ``steps`` that are CUDA tensors are read when the step runs, so also anew in every replay of a CUDA graph.
 
     Args:
         params: float32, bfloat16, float16 or float64. Any shape; non-overlapping and dense.
@@ -91,33 +96,40 @@ def adam_step(
         TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
     """
     module = native()
-    module.set_num_threads(torch.get_num_threads())
-    group = module.AdamGroup(lr, betas[0], betas[1], eps, weight_decay)
-    skip = noop is not None and bool(noop.item() != 0)
+    device = device_of(params)
     stochastic = _is_stochastic("state_rounding", state_rounding)
     if not stochastic and 1 - betas[1] < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
         _warn_of_nearest(betas[1])
-    module.adam_step(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        master_params,
-        remainders,
-        steps,
-        group,
-        grad_scale=grad_scale,
-        decoupled=decoupled,
-        maximize=maximize,
-        noop=skip,
-        stochastic=stochastic,
-        stochastic_param=_is_stochastic("param_rounding", param_rounding),
-        seed=seed,
-        param_ids=param_ids,
-    )
-    if skip:
-        return
+    flags: Any = {
+        "decoupled": decoupled,
+        "maximize": maximize,
+        "stochastic": stochastic,
+        "stochastic_param": _is_stochastic("param_rounding", param_rounding),
+        "seed": seed,
+    }
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_params, remainders)
+    if device != CPU:
+        adam_step_cuda(
+            device,
+            lists,
+            steps,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+            noop=noop,
+            param_ids=param_ids,
+            **flags,
+        )
+    else:
+        module.set_num_threads(torch.get_num_threads())
+        group = module.AdamGroup(float(lr), betas[0], betas[1], eps, weight_decay)
+        skip = noop is not None and bool(noop.item() != 0)
+        factor = float(grad_scale)
+        module.adam_step(*lists, steps, group, grad_scale=factor, noop=skip, param_ids=param_ids, **flags)
+        if skip:
+            return
     written = [*params, *exp_avgs, *exp_avg_sqs]
     for extra in (max_exp_avg_sqs, master_params, remainders):
         written += [tensor for tensor in extra or () if tensor is not None]
@@ -152,7 +164,7 @@ def l2_norm(
 def l2_norm(
     tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The L2 norm of a list of CPU tensors taken as one vector, or of each of them.
+    """The L2 norm of a list of tensors of one device taken as one vector, or of each of them.
 
     Squares are added in double and in a fixed order, so the result does not overflow for finite elements and is bitwise
     the same in every run, for any number of threads and on any processor. It does depend on how the elements are divided
@@ -165,22 +177,25 @@ def l2_norm(
         return_nonfinite: return also whether there is an infinity or a NaN, or a sum of float64 squares has overflowed.
 
     Returns:
-        A float64 tensor of shape [] (or [len(tensors)]). With ``return_nonfinite`` also a bool tensor of the same shape.
+        A float64 tensor of shape [] (or [len(tensors)]) on the tensors' device (for no tensors: the CPU); nothing waits for
+        the device. With ``return_nonfinite`` also a bool tensor of the same shape.
         As in torch, an infinite element gives infinity, and a NaN gives NaN.
 
     Raises:
         ValueError: a tensor has gaps or overlaps itself, or is not on the CPU.
         TypeError: another dtype, or not a tensor.
     """
-    module = native()
-    module.set_num_threads(torch.get_num_threads())
-    results = module.sumsq(tensors)
-    sums = [sumsq for sumsq, _ in results]
-    norm = torch.tensor(sums if per_tensor else module.fold(sums), dtype=torch.float64).sqrt_()
-    if not return_nonfinite:
-        return norm
-    nonfinite = [bad for _, bad in results]
-    return norm, torch.tensor(nonfinite if per_tensor else any(nonfinite), dtype=torch.bool)
+    device = device_of(tensors)
+    if device != CPU:
+        sums, total = sums_of_squares_cuda(device, tensors)
+    else:
+        native().set_num_threads(torch.get_num_threads())
+        each = [sumsq for sumsq, _ in native().sumsq(tensors)]
+        sums = torch.tensor(each, dtype=torch.float64)
+        total = torch.tensor([native().fold(each)], dtype=torch.float64)
+    squared = sums if per_tensor else total[0]
+    norm = squared.sqrt()
+    return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
@@ -207,11 +222,11 @@ def all_gather(
     copied through staging buffers first.
 
     Args:
-        outputs: contiguous CPU tensors of any dtype; ``world * inputs[i].numel()`` elements, whatever the shape.
-        inputs: contiguous CPU tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
+        outputs: contiguous tensors of any dtype on the communicator's device; ``world * inputs[i].numel()`` elements, whatever the shape.
+        inputs: contiguous tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
             (in place); nothing else may overlap.
         stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
-            order of the calls on any stream.
+            order of the calls on any stream. Not on the local CUDA backend, whose ranks share one.
         after: handles of operations (of any communicator) that must be over first.
         timing: allow `Handle.elapsed_time`.
 
@@ -223,10 +238,10 @@ def all_gather(
     outs, ins = _listed(outputs), _listed(inputs)
     events = [handle._native for handle in after]
     try:
-        handle = comm._native.all_gather(outs, ins, stream, events, timing)
+        handle = comm._native.all_gather(outs, ins, native_stream(stream), events, timing)
     except TypeError:
         native_outs, native_ins = _by_bytes(outs, ins)
-        handle = comm._native.all_gather(native_outs, native_ins, stream, events, timing)
+        handle = comm._native.all_gather(native_outs, native_ins, native_stream(stream), events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
@@ -247,14 +262,14 @@ def reduce_scatter(
     every run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.
 
     Args:
-        outputs: contiguous CPU tensors, float32 or bfloat16.
-        inputs: contiguous CPU tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
+        outputs: contiguous tensors, float32 or bfloat16, on the communicator's device.
+        inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
         op: ``"sum"``, or ``"avg"``: the float32 sum divided by the world size before the rounding.
     """
     outs, ins = _listed(outputs), _listed(inputs)
     events = [handle._native for handle in after]
-    handle = comm._native.reduce_scatter(outs, ins, op, stream, events, timing)
+    handle = comm._native.reduce_scatter(outs, ins, op, native_stream(stream), events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 

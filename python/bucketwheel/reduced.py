@@ -222,7 +222,8 @@ class ReducedGrads:
             return float(sum(norm != 0 for norm in norms))
         if ord == 2.0:  # from the sums, not from rounded roots
             sums = self.sums_of_squares()
-            total = sum(sums[i] * self._states[i].factor ** 2 for i in indices)
+            chosen = set(indices)
+            total = native().fold([sums[i] * s.factor**2 if i in chosen else 0.0 for i, s in enumerate(self._states)])
             return math.sqrt(total) * self.average if total >= 0 else math.nan
         return sum(norm**ord for norm in norms) ** (1.0 / ord)
 

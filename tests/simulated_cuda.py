@@ -1,0 +1,117 @@
+"""The CUDA code without a GPU: `_cuda` compiled by g++ against tests/native/fake_cuda, and CPU tensors that pose as CUDA tensors.
+
+The kernels' sources run block by block on the CPU, streams are threads with random delays, the default stream is the
+calling thread (as torch's CPU operations are). What passes here has the right numbers, the right order between streams and
+the right number of calls; what only a GPU shows is in tests/gpu.
+
+>>> with posing():
+...     ops.adam_step(...)     # takes its CUDA path, bitwise equal to the CPU's
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import importlib.machinery
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from native.test_native import CUDA_AS_CXX, HERE, ROOT, stored
+
+from bucketwheel import _toolchain
+from bucketwheel._build import native
+
+# What the training path must not do: wait for the device, copy while the host waits, or allocate.
+BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device", "free_host")
+ALLOCATING = ("malloc_device", "malloc_host", "stream_create", "event_create")
+
+
+def build() -> Path:
+    """The simulated module, from build/native or compiled now (15 s)."""
+    recipe = _toolchain.read_recipe(ROOT / "csrc", module=_toolchain.CUDA)
+    toolchain = _toolchain.find_toolchain()
+    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+    includes = [*CUDA_AS_CXX, f"-I{recipe.csrc}", *(w for folder in toolchain.includes for w in ("-isystem", folder))]
+    argv = [*toolchain.cxx, *flags, *includes, "-c", "-x", "c++"]
+    sources = [recipe.csrc / source.path for source in recipe.sources] + sorted((HERE / "fake_cuda").glob("*.cpp"))
+    headers = sorted([*recipe.csrc.rglob("*.h"), *(HERE / "fake_cuda").glob("*.h")])
+    with ThreadPoolExecutor(2) as pool:
+        compile_one = lambda path: stored(f"sim-{path.stem}", [path, *headers], [*argv, str(path)])  # noqa: E731
+        objects = list(pool.map(compile_one, sources))
+    link = [*toolchain.cxx, "-shared", "-pthread", *map(str, objects)]
+    return stored("_cuda_sim.so", objects, link)
+
+
+@functools.cache
+def load() -> tuple[ModuleType, ctypes.CDLL]:
+    """The simulated module, installed in the native one, and its test functions."""
+    path = str(build())
+    loader = importlib.machinery.ExtensionFileLoader("_cuda", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda", loader))
+    loader.exec_module(module)
+    native().install_cuda(module.api)
+    library = ctypes.CDLL(path)
+    library.fake_cuda_end_capture.restype = ctypes.c_void_p
+    library.fake_cuda_replay.argtypes = [ctypes.c_void_p]
+    library.fake_cuda_free_graph.argtypes = [ctypes.c_void_p]
+    library.fake_cuda_allocated_bytes.restype = ctypes.c_size_t
+    library.fake_cuda_set_capacity.argtypes = [ctypes.c_size_t]
+    library.fake_cuda_set_delays.argtypes = [ctypes.c_uint64]
+    library.fake_cuda_set_fiber_seed.argtypes = [ctypes.c_uint64]
+    return module, library
+
+
+@contextmanager
+def posing(*, delays: int = 1, fibers: int = 0) -> Iterator[ctypes.CDLL]:
+    """Inside, CPU tensors are tensors of cuda:0. ``delays``: the seed of random pauses in streams, 0: none; ``fibers``: of the
+    order of a kernel's threads."""
+    _, library = load()
+    library.fake_cuda_set_delays(delays)
+    library.fake_cuda_set_fiber_seed(fibers)
+    native().set_posing(True)
+    try:
+        yield library
+    finally:
+        native().clear_cuda_faults()
+        gc.collect()  # what still holds device memory goes while tensors pose
+        native().set_posing(False)
+
+
+class Calls:
+    """Counts CUDA calls from its making on."""
+
+    def __init__(self) -> None:
+        self._before = native().cuda_calls()
+
+    def since(self) -> dict[str, int]:
+        now: dict[str, int] = native().cuda_calls()
+        return {name: now[name] - self._before[name] for name in now if now[name] != self._before[name]}
+
+    def expect_free_running(self) -> None:
+        """Fails if anything blocked the host or allocated."""
+        found = {name: count for name, count in self.since().items() if name in BLOCKING + ALLOCATING}
+        assert not found, f"blocking or allocating CUDA calls: {found}"
+
+
+class Graph:
+    """A captured piece of work of the default stream."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._graph: Any = None
+
+    def __enter__(self) -> Graph:
+        self._library.fake_cuda_begin_capture()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._graph = self._library.fake_cuda_end_capture()
+
+    def replay(self) -> None:
+        self._library.fake_cuda_replay(self._graph)
