@@ -115,12 +115,12 @@ def test_no_overflow_and_no_underflow_of_finite_elements() -> None:
 
 def test_float64_squares_are_rounded_and_may_overflow() -> None:
     differ = 0
-    for seed in range(20):
+    for seed in range(40):
         x = torch.zeros(CHUNK, dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
-        x[::1024] = torch.rand(32, generator=generator, dtype=torch.float64) + 1  # all in one lane
+        x[:2048:1024] = torch.rand(2, generator=generator, dtype=torch.float64) + 1  # in one lane
         fused = np.zeros(1)
-        for value in x[::1024].numpy():
+        for value in x[:2048:1024].numpy():
             fused = fma64(value, value, fused)
         expected = sum_squares_in_order(x.numpy())
         assert native().sumsq([x]) == [(expected, False)]
