@@ -111,11 +111,14 @@ EQUIVALENT = {"norm forgets a row of lanes"}
 
 MODULE = """
 #include "bindings/adam_py.h"
+#include "bindings/device_py.h"
 #include "bindings/error_py.h"
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
 PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_error(m);
+  bucketwheel::bind_device(m);
+  bucketwheel::bind_cuda(m);
   bucketwheel::bind_adam(m);
   bucketwheel::bind_norm(m);
   bucketwheel::bind_pack(m);
