@@ -129,4 +129,5 @@ class LocalEngineCuda(LocalEngine):
         if grad is None:
             return None
         is_clipped = self._is_clipped(self.infos[index], grad)
-        return grad.detach().float() * (self._factors[index] if is_clipped else 1.0)
+        # The factor as float32: with a 0-d gradient a float64 one would make the product float64.
+        return grad.detach().float() * (self._factors[index].to(torch.float32) if is_clipped else 1.0)

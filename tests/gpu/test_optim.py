@@ -174,19 +174,25 @@ def test_training_follows_torchs_adamw(world: int, dtype: torch.dtype, clip: str
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_torchs(norm_type: float) -> None:
-    model = GivenGrads(F32, DEVICE.tensors)
-    twin = copy.deepcopy(model)
-    opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
-    grads = model.draw_here(5)
-    model(grads).backward()
-    twin(grads).backward()
-    got = opt.clip_grad_norm_(0.7, norm_type=norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.7, norm_type=norm_type)
-    torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(opt.full_grad(p), q.grad, rtol=2e-6, atol=0)
-    opt.close()
+@pytest.mark.parametrize("world", [0, 2])
+def test_clipping_is_torchs(world: int, norm_type: float) -> None:
+    """World 0: without a communicator. Gradients are summed, and torch gets the sums."""
+    twin = GivenGrads(F32, DEVICE.tensors)
+    for rank in range(max(world, 1)):
+        twin(twin.draw_here(rank)).backward()
+    theirs = [p for p in twin.parameters() if p.numel()]
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.7, norm_type=norm_type)
+
+    def body(rank: int, comm: Communicator | None) -> None:
+        model = GivenGrads(F32, DEVICE.tensors)
+        opt = optimizer_of(model.parameters(), comm, gradient_average=False)
+        model(model.draw_here(rank)).backward()
+        torch.testing.assert_close(opt.clip_grad_norm_(0.7, norm_type=norm_type), expected, rtol=2e-6, atol=0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(opt.full_grad(p), q.grad, rtol=2e-6, atol=0)
+        opt.close()
+
+    in_world(world, body) if world else body(0, None)
 
 
 # ---- what the training path must not do
