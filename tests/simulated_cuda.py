@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from native.test_native import CUDA_AS_CXX, HERE, ROOT, stored
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketwheel import _toolchain
 from bucketwheel._build import native
@@ -99,18 +100,34 @@ class Calls:
         assert not found, f"blocking or allocating CUDA calls: {found}"
 
 
+class _KeepMade(TorchDispatchMode):
+    """Keeps every tensor that is made, as the private memory pool of a captured graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made.append(out)
+        return out
+
+
 class Graph:
-    """A captured piece of work of the default stream."""
+    """A captured piece of work of the default stream: native calls. torch's own operations run at once and are not part of it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._graph: Any = None
+        self._keep = _KeepMade()
 
     def __enter__(self) -> Graph:
         self._library.fake_cuda_begin_capture()
+        self._keep.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._keep.__exit__(None, None, None)
         self._graph = self._library.fake_cuda_end_capture()
 
     def replay(self) -> None:
