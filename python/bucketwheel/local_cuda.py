@@ -112,6 +112,7 @@ class LocalEngineCuda(LocalEngine):
         return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        self._end_used_clips()
         held = self._held(indices)
         if held and ord == 2.0:
             norm = self._measure(held, max_norm)

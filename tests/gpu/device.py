@@ -126,8 +126,8 @@ class Device:
                 call()
         self.join(stream)
 
-    def capture(self, call: Callable[[], Any], *, is_native: bool = True) -> Callable[[], None]:
-        """The replay of ``call``, which is captured and not run. ``is_native``: our calls are all that it does on the device."""
+    def capture(self, call: Callable[[], Any]) -> Callable[[], None]:
+        """The replay of ``call``, which is captured and not run."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
@@ -199,9 +199,7 @@ class SimulatedDevice(Device):
         for _ in range(times):
             call()
 
-    def capture(self, call: Callable[[], Any], *, is_native: bool = True) -> Callable[[], None]:
-        if not is_native:
-            return lambda: (call(), None)[1]  # torch's operations cannot be captured here: a replay is another call
+    def capture(self, call: Callable[[], Any]) -> Callable[[], None]:
         graph = Graph(load()[1])
         with graph:
             call()

@@ -166,6 +166,11 @@ def test_tensors_and_handles_may_be_dropped() -> None:
 # ---- the pool
 
 
+def test_pools_are_poisoned() -> None:
+    with Pool("cuda").acquire("", 4096) as lease:
+        assert torch.isnan(DEVICE.get(lease.tensor(F32, 1024))).all()
+
+
 @pytest.mark.parametrize("upstream", ["cuda", "torch"])
 def test_the_next_owner_waits_for_the_last_one(upstream: str) -> None:
     """The first owner is held up while the second gets the same bytes in another stream."""
