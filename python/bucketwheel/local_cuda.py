@@ -112,6 +112,7 @@ class LocalEngineCuda(LocalEngine):
         return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        self._end_used_clips()
         held = self._held(indices)
         if held and ord == 2.0:
             norm = self._measure(held, max_norm)
@@ -134,4 +135,5 @@ class LocalEngineCuda(LocalEngine):
         if grad is None:
             return None
         is_clipped = self._is_clipped(self.infos[index], grad)
-        return grad.detach().float() * (self._factors[index] if is_clipped else 1.0)
+        # The factor as float32: with a 0-d gradient a float64 one would make the product float64.
+        return grad.detach().float() * (self._factors[index].to(torch.float32) if is_clipped else 1.0)

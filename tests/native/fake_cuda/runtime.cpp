@@ -189,6 +189,16 @@ __attribute__((visibility("default"))) void fake_cuda_replay(void* graph) {
     task();
   }
 }
+// The same in parts, between which somebody else's work is replayed: where a capture is, and the work from there to there.
+__attribute__((visibility("default"))) size_t fake_cuda_capture_position() {
+  std::lock_guard lock(capture().mutex);
+  return capture().graph->size();
+}
+__attribute__((visibility("default"))) void fake_cuda_replay_range(void* graph, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; ++i) {
+    (*static_cast<std::vector<Task>*>(graph))[i]();
+  }
+}
 __attribute__((visibility("default"))) void fake_cuda_free_graph(void* graph) {
   delete static_cast<std::vector<Task>*>(graph);
 }
