@@ -1,11 +1,14 @@
 """The CPU Adam step and the L2 norm against torch's fused kernels and against a bare sweep over the same memory.
 
-    python benchmarks/bench_adam.py [--quick] [--json PATH] [--threads 1,2]
+    python benchmarks/bench_adam.py [--quick] [--json PATH] [--threads 1,2] [--kinds float32,...]
 
-adam float32: p, g, m, v float32. adam bfloat16: ours p, g bfloat16 with float32 m, v and master; torch's fused kernel knows
-only all-bfloat16 (14 bytes an element instead of 28). Both sides count their step tensors up. `table` is the same step
+Rows of adam, by what is float32 and what bfloat16:
+float32 (A): p, g, m, v float32. bfloat16 (C): p, g bfloat16 with float32 m, v and master. remainder (E): p, g bfloat16 with 16 bits
+more, float32 m, v. bf16-states (G): p, g float32, m, v bfloat16. all-bfloat16 (H): everything, v rounded stochastically;
+all-bfloat16-nearest: v to nearest, as torch does. torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element
+in bfloat16, where C moves 28. Both sides count their step tensors up. `table` is the same step
 through the prebuilt table that the optimizer keeps. Limit: an in-place sweep that reads and writes the same streams with
-next to no arithmetic, on as many threads; only for working sets of at least 32 MiB, where memory is what limits.
+next to no arithmetic, on as many threads; only for A and C and working sets of at least 32 MiB, where memory is what limits.
 norm: sums of squares in double against `torch._foreach_norm` and the norm of the norms.
 """
 
@@ -32,39 +35,70 @@ ADAM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
 LIMIT_FROM_BYTES = 32 << 20
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a configuration keeps in which dtype; ``weight``: where the precise weight is."""
+
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    weight: str = "param"
+    rounding: str = "stochastic"
+
+    @property
+    def has_sweep(self) -> bool:
+        return self.state_dtype == torch.float32 and self.weight != "remainder"
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+KINDS = {
+    "float32": Kind(F32, F32),
+    "bfloat16": Kind(BF16, F32, "master"),
+    "remainder": Kind(BF16, F32, "remainder"),
+    "bf16-states": Kind(F32, BF16),
+    "all-bfloat16": Kind(BF16, BF16),
+    "all-bfloat16-nearest": Kind(BF16, BF16, rounding="nearest"),
+}
+
+
 @dataclass
 class Tensors:
-    """The tensors of one side: lists of p, g, m, v, masters (empty for float32) and step counts."""
+    """The tensors of one side: lists of p, g, m, v, masters or remainders (empty without) and step counts."""
 
     p: list[torch.Tensor]
     g: list[torch.Tensor]
     m: list[torch.Tensor]
     v: list[torch.Tensor]
     masters: list[torch.Tensor] = field(default_factory=list)
+    remainders: list[torch.Tensor] = field(default_factory=list)
     steps: list[torch.Tensor] = field(default_factory=list)
 
     @staticmethod
-    def make(sizes: list[int], dtype: torch.dtype, state_dtype: torch.dtype) -> Tensors:
+    def make(sizes: list[int], kind: Kind) -> Tensors:
         generator = torch.Generator().manual_seed(1)
 
         def random(to: torch.dtype, scale: float) -> list[torch.Tensor]:
             return [(torch.rand(n, generator=generator) * scale - scale / 2).to(to) for n in sizes]
 
-        out = Tensors(random(dtype, 2.0), random(dtype, 0.1), random(state_dtype, 0.1), random(state_dtype, 0.1))
+        state = kind.state_dtype
+        out = Tensors(random(kind.dtype, 2.0), random(kind.dtype, 0.1), random(state, 0.1), random(state, 0.1))
         for v in out.v:
             v.square_()
-        if state_dtype != dtype:
+        if kind.weight == "master":
             out.masters = [p.float() for p in out.p]
+        elif kind.weight == "remainder":
+            out.remainders = [torch.zeros(n, dtype=torch.int16) for n in sizes]
         out.steps = [torch.tensor(10.0) for _ in sizes]
         return out
 
     @property
     def size_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for xs in (self.p, self.g, self.m, self.v, self.masters) for x in xs)
+        lists = (self.p, self.g, self.m, self.v, self.masters, self.remainders)
+        return sum(x.numel() * x.element_size() for xs in lists for x in xs)
 
 
-def step_ours(t: Tensors) -> None:
-    ops.adam_step(t.p, t.g, t.m, t.v, t.steps, master_params=t.masters or None, **ADAM)
+def step_ours(t: Tensors, rounding: str = "stochastic") -> None:
+    extra = {"master_params": t.masters or None, "remainders": t.remainders or None}
+    ops.adam_step(t.p, t.g, t.m, t.v, t.steps, state_rounding=rounding, **extra, **ADAM)
 
 
 def step_torch(t: Tensors) -> None:
@@ -74,16 +108,17 @@ def step_torch(t: Tensors) -> None:
     )  # fmt: skip
 
 
-def table_step(t: Tensors) -> Callable[[], None]:
+def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
     table = native().AdamTable()
     for i, p in enumerate(t.p):
-        table.add(p, t.g[i], t.m[i], t.v[i], t.masters[i] if t.masters else None, 0)
+        remainder = t.remainders[i] if t.remainders else None
+        table.add(p, t.g[i], t.m[i], t.v[i], t.masters[i] if t.masters else None, 0, remainder=remainder, param=i)
     groups = [native().AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
     steps = torch.full((len(t.p),), 10, dtype=torch.int64)
 
     def step() -> None:
         steps.add_(1)
-        table.step(groups, steps)
+        table.step(groups, steps, stochastic=rounding == "stochastic")
 
     return step
 
@@ -102,15 +137,21 @@ def sweep(t: Tensors, threads: int) -> Callable[[], None]:
 
 
 def check(sizes: list[int]) -> None:
-    """Equal to torch's fused kernel in float32; bfloat16 equal to float32 but for rounding."""
-    ours, theirs = (Tensors.make(sizes, torch.float32, torch.float32) for _ in range(2))
+    """Equal to torch's fused kernel in float32 and nearly in bfloat16; with a master equal to float32 but for rounding."""
+    ours, theirs = (Tensors.make(sizes, KINDS["all-bfloat16"]) for _ in range(2))
+    step_ours(ours, "nearest")
+    step_torch(theirs)
+    for name in "pmv":
+        for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
+    ours, theirs = (Tensors.make(sizes, KINDS["float32"]) for _ in range(2))
     before = [p.clone() for p in ours.p]
     for _ in range(3):
         step_ours(ours)
         step_torch(theirs)
     for a, b, p in zip(ours.p, theirs.p, before, strict=True):
         torch.testing.assert_close(a - p, b - p, rtol=1e-4, atol=3e-7)
-    narrow = Tensors.make(sizes, torch.bfloat16, torch.float32)
+    narrow = Tensors.make(sizes, KINDS["bfloat16"])
     wide = Tensors(
         [p.clone() for p in narrow.masters], [g.float() for g in narrow.g], *map(clone, (narrow.m, narrow.v))
     )
@@ -127,24 +168,30 @@ def clone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.clone() for t in tensors]
 
 
-def bench_adam(results: Results, name: str, sizes: list[int], dtype: torch.dtype, threads: int, quick: bool) -> None:
-    ours = Tensors.make(sizes, dtype, torch.float32)
-    theirs = Tensors.make(sizes, dtype, dtype)
-    cases = {"ours": lambda: step_ours(ours), "torch": lambda: step_torch(theirs), "table": table_step(ours)}
-    if ours.size_bytes >= LIMIT_FROM_BYTES:
+def bench_adam(results: Results, name: str, sizes: list[int], kind_name: str, threads: int, quick: bool) -> None:
+    kind = KINDS[kind_name]
+    ours = Tensors.make(sizes, kind)
+    theirs = Tensors.make(sizes, Kind(kind.dtype, kind.dtype))
+    cases = {
+        "ours": lambda: step_ours(ours, kind.rounding),
+        "torch": lambda: step_torch(theirs),
+        "table": table_step(ours, kind.rounding),
+    }
+    if kind.has_sweep and ours.size_bytes >= LIMIT_FROM_BYTES:
         cases["sweep"] = sweep(ours, threads)
     times = measure(cases, repeats=9 if quick else 31, min_sample_s=0.002, budget_s=3 if quick else 20)
     numel = sum(sizes)
-    label = f"adam {str(dtype)[6:]} {name}, {threads} thread{'s' * (threads > 1)}"
+    label = f"adam {kind_name} {name}, {threads} thread{'s' * (threads > 1)}"
     limit_s = times["sweep"].median_s if "sweep" in times else None
-    extra = {"numel": numel, "threads": threads, "peer_dtype": str(dtype)[6:]}
-    peer = f"torch._fused_adamw_ ({str(dtype)[6:]} states)"
+    peer_dtype = str(kind.dtype)[6:]
+    extra = {"numel": numel, "threads": threads, "peer_dtype": peer_dtype}
+    peer = f"torch._fused_adamw_ ({peer_dtype} states)"
     results.add(label, times["ours"], peer=peer, peer_timing=times["torch"], limit_s=limit_s, **extra)
     results.add(f"{label}, table", times["table"], peer=peer, peer_timing=times["torch"], limit_s=limit_s, **extra)
 
 
 def bench_norm(results: Results, name: str, sizes: list[int], threads: int, quick: bool) -> None:
-    tensors = Tensors.make(sizes, torch.float32, torch.float32).g
+    tensors = Tensors.make(sizes, KINDS["float32"]).g
     exact = sum(float(t.double().square().sum()) for t in tensors) ** 0.5  # torch's float32 sums are 6e-4 off at 16 M
     torch.testing.assert_close(ops.l2_norm(tensors).item(), exact, rtol=1e-12, atol=0.0)
     times = measure(
@@ -162,6 +209,9 @@ def bench_norm(results: Results, name: str, sizes: list[int], threads: int, quic
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--threads", default=None, help="thread counts, comma-separated (default: 1 and torch's own)")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"rows of adam, comma-separated, of {', '.join(KINDS)}"
+    )
 
 
 def main() -> None:
@@ -173,8 +223,8 @@ def main() -> None:
     for threads in counts:
         torch.set_num_threads(threads)
         for name in names:
-            for dtype in (torch.float32, torch.bfloat16):
-                bench_adam(results, name, SIZES[name], dtype, threads, args.quick)
+            for kind in args.kinds.split(","):
+                bench_adam(results, name, SIZES[name], kind, threads, args.quick)
             if name not in ("16 K", "256 K"):
                 bench_norm(results, name, SIZES[name], threads, args.quick)
     results.print_table()

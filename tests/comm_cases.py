@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from reference import from_bf16, to_bf16
+from simulated_cuda import posing
 
 from bucketwheel.comm import Communicator, LocalWorld
 from bucketwheel.ops import all_gather, reduce_scatter
@@ -142,12 +143,20 @@ def on_shm(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
         return case(comm, *args)
 
 
-def run_local(world: int, case: Callable[..., Any], *args: Any, stages_inputs: bool = False) -> list[Any]:
+def run_cuda(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """``case(comm, *args)`` on threads that share a simulated CUDA device."""
+    with posing():
+        return run_local(world, case, *args, device="cuda")
+
+
+def run_local(
+    world: int, case: Callable[..., Any], *args: Any, stages_inputs: bool = False, device: str | None = None
+) -> list[Any]:
     """``case(comm, *args)`` on threads of this process."""
     place = LocalWorld(world, stages_inputs=stages_inputs)
 
     def body(rank: int, _: int) -> Any:
-        with Communicator(place.rank(rank), timeout_s=TIMEOUT_S, name=case.__name__) as comm:
+        with Communicator(place.rank(rank), timeout_s=TIMEOUT_S, name=case.__name__, device=device) as comm:
             return case(comm, *args)
 
     return run_threads(body, world, timeout_s=2 * TIMEOUT_S)

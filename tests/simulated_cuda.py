@@ -22,7 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from native.test_native import CUDA_AS_CXX, HERE, ROOT, stored
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bucketwheel import _toolchain
 from bucketwheel._build import native
@@ -58,7 +61,8 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     native().install_cuda(module.api)
     library = ctypes.CDLL(path)
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
-    library.fake_cuda_replay.argtypes = [ctypes.c_void_p]
+    library.fake_cuda_capture_position.restype = ctypes.c_size_t
+    library.fake_cuda_replay_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.fake_cuda_free_graph.argtypes = [ctypes.c_void_p]
     library.fake_cuda_allocated_bytes.restype = ctypes.c_size_t
     library.fake_cuda_set_capacity.argtypes = [ctypes.c_size_t]
@@ -99,19 +103,60 @@ class Calls:
         assert not found, f"blocking or allocating CUDA calls: {found}"
 
 
-class Graph:
-    """A captured piece of work of the default stream."""
+class Graph(TorchDispatchMode):
+    """A captured piece of work of the default stream: our calls, and torch's operations on the tensors that pose.
+
+    As with a `torch.cuda.CUDAGraph` capturing changes no tensor that is there already, what is allocated meanwhile stays, and a
+    replay does all again in the same memory. RuntimeError where a value is asked for.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
         self._library = library
         self._graph: Any = None
+        self._size = 0
+        # Where in the capture, the function, its arguments, what it returned.
+        self._operations: list[tuple[int, Any, Any, Any, Any]] = []
 
     def __enter__(self) -> Graph:
         self._library.fake_cuda_begin_capture()
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._size = self._library.fake_cuda_capture_position()
         self._graph = self._library.fake_cuda_end_capture()
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        written = _written(func, args, kwargs)
+        out = func(*args, **kwargs) if written is None else written
+        self._operations.append((self._library.fake_cuda_capture_position(), func, args, kwargs, out))
+        return out
+
     def replay(self) -> None:
-        self._library.fake_cuda_replay(self._graph)
+        done = 0
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for position, func, args, kwargs, out in self._operations:
+                self._library.fake_cuda_replay_range(self._graph, done, position)
+                done = position
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=False):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+        self._library.fake_cuda_replay_range(self._graph, done, self._size)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation that changes its arguments returns, without running it; None for one that does not."""
+    if not func._schema.is_mutable:
+        return None
+    places = [
+        i for i, one in enumerate(func._schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+    ]
+    changed = [args[i] if i < len(args) else kwargs[func._schema.arguments[i].name] for i in places]
+    if not func._schema.returns:
+        return ()
+    return changed[0] if len(func._schema.returns) == 1 else tuple(changed)

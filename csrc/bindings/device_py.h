@@ -138,6 +138,16 @@ inline void bind_device(py::module_& m) {
             self.run([seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
           },
           py::arg("seconds"), Unlocked(), "Enqueues a pause: work that takes a known time, to see what waits for what.")
+      .def(
+          "fill",
+          [](Stream& self, py::handle tensor, int byte) {
+            const dlpack::Described to = dlpack::describe(tensor);
+            BW_EXPECTS(to.is_contiguous(), "fill: the tensor of shape " + to.shape_text() + " is not contiguous");
+            py::gil_scoped_release unlocked;
+            device_at(index_of(to.device))
+                .fill(to.data, byte, static_cast<size_t>(to.numel) * size_of(to.dtype), &self);
+          },
+          py::arg("tensor"), py::arg("byte"), "Enqueues the setting of every byte of a contiguous tensor.")
       .def("close", &Stream::close, Unlocked(),
            "Runs what is queued and ends the worker; later calls raise DeviceError. Idempotent.");
 }

@@ -80,7 +80,7 @@ inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of
 // The norm of the chosen gradients into `norm` (float32 [1]), and their factors times the clip coefficient if max_norm is
 // given: ClipLaunch. `param_sums`: float64 [world, params].
 inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py::handle chosen, double average,
-                      std::optional<double> max_norm, py::handle norm, py::handle param_norms) {
+                      std::optional<double> max_norm, py::handle norm, py::handle param_norms, bool resets) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
   ClipLaunch launch;
   launch.param_count = dlpack::describe(factors).numel;
@@ -94,6 +94,7 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
   launch.chosen = device_array<const uint8_t>(chosen, DType::kUInt8, id, launch.param_count, "chosen");
   launch.average = average;
   launch.clips = max_norm.has_value();
+  launch.resets = resets;
   launch.max_norm = static_cast<float>(max_norm.value_or(0.0));
   launch.norm = device_array<float>(norm, DType::kFloat32, id, 1, "norm");
   launch.param_norms = device_array<double>(param_norms, DType::kFloat64, id, launch.param_count, "param_norms");
@@ -165,7 +166,7 @@ inline void bind_norm_cuda(py::module_& m) {
         py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
         py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::arg("norm"),
-        py::arg("param_norms").none(true) = py::none());
+        py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);
   py::class_<PyShardAccumulatorCuda, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&, py::handle>(), py::arg("shard"),
            py::arg("segments"), py::arg("sums"))

@@ -70,6 +70,7 @@ struct ClipLaunch {
   double* factors = nullptr;
   const uint8_t* chosen = nullptr;  // null: all
   double average = 1.0;
+  bool resets = false;  // the factors count as 1, whatever they are, and become 1 first
   float max_norm = 0.0F;
   bool clips = false;             // multiplies the factors of the chosen by the coefficient
   float* norm = nullptr;          // [1], written

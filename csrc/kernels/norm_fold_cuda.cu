@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_consta
         for (int rank = 1; rank < launch.world; ++rank) {
           sum += launch.param_sums[rank * count + param];
         }
-        const double factor = launch.factors == nullptr ? 1.0 : launch.factors[param];
+        const double factor = launch.factors == nullptr || launch.resets ? 1.0 : launch.factors[param];
         if (launch.param_norms != nullptr) {
           launch.param_norms[param] = square_root(sum) * __builtin_fabs(factor) * launch.average;
         }
@@ -90,12 +90,12 @@ __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_consta
     *shared_coefficient = coefficient > 1.0F ? 1.0F : coefficient;
   }
   __syncthreads();
-  if (launch.clips) {
-    const double coefficient = *shared_coefficient;
+  if (launch.clips || launch.resets) {
+    const double coefficient = launch.clips ? static_cast<double>(*shared_coefficient) : 1.0;
     for (int64_t param = threadIdx.x; param < count; param += kBlockThreads) {
-      if (launch.chosen == nullptr || launch.chosen[param] != 0) {
-        launch.factors[param] *= coefficient;
-      }
+      const double factor = launch.resets ? 1.0 : launch.factors[param];
+      const bool is_chosen = launch.chosen == nullptr || launch.chosen[param] != 0;
+      launch.factors[param] = is_chosen ? factor * coefficient : factor;
     }
   }
 }
@@ -115,7 +115,7 @@ int launch_param_sums(const ParamSumsLaunch& launch, void* stream) {
 
 int launch_clip(const ClipLaunch& launch, void* stream) {
   if (launch.world < 1 || launch.param_count < 0 || launch.norm == nullptr ||
-      (launch.clips && launch.factors == nullptr && launch.param_count > 0)) {
+      ((launch.clips || launch.resets) && launch.factors == nullptr && launch.param_count > 0)) {
     return cudaErrorInvalidValue;
   }
   return launch_kernel(&clip_kernel, 1, stream, launch);

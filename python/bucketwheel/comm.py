@@ -214,9 +214,7 @@ def _has_default_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _make_alone_or_local(
-    group: LocalRank | None, backend: str, timeout_s: float, name: str | None, device: int
-) -> Any:
+def _make_alone_or_local(group: LocalRank | None, backend: str, timeout_s: float, name: str | None, device: int) -> Any:
     if device != CPU and backend == "shm":
         raise ValueError("backend 'shm' is for CPU tensors")
     if group is None and backend == "shm":
@@ -244,7 +242,9 @@ def _make_of_group(
     if dist.get_world_size(group) == 1:
         return _make_alone_or_local(None, backend, timeout_s, name, device)
     if device != CPU:
-        raise NotImplementedError("CUDA tensors over a process group need the nccl backend, which is not implemented yet")
+        raise NotImplementedError(
+            "CUDA tensors over a process group need the nccl backend, which is not implemented yet"
+        )
     return _Meeting(group, timeout_s, name or "").native_comm()
 
 

@@ -44,16 +44,18 @@ class LocalEngineCuda(LocalEngine):
             known = self._uploads[name] = (values, tensor)
         return known[1]
 
-    def _drop_stale_clips(self) -> None:
-        """Factors of gradients that are no longer there become 1."""
+    def _drop_stale_clips(self) -> bool:
+        """Factors of gradients that are no longer there become 1. False: none is there, and all are to be taken for 1.
+
+        They are set to 1 by the work that reads them next, so that a captured clip begins with that in every replay.
+        """
         valid = {i for i in self._clips if self._is_clipped(self.infos[i], self.infos[i].param.grad)}
-        if not valid:
-            self._factors.fill_(1.0)  # on the device, every time: a captured clip begins here in every replay
-        elif len(valid) < len(self._clips):
+        if 0 < len(valid) < len(self._clips):
             flags = bytes(i in valid for i in range(len(self.infos)))
             mask = self._on_device("valid", torch.uint8, flags).bool()
             self._factors.copy_(torch.where(mask, self._factors, 1.0))
         self._clips = {i: self._clips[i] for i in valid}
+        return bool(valid)
 
     def _pending_factors(self) -> Tensor | None:
         if not self._clips:
@@ -80,13 +82,15 @@ class LocalEngineCuda(LocalEngine):
 
     def _measure(self, held: Sequence[int], max_norm: float | None) -> Tensor:
         """The 2-norm of ``held`` together; their factors times the clip coefficient where ``max_norm`` is given."""
-        self._drop_stale_clips()
+        has_clips = self._drop_stale_clips()
         norm = torch.empty(1, dtype=torch.float32, device=self._torch_device)
         flags = bytearray(len(self.infos))
         for i in held:
             flags[i] = 1
         chosen = self._on_device("chosen", torch.uint8, bytes(flags))
-        native().clip_cuda(self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm)
+        native().clip_cuda(
+            self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm, resets=not has_clips
+        )
         return norm[0]
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
@@ -95,7 +99,8 @@ class LocalEngineCuda(LocalEngine):
             return torch.zeros((), dtype=torch.float32, device=self._torch_device)
         if ord == 2.0:
             return self._measure(held, None)
-        self._drop_stale_clips()
+        if not self._drop_stale_clips():
+            self._factors.fill_(1.0)
         norms = []
         for i in held:
             grad = self.infos[i].param.grad
@@ -107,6 +112,7 @@ class LocalEngineCuda(LocalEngine):
         return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
+        self._end_used_clips()
         held = self._held(indices)
         if held and ord == 2.0:
             norm = self._measure(held, max_norm)
@@ -129,4 +135,5 @@ class LocalEngineCuda(LocalEngine):
         if grad is None:
             return None
         is_clipped = self._is_clipped(self.infos[index], grad)
-        return grad.detach().float() * (self._factors[index] if is_clipped else 1.0)
+        # The factor as float32: with a 0-d gradient a float64 one would make the product float64.
+        return grad.detach().float() * (self._factors[index].to(torch.float32) if is_clipped else 1.0)

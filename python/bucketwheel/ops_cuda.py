@@ -58,7 +58,9 @@ def adam_step_cuda(
     factors = None
     average = 1.0
     if isinstance(grad_scale, Tensor):
-        factors = grad_scale.detach().to(torch_device(device), torch.float64).reshape(1).expand(len(params)).contiguous()
+        factors = (
+            grad_scale.detach().to(torch_device(device), torch.float64).reshape(1).expand(len(params)).contiguous()
+        )
     else:
         average = grad_scale
     lr_on_device = isinstance(lr, Tensor) and index_of(lr) == device

@@ -397,9 +397,7 @@ def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                     f"parameter {name!r} is on {param.device}, {infos[0].name!r} on {infos[0].device}; all must be on one device"
                 )
             granularity = _granularity(group, param, name)
-            infos.append(
-                ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device)
-            )
+            infos.append(ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device))
     expect_uniform_flags(param_groups)
     return infos
 
@@ -413,9 +411,7 @@ def _texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _communicator(
-    process_group: dist.ProcessGroup | Communicator | None, device: torch.device
-) -> Communicator | None:
+def _communicator(process_group: dist.ProcessGroup | Communicator | None, device: torch.device) -> Communicator | None:
     """None: no other ranks, so no communication is needed."""
     if isinstance(process_group, Communicator):
         if process_group.device != device_index(device):

@@ -132,11 +132,15 @@ class ReducedGradsCuda(ReducedGrads):
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
         if self._gathered is None:
-            edited = [piece for state in self._states if state.is_edited and state.has_content for piece in state.pieces]
+            edited = [
+                piece for state in self._states if state.is_edited and state.has_content for piece in state.pieces
+            ]
             if edited:
                 again = self._new(len(edited))
                 native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
-                rows = self._on_device("edited", torch.int64, array.array("q", [piece.row for piece in edited]).tobytes())
+                rows = self._on_device(
+                    "edited", torch.int64, array.array("q", [piece.row for piece in edited]).tobytes()
+                )
                 self.row_sums.index_copy_(0, rows, again)
             held = self._mask("held", (i for i, state in enumerate(self._states) if state.has_content))
             own = self._new(len(self._states))

@@ -24,6 +24,7 @@ from comm_cases import (
     expected_reduce,
     memory_of,
     on_shm,
+    run_cuda,
     run_local,
 )
 
@@ -31,12 +32,14 @@ pytestmark = pytest.mark.dist
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.fixture(params=["shm 2", "shm 3", "shm 4", "local 1", "local 4", "local staged 3"])
+@pytest.fixture(params=["shm 2", "shm 3", "shm 4", "local 1", "local 4", "local staged 3", "cuda 3"])
 def run(request, rank_pool):
     """``run(case, *args)`` runs ``case(comm, *args)`` on all ranks and returns the results."""
     kind, *options, world = request.param.split()
     if kind == "shm":
         return functools.partial(rank_pool(int(world)).run, on_shm)
+    if kind == "cuda":
+        return functools.partial(run_cuda, int(world))
     return functools.partial(run_local, int(world), stages_inputs=bool(options))
 
 
@@ -169,6 +172,10 @@ def own_streams(comm: Communicator) -> None:
     """Operations on two other streams run in the order of the calls; ``after`` orders them behind another's."""
     from bucketwheel._build import native
 
+    if comm.device >= 0:
+        with pytest.raises(ValueError, match="one stream for all ranks"):
+            all_gather(torch.zeros(comm.size), torch.zeros(1), comm, stream=native().Stream("one", comm.device))
+        return
     streams = [native().Stream("one"), native().Stream("two")]
     buffers = [torch.zeros(comm.size * 100) for _ in range(12)]
     for index, full in enumerate(buffers):

@@ -237,12 +237,10 @@ def test_it_describes_itself() -> None:
 
 LATER = {
     "amsgrad": True,
-    "capturable": True,
     "replicate_group": object(),
     "state_dtype": torch.bfloat16,
     "accum_dtype": torch.bfloat16,
     "master_weights": "bf16_remainder",
-    "static_graph": True,
     "on_external_update": "error",
     "reduce_dtype": torch.float16,
 }
@@ -252,6 +250,11 @@ LATER = {
 def test_options_of_later_name_themselves(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{name}="):
         ShardedAdamW(make_params(), **{name: LATER[name]})
+
+
+def test_a_static_graph_over_ranks_names_itself() -> None:
+    with Communicator(LocalWorld(2).rank(0)) as comm, pytest.raises(NotImplementedError, match="static_graph=True"):
+        ShardedAdamW(make_params(), process_group=comm, static_graph=True)
 
 
 @pytest.mark.parametrize(

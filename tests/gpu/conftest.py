@@ -1,14 +1,22 @@
-"""Tests in this folder need a CUDA device: elsewhere they are skipped, or fail where BW_REQUIRE names gpu."""
+"""Tests in this folder need a CUDA device: elsewhere they are skipped, or fail where BW_REQUIRE names gpu.
+
+With ``BW_GPU_SIMULATE=1`` and no GPU they run on the simulated device, at small sizes.
+"""
 
 from __future__ import annotations
 
-import pytest
-import torch
+from collections.abc import Iterator
 
-from tests.requirements import unmet
+import pytest
+
+from tests.gpu.device import DEVICE, need_device
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        unmet("gpu", f"torch {torch.__version__}, {built}, sees no CUDA device")
+    need_device()
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    with DEVICE.opened():
+        yield

@@ -113,6 +113,51 @@ TEST(adam_stays_within_its_rows) {
   }
 }
 
+TEST(every_kind_of_row_stays_within_its_memory) {
+  set_num_threads(2);
+  const DType halves[] = {DType::kBFloat16, DType::kFloat16};
+  for (int kind = 0; kind < 48; ++kind) {
+    const auto weight = static_cast<AdamWeight>(kind % 3);
+    const bool is_double = kind == 0;
+    AdamRow row;
+    row.weight = weight;
+    row.p_dtype = is_double                          ? DType::kFloat64
+                  : weight == AdamWeight::kRemainder ? DType::kBFloat16
+                                                     : halves[kind / 3 % 2];
+    row.g_dtype = is_double ? DType::kFloat64 : halves[kind / 6 % 2];
+    row.state_dtype = is_double ? DType::kFloat64 : kind / 12 % 2 != 0 ? DType::kFloat32 : DType::kBFloat16;
+    for (int64_t n : {0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 256, 257, 511, 513, 8191, 8193}) {
+      std::vector<std::unique_ptr<std::byte[]>> keep;
+      const auto array = [&](DType dtype, std::byte fill = std::byte{0x3c}) {
+        return keep.emplace_back(exactly<std::byte>(n * static_cast<int64_t>(size_of(dtype)), fill)).get();
+      };
+      row.p = array(row.p_dtype);
+      row.g = array(row.g_dtype, std::byte{0x40});
+      row.m = array(row.state_dtype);
+      row.v = array(row.state_dtype);
+      row.vmax = kind / 24 != 0 ? array(row.state_dtype) : nullptr;
+      row.master = weight == AdamWeight::kParam
+                       ? nullptr
+                       : array(weight == AdamWeight::kMaster ? DType::kFloat32 : DType::kInt16);
+      row.numel = n;
+      row.param_begin = n % 11;
+      AdamTable table;
+      table.add(row);
+      const AdamGroup group;
+      const int64_t taken = 1;
+      for (const bool stochastic : {true, false}) {
+        AdamStep step;
+        step.groups = {&group, 1};
+        step.steps = {&taken, 1};
+        step.last_row = 1;
+        step.stochastic = step.stochastic_param = stochastic;
+        table.step(step);
+      }
+      CHECK(n == 0 || keep[2][0] != std::byte{0x3c} || keep[2][1] != std::byte{0x3c});  // m has moved
+    }
+  }
+}
+
 TEST(sums_copies_and_reductions_stay_within_their_memory) {
   set_num_threads(2);
   for (int64_t n : {0, 1, 7, 15, 16, 17, 33, 127, 1023, 1025, 4097, 33000}) {
@@ -141,6 +186,21 @@ TEST(sums_copies_and_reductions_stay_within_their_memory) {
     CHECK(n == 0 || (out[n - 1] == 2.0F && out_bf16[n - 1] == 0x4000));
     store_fp32(out_bf16.get(), DType::kBFloat16, b.get(), n);
     store_fp32(out.get(), DType::kFloat32, b.get(), n);
+    const auto d = exactly<double>(n, 2.0);
+    const auto half = exactly<uint16_t>(n, 0);
+    const CopyItem across[] = {{half.get(), d.get(), n, DType::kFloat16, DType::kFloat64}};
+    copy_all(across);
+    CHECK(n == 0 || half[n - 1] == 0x4000);
+    const NormRow more[] = {{d.get(), n, DType::kFloat64}, {half.get(), n, DType::kFloat16}};
+    for (const SumSquares& sum : sumsq(more)) {
+      CHECK(sum.sumsq == 4.0 * static_cast<double>(n));
+    }
+    for (int world : {1, 2, 3, 4, 5}) {
+      const void* doubles[] = {d.get(), d.get(), d.get(), d.get(), d.get()};
+      const auto sum = exactly<double>(n, 0.0);
+      reduce_sum(doubles, world, DType::kFloat64, n, sum.get());
+      CHECK(n == 0 || sum[n - 1] == 2.0 * world);
+    }
     CHECK(n == 0 || (out[n - 1] == 3.0F && out_bf16[n - 1] == 0x4040));
     ShardAccumulator shard(out.get(), n, {{n / 3, n - n / 4}});
     for (const bool add : {false, true}) {

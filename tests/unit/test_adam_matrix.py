@@ -6,36 +6,17 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adam_cases import BF16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
 from reference import Adam, bits
-from reference_rows import Rounding, Row, join, bits_of, philox, split, step_row, tensor_of
+from reference_rows import Rounding, Row, bits_of, join, philox, split, step_row, tensor_of
 
-from bucketwheel import ops
 from bucketwheel._build import native
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 CHUNK = 8192  # AdamTable::kChunkNumel
-
-# Where the weight is kept, and the parameter's dtype.
-WEIGHTS = [
-    ("param", F32),
-    ("param", BF16),
-    ("param", F16),
-    ("master", BF16),
-    ("master", F16),
-    ("remainder", BF16),
-]
-# (weight, p, g, state)
-KINDS = [(w, p, g, s) for (w, p), g, s in itertools.product(WEIGHTS, (F32, BF16, F16), (F32, BF16))]
-KINDS.append(("param", F64, F64, F64))
-
-
-def ids(kind: tuple[Any, ...]) -> str:
-    return "-".join(str(x).removeprefix("torch.") for x in kind)
 
 
 @pytest.fixture(autouse=True)
@@ -45,93 +26,6 @@ def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     native().set_num_threads(1)
-
-
-def make(kind: tuple[str, torch.dtype, torch.dtype, torch.dtype], numel: int, amsgrad: bool, seed: int = 0) -> Row:
-    """Magnitudes over many decades, zeros, a few infinities and NaNs."""
-    weight, p_dtype, g_dtype, s_dtype = kind
-    rng = np.random.default_rng(seed)
-
-    def wide(low: float, high: float) -> torch.Tensor:
-        x = rng.choice([-1.0, 1.0], numel) * 10.0 ** rng.uniform(low, high, numel)
-        x[rng.integers(0, max(1, numel), numel // 17)] = 0.0
-        return torch.from_numpy(x)
-
-    def spoil(x: torch.Tensor) -> torch.Tensor:
-        for place, value in ((97, math.nan), (161, math.inf), (225, -math.inf)):
-            x[place : place + 1] = value
-        return x
-
-    master = wide(-3, 2).float()
-    row = Row(wide(-3, 2).to(p_dtype), spoil(wide(-20 if g_dtype == F32 else -6, 3)).to(g_dtype), wide(-9, 1).to(s_dtype),
-              wide(-18, 3).abs().to(s_dtype))  # fmt: skip
-    row.vmax = wide(-18, 3).abs().to(s_dtype) if amsgrad else None
-    if row.vmax is not None:
-        row.vmax[300:301] = math.nan
-    if weight == "master":
-        row.master = master
-    elif weight == "remainder":
-        high, low = split(master.numpy())
-        row.p, row.remainder = tensor_of(high, BF16), tensor_of(low, torch.int16)
-    return row
-
-
-def run_op(rows: list[Row], args: Adam, rounding: Rounding = Rounding(), **more: Any) -> None:
-    columns = list(zip(*(row.tensors() for row in rows), strict=True))
-    optional = [None if all(x is None for x in column) else list(column) for column in columns[4:]]
-    ops.adam_step(
-        *map(list, columns[:4]),
-        args.step,
-        lr=args.lr,
-        betas=(args.beta1, args.beta2),
-        eps=args.eps,
-        weight_decay=args.weight_decay,
-        grad_scale=args.grad_scale,
-        decoupled=args.decoupled,
-        maximize=args.maximize,
-        max_exp_avg_sqs=optional[0],
-        master_params=optional[1],
-        remainders=optional[2],
-        state_rounding="stochastic" if rounding.stochastic else "nearest",
-        param_rounding="stochastic" if rounding.stochastic_param else "nearest",
-        seed=rounding.seed,
-        **{"param_ids": [rounding.param] * len(rows), **more},
-    )
-
-
-def table_of(rows: list[tuple[Row, int, int]]) -> Any:
-    """Of (row, param, param_begin)."""
-    table = native().AdamTable()
-    for row, param, begin in rows:
-        table.add(
-            row.p, row.g, row.m, row.v, row.master, 0, max_exp_avg_sq=row.vmax, remainder=row.remainder, param=param,
-            param_begin=begin,
-        )  # fmt: skip
-    return table
-
-
-def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) -> None:
-    table_of(rows).step(
-        [native().AdamGroup(args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)],
-        torch.full((len(rows),), args.step),
-        None,
-        torch.tensor([args.grad_scale], dtype=F64),
-        decoupled=args.decoupled,
-        maximize=args.maximize,
-        stochastic=rounding.stochastic,
-        stochastic_param=rounding.stochastic_param,
-        seed=rounding.seed,
-    )
-
-
-def assert_same(got: Row, expected: Row, what: object = "") -> None:
-    for name, a, b in zip(
-        ("p", "g", "m", "v", "vmax", "master", "remainder"), got.tensors(), expected.tensors(), strict=True
-    ):
-        assert (a is None) == (b is None), name
-        if a is not None and b is not None:
-            same = torch.equal(a, b) if name == "remainder" else torch.equal(bits(a), bits(b))
-            assert same, f"{name} differs: {what}"
 
 
 MODES = [
@@ -385,89 +279,3 @@ def test_nearest_v_is_warned_about_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_op(rows(BF16), Adam(beta2=0.99986), nearest)
-
-
-BAD = [
-    ({"p": lambda x: x.int()}, TypeError, r"params\[0\] is int32, expected float32, bfloat16, float16 or float64"),
-    ({"m": lambda x: x.half()}, TypeError, r"exp_avgs\[0\] is float16, expected float32 or bfloat16"),
-    ({"v": lambda x: x.bfloat16()}, TypeError, r"exp_avg_sqs\[0\] is bfloat16, expected float32"),
-    ({"p": lambda x: x.double()}, TypeError, r"exp_avgs\[0\] is float32, expected float64"),
-    ({"g": lambda x: x.double()}, TypeError, r"grads\[0\] is float64, expected float32, bfloat16 or float16"),
-    ({"vmax": lambda x: torch.zeros(8).bfloat16()}, TypeError, r"max_exp_avg_sqs\[0\] is bfloat16, expected float32"),
-    ({"vmax": lambda x: torch.zeros(7)}, ValueError, r"max_exp_avg_sqs\[0\] has shape \[7\], params\[0\] has \[8\]"),
-    ({"master": lambda x: torch.zeros(8)}, TypeError, r"params\[0\] is float32 and takes no master_params"),
-    ({"remainder": lambda x: torch.zeros(8).short()}, TypeError, r"params\[0\] is float32 and takes no remainders"),
-    (
-        {"p": lambda x: x.half(), "remainder": lambda x: torch.zeros(8).short()},
-        TypeError,
-        r"params\[0\] is float16 and takes no remainders",
-    ),
-    (
-        {"p": lambda x: x.bfloat16(), "remainder": lambda x: torch.zeros(8).int()},
-        TypeError,
-        r"remainders\[0\] is int32, expected int16",
-    ),
-    (
-        {"p": lambda x: x.bfloat16(), "master": lambda x: torch.zeros(8).double()},
-        TypeError,
-        r"master_params\[0\] is float64, expected float32",
-    ),
-    (
-        {
-            "p": lambda x: x.bfloat16(),
-            "master": lambda x: torch.zeros(8),
-            "remainder": lambda x: torch.zeros(8).short(),
-        },
-        ValueError,
-        r"params\[0\] has both master_params and remainders",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=range(len(BAD)))
-def test_what_does_not_fit_is_refused(change, error, message) -> None:
-    row = Row(torch.ones(8), torch.ones(8), torch.zeros(8), torch.zeros(8))
-    for name, made in change.items():
-        setattr(row, name, made(getattr(row, name)))
-    before = row.clone()
-    with pytest.raises(error, match=message):
-        run_op([row], Adam())
-    with pytest.raises(error, match=message):
-        table_of([(row, 0, 0)])
-    for a, b in zip(row.tensors(), before.tensors(), strict=True):
-        assert a is None or torch.equal(a, b)
-
-
-def test_other_bad_arguments_are_refused() -> None:
-    row = Row(torch.ones(8).bfloat16(), torch.ones(8), torch.zeros(8), torch.zeros(8))
-    shared = torch.zeros(12)
-    row.v, row.vmax = shared[:8], shared[4:]
-    with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] and max_exp_avg_sqs\[0\] share memory"):
-        run_op([row], Adam())
-    row.v, row.vmax = torch.zeros(8), None
-    row.remainder = row.p.view(torch.int16)
-    with pytest.raises(ValueError, match=r"params\[0\] and remainders\[0\] share memory"):
-        run_op([row], Adam())
-    row.remainder = None
-    for more, message in (
-        ({"param_ids": [1, 2]}, "param_ids has 2 entries, params has 1"),
-        ({"param_ids": [2**30]}, "of parameter 1073741824"),
-        ({"state_rounding": "up"}, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
-        ({"param_rounding": 1}, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
-    ):
-        lists = {
-            "params": [row.p],
-            "grads": [row.g],
-            "exp_avgs": [row.m],
-            "exp_avg_sqs": [row.v],
-            "steps": 1,
-            "lr": 1e-3,
-        }
-        with pytest.raises(ValueError, match=message):
-            ops.adam_step(**lists, **more)
-    with pytest.raises(ValueError, match="of parameter 0 from element -1"):
-        table_of([(row, 0, -1)])
-    with pytest.raises(ValueError, match=r"max_exp_avg_sqs has 2 tensors, params has 1"):
-        ops.adam_step([row.p], [row.g], [row.m], [row.v], 1, lr=1e-3, max_exp_avg_sqs=[None, None])
-    with pytest.raises(TypeError, match=r"grads\[0\] is float32, expected float64"):
-        ops.adam_step([row.p.double()], [row.g], [row.m.double()], [row.v.double()], 1, lr=1e-3)

@@ -1,0 +1,162 @@
+"""The CUDA device over its table, simulated: streams, events, uploads, capture; and calls that are counted, fail and are late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated_cuda import Calls, Graph, posing
+
+from bucketwheel._build import native
+from bucketwheel.device import CPU, device_index, index_of, upload
+from bucketwheel.errors import CaptureError, DeviceError
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[Any]:
+    with posing(delays=3) as library:
+        yield library
+
+
+def held_back(stream: Any, seconds: float = 0.05) -> Any:
+    """An event that completes after a pause in ``stream``."""
+    stream.pause(seconds)
+    return stream.record()
+
+
+def test_where_tensors_are() -> None:
+    assert index_of(torch.zeros(1)) == 0
+    assert device_index("cuda") == device_index("cpu") == 0  # posing
+    native().set_posing(False)
+    assert index_of(torch.zeros(1)) == device_index(None) == CPU
+    native().set_posing(True)
+    with pytest.raises(ValueError, match="cpu and cuda are supported"):
+        index_of(torch.zeros(1, device="meta"))
+
+
+def test_events_complete_in_order_and_carry_times() -> None:
+    stream = native().Stream("work", 0)
+    first = stream.record(timing=True)
+    stream.pause(0.02)
+    last = stream.record(timing=True)
+    assert not last.query()
+    assert last.synchronize(10.0)
+    assert last.query() and first.query()
+    assert 0.015 < last.elapsed_s(first) < 5.0
+    with pytest.raises(ValueError, match="timing"):
+        stream.record().elapsed_s(first)
+
+
+def test_a_deadline_leaves_the_work_running() -> None:
+    stream = native().Stream("work", 0)
+    event = held_back(stream, 0.2)
+    assert not event.synchronize(0.01)
+    assert not stream.synchronize(0.01)
+    assert stream.synchronize()
+    assert event.query()
+
+
+def test_a_stream_waits_for_another_and_the_default_stream_for_both() -> None:
+    slow, other = native().Stream("slow", 0), native().Stream("other", 0)
+    begin = time.monotonic()
+    event = held_back(slow, 0.1)
+    other.wait(event)
+    behind = other.record()
+    assert time.monotonic() - begin < 0.08, "wait() must not block the host"
+    current = native().current_stream(0)
+    current.wait(behind)  # the default stream is this thread
+    assert event.query() and behind.query()
+
+
+def test_events_are_recycled() -> None:
+    stream = native().Stream("work", 0)
+    for _ in range(3):
+        stream.record().synchronize()
+    calls = Calls()
+    for _ in range(50):
+        stream.record().synchronize()
+    assert "event_create" not in calls.since()
+    assert calls.since()["event_record"] == 50
+
+
+def test_an_event_outlives_its_stream_and_a_closed_stream_refuses() -> None:
+    stream = native().Stream("work", 0)
+    event = held_back(stream, 0.02)
+    stream.close()
+    stream.close()
+    assert event.synchronize(10.0)
+    with pytest.raises(DeviceError, match="'work' is closed"):
+        stream.record()
+
+
+def test_uploads_take_the_bytes_at_once_and_stop_allocating() -> None:
+    to = torch.zeros(1000, dtype=torch.int64)
+    for start in range(4):
+        upload(to, torch.arange(start, start + 1000).numpy().tobytes())
+    calls = Calls()
+    for start in range(20):
+        upload(to, torch.arange(start, start + 1000).numpy().tobytes())
+        assert int(to[0]) == start
+    calls.expect_free_running()
+    assert calls.since()["memcpy_async"] == 20
+    with pytest.raises(ValueError, match="8000 bytes|of 16 bytes"):
+        upload(to, b"0123456789abcdef")
+
+
+def test_uploads_in_a_captured_graph_are_repeated_by_replays(library: Any) -> None:
+    to = torch.zeros(8, dtype=torch.uint8)
+    graph = Graph(library)
+    with graph:
+        upload(to, b"captured")
+    assert bytes(to.tolist()) == bytes(8), "capturing must not run anything"
+    for _ in range(3):
+        upload(to, b"whatever")  # takes other staging memory
+        graph.replay()
+        assert bytes(to.tolist()) == b"captured"
+
+
+def test_captured_events_have_no_completion_outside(library: Any) -> None:
+    current = native().current_stream(0)
+    with Graph(library):
+        event = current.record()
+    for ask in (event.query, event.synchronize):
+        with pytest.raises(CaptureError, match="no completion outside the graph"):
+            ask()
+
+
+def test_calls_that_fail_say_which_and_why() -> None:
+    stream = native().Stream("work", 0)
+    native().plan_cuda_fault("event_record", countdown=2, error=400)
+    stream.record()
+    with pytest.raises(DeviceError, match="CUDA call event_record failed: invalid resource handle \\(400\\)"):
+        stream.record()
+    assert stream.record().synchronize(10.0), "one fault is one failure"
+    with pytest.raises(ValueError, match="no CUDA call is named 'nothing'"):
+        native().plan_cuda_fault("nothing")
+
+
+def test_calls_can_be_late() -> None:
+    stream = native().Stream("work", 0)
+    native().plan_cuda_fault("event_record", delay_us=50_000)
+    begin = time.monotonic()
+    stream.record()
+    assert time.monotonic() - begin > 0.045
+
+
+def test_devices_that_are_not_there_are_named() -> None:
+    with pytest.raises(DeviceError, match="cuda:3 was asked for; there are 1 CUDA devices"):
+        native().Stream("work", 3)
+
+
+def test_a_table_of_another_version_is_refused() -> None:
+    with pytest.raises((ValueError, TypeError), match="not a CUDA table|incompatible"):
+        native().install_cuda(object())
+
+
+def test_facts() -> None:
+    facts = native().cuda_facts(0)
+    assert facts["name"] == "simulated"
+    assert facts["multiprocessors"] >= 1

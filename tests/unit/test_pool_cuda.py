@@ -1,0 +1,156 @@
+"""The pool on a CUDA device, simulated: both upstreams, fences between streams, poison, and no memory left."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated_cuda import Calls, posing
+
+from bucketwheel._build import native
+from bucketwheel.errors import DeviceError, PoolError, UseAfterRelease
+from bucketwheel.pool import Pool
+
+SLAB = 8 << 20
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[Any]:
+    with posing(delays=5) as library:
+        library.fake_cuda_set_capacity(1 << 40)
+        yield library
+        library.fake_cuda_set_capacity(1 << 40)
+
+
+@pytest.fixture(params=["torch", "cuda"])
+def pool(request: pytest.FixtureRequest) -> Pool:
+    return Pool(request.param)
+
+
+def test_memory_is_zeroed_aligned_and_reused(pool: Pool) -> None:
+    assert pool.device == 0
+    lease = pool.acquire("a", 10_000)
+    place = lease.place
+    assert lease.data_ptr % 512 == 0
+    assert torch.equal(lease.tensor(torch.uint8, 10_000), torch.zeros(10_000, dtype=torch.uint8))
+    lease.release()
+    again = pool.acquire("b", 10_000)
+    assert again.place == place
+    again.release()
+    pool.check()
+    pool.expect_no_leases()
+    assert pool.stats().reuses == 1
+
+
+def test_the_next_owner_waits_for_the_last_use(pool: Pool) -> None:
+    """A late write of the first owner must not hit the second one, which is the calling thread."""
+    stream = native().Stream("late", 0)
+    for turn in range(20):
+        first = pool.acquire("first", 4096)
+        late = first.tensor(torch.uint8, 4096)
+        place = first.place
+        stream.pause(0.002)
+        stream.fill(late, 255)  # runs after the pause
+        first.release(after=stream)
+        second = pool.acquire("second", 4096)
+        assert second.place == place
+        own = second.tensor(torch.uint8, 4096)
+        own.fill_(turn)
+        stream.synchronize()
+        assert int(own.min()) == int(own.max()) == turn
+        second.release()
+    assert pool.stats().waits == 20
+
+
+def test_a_dropped_lease_counts_as_used_in_its_stream(pool: Pool) -> None:
+    stream = native().Stream("user", 0)
+    lease = pool.acquire("dropped", 4096, stream)
+    stream.pause(0.05)
+    del lease
+    calls = Calls()
+    pool.acquire("next", 4096).release()
+    assert calls.since().get("stream_wait_event", 0) >= 1
+    assert pool.stats().dropped_leases == 1
+
+
+def test_release_without_an_event_fences_the_current_stream(pool: Pool) -> None:
+    pool.acquire("a", 4096).release()
+    other = native().Stream("other", 0)
+    calls = Calls()
+    lease = pool.acquire("b", 4096, other)
+    assert calls.since().get("memcpy_blocking", 0) == 0
+    lease.release(after=other)
+    with pytest.raises(UseAfterRelease):
+        _ = lease.data_ptr
+
+
+def test_acquire_and_release_neither_wait_nor_allocate(pool: Pool) -> None:
+    for _ in range(3):
+        pool.acquire("warm", 1 << 20).release()
+    calls = Calls()
+    for _ in range(50):
+        pool.acquire("warm", 1 << 20).release()
+    calls.expect_free_running()
+
+
+def test_poison_marks_what_is_free_and_finds_writes_past_the_end() -> None:
+    pool = Pool("cuda", poison=True)
+    lease = pool.acquire("x", 1000)
+    whole = lease.tensor(torch.float32, 250)
+    assert torch.isnan(whole).all()
+    lease.release()
+    lease = pool.acquire("x", 1000)
+    pool.check()
+    ctypes.memset(lease.data_ptr + 1000, 3, 1)
+    with pytest.raises(PoolError, match="bytes past its end were written"):
+        lease.release()
+
+
+def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None:
+    library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 3 * SLAB)
+    hoarder = Pool("cuda")
+    hoarder.acquire("big", 2 * SLAB).release()
+    assert hoarder.stats().reserved_bytes == 2 * SLAB
+    pool = Pool("cuda")
+    lease = pool.acquire("big", 2 * SLAB)  # fits only when the hoarder's slab is given back
+    assert hoarder.stats().reserved_bytes == 0
+    with pytest.raises(PoolError) as caught:
+        pool.acquire("more", 2 * SLAB)
+    text = str(caught.value)
+    for part in ("cuda:0", "out of memory", f"this upstream holds {2 * SLAB}", "pools gave back", "smaller buckets"):
+        assert part in text
+    pool.check()
+    lease.release()
+    pool.acquire("fits", 2 * SLAB).release()
+
+
+def test_other_failures_of_an_allocation_are_named() -> None:
+    pool = Pool("cuda")
+    native().plan_cuda_fault("malloc_device", error=719)
+    with pytest.raises(DeviceError, match="malloc_device failed: unspecified launch failure"):
+        pool.acquire("x", 100)
+    pool.acquire("x", 100).release()
+    pool.check()
+
+
+def test_memory_goes_back_to_the_device(library: Any) -> None:
+    before = library.fake_cuda_allocated_bytes()
+    pool = Pool("cuda")
+    tensor = pool.acquire("x", 100).tensor(torch.uint8, 100)
+    assert library.fake_cuda_allocated_bytes() == before + SLAB
+    del pool
+    tensor.fill_(1)  # its slab stays
+    del tensor
+    assert library.fake_cuda_allocated_bytes() == before
+
+
+def test_upstreams_belong_to_devices() -> None:
+    native().set_posing(False)
+    with pytest.raises(ValueError, match="'torch' and 'cuda' for cuda devices"):
+        Pool("torch", device="cpu")
+    native().set_posing(True)
+    with pytest.raises(ValueError, match="'host' and 'shm' are for the cpu"):
+        Pool("host", device="cuda")
