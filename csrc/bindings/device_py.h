@@ -90,6 +90,9 @@ inline void bind_cuda(py::module_& m) {
   m.def("device_of", [](py::handle tensor) { return index_of(dlpack::describe(tensor).device); }, py::arg("tensor"));
   m.def("current_stream", [](int device) { return current_stream(device_at(device).id()); }, py::arg("device"));
   m.def(
+      "is_capturing", [](int device) { return is_capturing(*current_stream(device_at(device).id())); },
+      py::arg("device"));
+  m.def(
       "borrow_stream",
       [](uintptr_t native, int device) { return CudaDevice::at(device).borrow(reinterpret_cast<void*>(native)); },
       py::arg("native"), py::arg("device"));

@@ -128,6 +128,12 @@ void AdamCudaTable::leave(Stream& stream) {
 }
 
 void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream) {
+  was_captured_ = was_captured_ || is_capturing(stream);
+  if (was_captured_) {
+    are_rows_new_ = are_chunks_new_ = true;
+    uploaded_rows_.clear();
+    used_.clear();
+  }
   if (are_rows_new_ && cuda_rows_ != uploaded_rows_) {  // gradients often come back to the same memory
     uploaded_rows_ = cuda_rows_;
     device_rows_.upload<AdamCudaRow>(uploaded_rows_, stream);

@@ -70,7 +70,8 @@ class AdamCudaTable {
   std::vector<uint8_t> used_;  // what device_used_ holds
   bool are_rows_new_ = false;  // since the last begin(); they may still be equal
   bool are_chunks_new_ = false;
-  AdamCudaStep flags_;  // of the last begin(), without its spans
+  bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more
+  AdamCudaStep flags_;         // of the last begin(), without its spans
 
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;

@@ -41,7 +41,8 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
   if (last_use_ != nullptr && native != last_stream_) {
     stream.wait(last_use_);
   }
-  if (!std::equal(cuda_rows.begin(), cuda_rows.end(), rows_.begin(), rows_.end(), is_equal)) {
+  was_captured_ = was_captured_ || is_capturing(stream);
+  if (was_captured_ || !std::equal(cuda_rows.begin(), cuda_rows.end(), rows_.begin(), rows_.end(), is_equal)) {
     rows_ = std::move(cuda_rows);
     device_rows_.upload<NormCudaRow>(rows_, stream);
     device_chunks_.upload<int64_t>(first_chunk, stream);

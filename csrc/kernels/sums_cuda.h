@@ -29,6 +29,7 @@ class SumsqCudaTable {
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;
+  bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more
   void* last_stream_ = nullptr;
   EventRef last_use_;
 };

@@ -5,9 +5,11 @@ In native code a device is a number: the index of a CUDA device, -1 for the CPU.
 
 from __future__ import annotations
 
+import array
 import gc
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 from . import _build
 from ._build import native
 
-__all__ = ["CPU", "device_index", "index_of", "native_stream", "reclaim_memory", "upload"]
+__all__ = ["CPU", "Uploads", "device_index", "index_of", "keep_as_cache", "native_stream", "reclaim_memory"]
+__all__ += ["torch_device", "upload"]
 
 CPU = -1
 
@@ -74,6 +77,39 @@ def native_stream(stream: Any) -> Any:
 def upload(to: Tensor, values: bytes) -> None:
     """Writes ``values`` into the contiguous tensor ``to``, in the current stream; never blocks."""
     native().upload(to, values)
+
+
+class Uploads:
+    """Small tensors on a CUDA device that say what the host knows; uploaded when they change, never waited for."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._known: dict[str, tuple[bytes, Tensor]] = {}
+        self._captured: list[Tensor] = []
+
+    def get(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
+        """``values`` as a tensor [n]; the one of the last call for ``name`` if they are the same."""
+        known = self._known.get(name)
+        if known is not None and known[0] == values:
+            return known[1]
+        tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=torch_device(self._index))
+        upload(tensor, values)
+        if native().is_capturing(self._index):
+            self._captured.append(tensor)  # written by replays only, which need it as long as the graph lives
+        else:
+            self._known[name] = (values, tensor)
+        return tensor
+
+    def mask(self, name: str, count: int, indices: Iterable[int]) -> Tensor:
+        """uint8 [count]: 1 at ``indices``."""
+        flags = bytearray(count)
+        for index in indices:
+            flags[index] = 1
+        return self.get(name, torch.uint8, bytes(flags))
+
+    def numbers(self, name: str, values: Sequence[int]) -> Tensor:
+        """int64 [n]."""
+        return self.get(name, torch.int64, array.array("q", values).tobytes())
 
 
 def keep_as_cache(cache: Any) -> None:

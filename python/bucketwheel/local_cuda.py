@@ -5,14 +5,13 @@ Every call may be captured in a CUDA graph (``capturable=True``); the replays me
 
 from __future__ import annotations
 
-import array
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ._build import native
-from .device import index_of, upload
+from .device import Uploads, index_of
 from .flat import ParamInfo
 from .local import LocalEngine
 from .rows_cuda import AdamRowsCuda
@@ -29,20 +28,11 @@ class LocalEngineCuda(LocalEngine):
         # The clip factor of each gradient, where `_clips` says that it was clipped; else 1, or left over.
         self._factors = torch.ones(len(infos), dtype=torch.float64, device=self._torch_device)
         self._sums_table = native().SumsqCudaTable(self._device)
-        self._uploads: dict[str, tuple[bytes, Tensor]] = {}
+        self._uploads = Uploads(self._device)
         super().__init__(infos, is_static=is_static)
 
     def _new_rows(self) -> AdamRowsCuda:
         return AdamRowsCuda(self.steps, self._device)
-
-    def _on_device(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
-        """``values`` as a tensor; uploaded if they are not those of the last call for ``name``."""
-        known = self._uploads.get(name)
-        if known is None or known[0] != values:
-            tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=self._torch_device)
-            upload(tensor, values)
-            known = self._uploads[name] = (values, tensor)
-        return known[1]
 
     def _drop_stale_clips(self) -> bool:
         """Factors of gradients that are no longer there become 1. False: none is there, and all are to be taken for 1.
@@ -51,8 +41,7 @@ class LocalEngineCuda(LocalEngine):
         """
         valid = {i for i in self._clips if self._is_clipped(self.infos[i], self.infos[i].param.grad)}
         if 0 < len(valid) < len(self._clips):
-            flags = bytes(i in valid for i in range(len(self.infos)))
-            mask = self._on_device("valid", torch.uint8, flags).bool()
+            mask = self._uploads.mask("valid", len(self.infos), valid).bool()
             self._factors.copy_(torch.where(mask, self._factors, 1.0))
         self._clips = {i: self._clips[i] for i in valid}
         return bool(valid)
@@ -77,17 +66,14 @@ class LocalEngineCuda(LocalEngine):
         native().sumsq_cuda(self._device, grads, sums, None, self._sums_table)
         if len(held) == len(self.infos):
             return sums
-        places = self._on_device("held", torch.int64, array.array("q", held).tobytes())
+        places = self._uploads.numbers("held", held)
         return torch.zeros_like(self._factors).index_copy_(0, places, sums)
 
     def _measure(self, held: Sequence[int], max_norm: float | None) -> Tensor:
         """The 2-norm of ``held`` together; their factors times the clip coefficient where ``max_norm`` is given."""
         has_clips = self._drop_stale_clips()
         norm = torch.empty(1, dtype=torch.float32, device=self._torch_device)
-        flags = bytearray(len(self.infos))
-        for i in held:
-            flags[i] = 1
-        chosen = self._on_device("chosen", torch.uint8, bytes(flags))
+        chosen = self._uploads.mask("chosen", len(self.infos), held)
         native().clip_cuda(
             self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm, resets=not has_clips
         )
@@ -119,10 +105,7 @@ class LocalEngineCuda(LocalEngine):
         else:
             norm = self.total_norm(indices, ord)
             coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float64)
-            flags = bytearray(len(self.infos))
-            for i in held:
-                flags[i] = 1
-            chosen = self._on_device("chosen", torch.uint8, bytes(flags)).bool()
+            chosen = self._uploads.mask("chosen", len(self.infos), held).bool()
             self._factors.mul_(torch.where(chosen, coefficient, 1.0))
         for i in held:
             grad = self.infos[i].param.grad

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._build import native
 from .comm import Communicator
-from .device import torch_device, upload
+from .device import Uploads, torch_device
 from .reduced import ReducedGrads
 
 __all__ = ["ReducedGradsCuda"]
@@ -35,29 +35,10 @@ class ReducedGradsCuda(ReducedGrads):
         self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
-        self._uploads: dict[str, tuple[bytes, Tensor]] = {}
+        self._uploads = Uploads(self._device)
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
-
-    def _on_device(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
-        """``values`` as a tensor; uploaded if they are not those of the last call for ``name``."""
-        known = self._uploads.get(name)
-        if known is None or known[0] != values:
-            tensor = self._new(len(values) // dtype.itemsize, dtype=dtype)
-            upload(tensor, values)
-            known = self._uploads[name] = (values, tensor)
-        return known[1]
-
-    def _indices(self, indices: Sequence[int]) -> Tensor:
-        return self._on_device("indices", torch.int64, array.array("q", indices).tobytes())
-
-    def _mask(self, name: str, indices: Iterable[int]) -> Tensor:
-        """One byte a parameter: 1 for those in ``indices``."""
-        flags = bytearray(len(self._states))
-        for index in indices:
-            flags[index] = 1
-        return self._on_device(name, torch.uint8, bytes(flags))
 
     # --- factors -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +64,7 @@ class ReducedGradsCuda(ReducedGrads):
         if len(chosen) == len(self._states):
             self._factors.mul_(factor)
         else:
-            self._factors.mul_(torch.where(self._mask("scale", chosen).bool(), factor, 1.0))
+            self._factors.mul_(torch.where(self._uploads.mask("scale", len(self._states), chosen).bool(), factor, 1.0))
         self._scaled.update(chosen)
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
@@ -102,7 +83,7 @@ class ReducedGradsCuda(ReducedGrads):
         if all(state.factor == 1.0 for state in self._states):
             return
         known = array.array("d", self.factors()).tobytes()
-        self._factors.mul_(self._on_device("factors", torch.float64, known))
+        self._factors.mul_(self._uploads.get("factors", torch.float64, known))
         for index, state in enumerate(self._states):
             if state.factor != 1.0:
                 self._scaled.add(index)
@@ -122,11 +103,10 @@ class ReducedGradsCuda(ReducedGrads):
         """Where the rows of each parameter are in `row_sums`: offsets [params + 1] into the second, row numbers."""
         if self._rows is None:
             rows = [piece.row for state in self._states for piece in state.pieces]
-            offsets = array.array("q", [0])
+            offsets = [0]
             for state in self._states:
                 offsets.append(offsets[-1] + len(state.pieces))
-            first = self._on_device("first_row_of", torch.int64, offsets.tobytes())
-            self._rows = (first, self._on_device("rows_of", torch.int64, array.array("q", rows).tobytes()))
+            self._rows = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
         return self._rows
 
     def _sums_by_rank(self) -> Tensor:
@@ -138,11 +118,10 @@ class ReducedGradsCuda(ReducedGrads):
             if edited:
                 again = self._new(len(edited))
                 native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
-                rows = self._on_device(
-                    "edited", torch.int64, array.array("q", [piece.row for piece in edited]).tobytes()
-                )
+                rows = self._uploads.numbers("edited", [piece.row for piece in edited])
                 self.row_sums.index_copy_(0, rows, again)
-            held = self._mask("held", (i for i, state in enumerate(self._states) if state.has_content))
+            has_content = (i for i, state in enumerate(self._states) if state.has_content)
+            held = self._uploads.mask("held", len(self._states), has_content)
             own = self._new(len(self._states))
             native().param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
             self._gathered = self._gather(own)
@@ -161,7 +140,7 @@ class ReducedGradsCuda(ReducedGrads):
             self._device,
             self._sums_by_rank(),
             self._factors,
-            self._mask("chosen", indices),
+            self._uploads.mask("chosen", len(self._states), indices),
             self.average,
             max_norm,
             norm,
@@ -177,7 +156,7 @@ class ReducedGradsCuda(ReducedGrads):
             self._clip(range(len(self._states)), None, norms)
         else:
             norms = self._other_norms(ord)
-        return norms.index_select(0, self._indices(indices)).to(torch.float32)
+        return norms.index_select(0, self._uploads.numbers("indices", indices)).to(torch.float32)
 
     def _other_norms(self, ord: float) -> Tensor:
         """Norms of an order other than 2, of every parameter."""

@@ -184,12 +184,14 @@ def test_a_captured_step_replays_with_new_rates_and_counts(dtype: torch.dtype) -
     with posing() as library:
         eager = model_of(dtype)
         opt = bw.ShardedAdamW(eager.parameters(), lr=torch.tensor(1e-2), capturable=True, static_graph=True)
-        for step, rate in enumerate(rates):
+        after: list[list[torch.Tensor]] = []
+        for step, rate in enumerate([*rates, rates[0], rates[1]]):
             opt.param_groups[0]["lr"].fill_(rate)
             for p, g in zip(eager.parameters(), grads(step, eager), strict=True):
                 p.grad = g
             opt.clip_grad_norm_(1.0)
             opt.step()
+            after.append([p.detach().clone() for p in eager.parameters()])
         opt.close()
 
         model = model_of(dtype)
@@ -204,14 +206,28 @@ def test_a_captured_step_replays_with_new_rates_and_counts(dtype: torch.dtype) -
         for p, start in zip(model.parameters(), model_of(dtype).parameters(), strict=True):
             assert torch.equal(p, start), "capturing must not run anything"
         assert int(opt.state[next(model.parameters())]["step"]) == 0
-        for step, rate in enumerate(rates):
+        captured = [p.grad for p in model.parameters()]
+
+        def replay(step: int, rate: float) -> None:
             rate_of.fill_(rate)
-            for p, g in zip(model.parameters(), grads(step, model), strict=True):
-                p.grad.copy_(g)
+            for into, g in zip(captured, grads(step, model), strict=True):
+                into.copy_(g)
             graph.replay()
+            for a, b in zip(model.parameters(), after[step], strict=True):
+                assert torch.equal(a, b), f"step {step}"
+
+        for step, rate in enumerate(rates):
+            replay(step, rate)
         assert int(opt.state[next(model.parameters())]["step"]) == 3
-        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        # An eager step in between, on other memory, and back: neither knows what the other left in the device's tables.
+        rate_of.fill_(rates[0])
+        for p, g in zip(model.parameters(), grads(3, model), strict=True):
+            p.grad = g
+        opt.clip_grad_norm_(1.0)
+        opt.step()
+        for a, b in zip(model.parameters(), after[3], strict=True):
             assert torch.equal(a, b)
+        replay(4, rates[1])
         opt.close()
 
 
