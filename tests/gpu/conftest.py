@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bucketwheel._build import native
 from tests.gpu.device import DEVICE, need_device
 
 
@@ -16,7 +17,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     need_device()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _device() -> Iterator[None]:
     with DEVICE.opened():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left(_device: None) -> Iterator[None]:
+    yield
+    native().clear_cuda_faults()

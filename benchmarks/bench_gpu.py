@@ -1,0 +1,303 @@
+#!/usr/bin/env python3
+"""The GPU kernels, the optimizer's cost and a GPT-2-medium step against torch's, with this run's ceilings.
+
+    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|all [--quick] [--json PATH]
+
+`make gpu` runs it; docs/testing.md holds the predictions. --quick: tiny sizes, to see that it works (with BW_GPU_SIMULATE=1
+without a GPU).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_adam import BF16, CONFIGS, F32, Config, Tensors, fused, peers_of
+from gpu_systems import GPT_MEDIUM, GPT_TINY, OptimizerPair, TrainingStep
+from gpu_timing import Bench, random
+from harness import Timing, parse_args
+
+from bucketwheel import ops
+from bucketwheel._build import native
+from bucketwheel.comm import Communicator, LocalWorld
+from tests.gpu.device import DEVICE, Calls
+
+# Seconds that a section may take; run_all.py ends it a little later.
+LIMITS_S = {"adam": 68.0, "norm": 35.0, "layouts": 26.0, "host": 16.0, "gpt": 34.0}
+SIZES = {"256 M": 256 << 20, "16 M": 16 << 20, "1 G": 1 << 30}
+QUICK_NUMEL = 20_000
+
+
+# ---- adam
+
+
+def check_adam() -> None:
+    """The systems agree: a step of ours is torch's, in tolerance."""
+    for config in (CONFIGS[0], CONFIGS[-1]):
+        ours = Tensors.make(config, [10_000])
+        theirs = [[x.clone() for x in one] for one in (ours.p, ours.g, ours.m, ours.v)]
+        for step in (ours.ours(), fused(*theirs)):
+            for _ in range(10):
+                step()
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if config.p == F32 else {"rtol": 2e-2, "atol": 5e-2}
+        torch.testing.assert_close(ours.p[0].float(), theirs[0][0].float(), **tolerance)
+
+
+def supported(cases: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """Without those that torch refuses for these dtypes."""
+    kept = {}
+    for name, call in cases.items():
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            elif name == "ours":
+                raise
+            print(f"{name}: left out: {str(error).splitlines()[0][:120]}", flush=True)
+        else:
+            kept[name] = call
+    return kept
+
+
+def adam(bench: Bench) -> None:
+    check_adam()
+    for label, numel in SIZES.items():
+        if bench.quick:
+            numel = QUICK_NUMEL if label == "16 M" else QUICK_NUMEL // 4
+        for config in CONFIGS:
+            if bench.time_left() < 4.0 or DEVICE.free_bytes() < 2 * config.bytes_per * numel:
+                print(f"{config.name} {label}: left out: no time or memory left", flush=True)
+                continue
+            tensors = Tensors.make(config, [numel])
+            cases = {"ours": tensors.ours(), **peers_of(tensors, slow=label == "16 M")}
+            timings = bench.measure(supported(cases))
+            bench.add_peers(config.name, numel, timings, tensors.size_bytes)
+            if label == "256 M" and config.name in "AH":
+                ways = {f"{config.name} by op": tensors.by_op()}
+                if config.name == "H":
+                    ways["H by op, weights rounded stochastically"] = tensors.by_op(param_rounding="stochastic")
+                for name, timing in bench.measure(ways).items():
+                    bench.add(name, numel, timing, size_bytes=tensors.size_bytes)
+            del tensors, cases
+
+
+# ---- norm
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def norm(bench: Bench) -> None:
+    for label, numel in SIZES.items():
+        for dtype in (F32, BF16):
+            numel = QUICK_NUMEL if bench.quick else numel
+            # Small ones from several places, so that they do not come from the cache.
+            sets = max(1, min(16, (200 << 20) // (numel * dtype.itemsize)))
+            many = [[x] for x in (random(numel, dtype) for _ in range(sets))]
+            turn = iter(range(1 << 62))
+
+            def next_of(many: list[Any] = many, turn: Any = turn) -> Any:
+                return many[next(turn) % len(many)]
+
+            def foreach(next_of: Callable[[], Any] = next_of) -> None:
+                torch.linalg.vector_norm(torch.stack(torch._foreach_norm(next_of())))
+
+            timings = bench.measure({"ours": lambda next_of=next_of: ops.l2_norm(next_of()), "_foreach_norm": foreach})
+            bench.add_peers(f"norm {name_of(dtype)}, {label}", numel, timings, numel * dtype.itemsize)
+            del many
+    clip_and_step(bench)
+    arrival(bench)
+
+
+def clip_and_step(bench: Bench) -> None:
+    """The whole of what training does with gradients, 64 tensors."""
+    numel = bench.size(4 << 20, 2_000)
+    for dtype in (F32, BF16):
+        pair = OptimizerPair([numel] * bench.size(64, 8), dtype)
+        cases = {
+            "ours": pair.ours_clip_and_step,
+            "clip_grad_norm_ + torch fused": pair.torchs_clip_and_step,
+            "step": pair.ours.step,
+            "torch fused": pair.torchs.step,
+        }
+        timings = bench.measure(cases, before=lambda name, pair=pair: pair.refresh())
+        config = f"clip + step {name_of(dtype)}"
+        total = pair.numel
+        peer = "clip_grad_norm_ + torch fused"
+        added = [
+            1e6 * (timings[a].median_s - timings[b].median_s) for a, b in (("ours", "step"), (peer, "torch fused"))
+        ]
+        bench.add(
+            config, total, timings["ours"], peer=peer, peer_timing=timings[peer],
+            size_bytes=pair.step_bytes + total * dtype.itemsize,
+            clipping_adds_us=round(added[0], 1), peers_clipping_adds_us=round(added[1], 1),
+        )  # fmt: skip
+        pair.close()
+
+
+def arrival(bench: Bench) -> None:
+    """What the norm adds to the kernel that takes a reduced gradient into the shard; the shard just copied, or not in the cache."""
+    flush = random(bench.size(128 << 20, 1_000), F32)
+    spill = torch.empty_like(flush)
+    with Communicator(LocalWorld(1).rank(0), device="cuda") as comm:
+        for size_mb in (4, 8, 16, 32):
+            numel = bench.size(size_mb << 18, 5_000)
+            source, full = random(numel, F32), torch.empty(numel, device=DEVICE.tensors)
+            sinks = [_sink(numel, [(0, numel)]), _sink(numel, [])]
+
+            def take(sink: Any, full: Any = full) -> None:
+                sink.begin(False)
+                comm.reduce_scatter_into(full, sink).wait()
+
+            cases = {
+                f"{place} {what}": (lambda sink=sink, take=take: take(sink))
+                for place in ("hot", "cold")
+                for what, sink in zip(("with norm", "without"), sinks, strict=True)
+            }
+
+            def before(name: str, full: Any = full, source: Any = source) -> None:
+                full.copy_(source)
+                if name.startswith("cold"):
+                    spill.copy_(flush)
+
+            timings = bench.measure(cases, before=before)
+            for place in ("hot", "cold"):
+                ours, bare = timings[f"{place} with norm"], timings[f"{place} without"]
+                added_us = round(1e6 * (ours.median_s - bare.median_s), 2)
+                bench.add(
+                    f"norm on arrival, {place}, {size_mb} MB", numel, ours, size_bytes=8 * numel, peer="the same without norm",
+                    peer_timing=bare, norm_adds_us=added_us,
+                )  # fmt: skip
+
+
+def _sink(numel: int, segments: list[tuple[int, int]]) -> Any:
+    module = native()
+    shard = torch.empty(numel, device=DEVICE.tensors)
+    sums = torch.empty(module.ShardAccumulatorCuda.max_spans(len(segments)), dtype=torch.float64, device=DEVICE.tensors)
+    return module.ShardSinkCuda(module.ShardAccumulatorCuda(shard, segments, sums))
+
+
+# ---- layouts
+
+
+def llama_7b() -> list[int]:
+    width, hidden, vocabulary = 4096, 11008, 32000
+    layer = [width * width] * 4 + [width * hidden] * 3 + [width] * 2
+    return [vocabulary * width, *layer * 32, width, vocabulary * width]
+
+
+def layouts(bench: Bench) -> None:
+    scale = bench.size(1, 20_000)
+    shapes = [max(8, n // scale) for n in llama_7b()]
+    assert len(shapes) == 291
+    by_name = {config.name: config for config in CONFIGS}
+    cases: list[tuple[str, Config, list[int], int]] = [
+        ("291 Llama-7B shapes", by_name["H"], shapes, 0),
+        ("10,000 x 64", by_name["A"], [64] * bench.size(10_000, 300), 0),
+        ("10,000 x 64", by_name["C"], [64] * bench.size(10_000, 300), 0),
+        ("3 misaligned", by_name["A"], [bench.size(32 << 20, 5_000)] * 3, 1),
+        ("3 misaligned", by_name["H"], [bench.size(32 << 20, 5_000)] * 3, 1),
+        ("291 quarter-width Llama-7B shapes", by_name["A"], [max(8, n // 16) for n in shapes], 0),
+    ]
+    for label, config, numels, offset in cases:
+        if DEVICE.free_bytes() < 1.2 * config.bytes_per * sum(numels):
+            print(f"{label}, {config.name}: left out: not enough memory", flush=True)
+            continue
+        tensors = Tensors.make(config, numels, offset=offset)
+        peers = {name: call for name, call in peers_of(tensors).items() if "fused" in name}
+        calls = Calls()
+        tensors.by_op()()
+        launches = calls.since().get("launch_adam", 0)
+        timings = bench.measure(supported({"ours": tensors.ours(), "by op": tensors.by_op(), **peers}))
+        by_op = timings.pop("by op")
+        bench.add_peers(f"{label}, {config.name}", tensors.numel, timings, tensors.size_bytes, launches=launches)
+        bench.add(f"{label}, {config.name} by op", tensors.numel, by_op, size_bytes=tensors.size_bytes)
+        del tensors, peers
+
+
+# ---- host
+
+
+def host(bench: Bench) -> None:
+    """Time of the calling thread; the device is idle before each sample."""
+    for count in (300, 3_000):
+        pair = OptimizerPair([1_000] * bench.size(count, count // 30), F32)
+        cases = {"ours": pair.ours_clip_and_step, "clip_grad_norm_ + torch fused": pair.torchs_clip_and_step}
+        samples: dict[str, list[float]] = {name: [] for name in cases}
+        for repeat in range(bench.size(43, 4)):
+            pair.refresh()
+            for name, call in cases.items():
+                DEVICE.synchronize()
+                start = time.perf_counter()
+                call()
+                if repeat >= bench.size(3, 1):
+                    samples[name].append(time.perf_counter() - start)
+        timings = {name: Timing(tuple(values)) for name, values in samples.items()}
+        pair.refresh()
+        calls = Calls()
+        pair.ours_clip_and_step()
+        made = calls.since()
+        launches = sum(count for name, count in made.items() if name.startswith("launch_"))
+        peer = "clip_grad_norm_ + torch fused"
+        bench.add(
+            f"host time, {count} parameters", count, timings["ours"], peer=peer, peer_timing=timings[peer],
+            launches=launches, calls=sum(made.values()),
+        )  # fmt: skip
+        pair.close()
+
+
+# ---- gpt
+
+
+def gpt(bench: Bench) -> None:
+    """Forward, backward, clip and step; the same model, data and order for both optimizers."""
+    for weights in ("float32, autocast", "bfloat16"):
+        gpt_pair(bench, weights)
+        DEVICE.free_bytes()
+
+
+def gpt_pair(bench: Bench, weights: str) -> None:
+    config, batch = (GPT_TINY, 2) if bench.quick else (GPT_MEDIUM, 4)
+    systems = {name: TrainingStep(name, weights, config, batch) for name in ("ours", "torch fused")}
+    losses = {name: torch.stack([system.step() for _ in range(3)]).float().cpu() for name, system in systems.items()}
+    torch.testing.assert_close(losses["ours"], losses["torch fused"], rtol=3e-2, atol=3e-2)
+    whole = bench.measure({name: system.step for name, system in systems.items()})
+    ends = bench.measure(
+        {name: system.finish for name, system in systems.items()}, before=lambda name: systems[name].backward()
+    )
+    ours, peer = systems["ours"], "torch fused + clip_grad_norm_"
+    for what, timings in (("step", whole), ("clip + step", ends)):
+        bench.add(
+            f"GPT-2 medium {what}, {weights}", ours.numel, timings["ours"], peer=peer, peer_timing=timings["torch fused"],
+            size_bytes=ours.optimizer_bytes if what == "clip + step" else None,
+        )  # fmt: skip
+    for system in systems.values():
+        system.close()
+
+
+SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "gpt": gpt}
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--section", required=True, choices=[*SECTIONS, "all"])
+
+
+def main() -> int:
+    options = parse_args(__doc__ or "", configure)
+    with DEVICE.opened():
+        for name in SECTIONS if options.section == "all" else [options.section]:
+            bench = Bench(name, quick=options.quick, path=options.json, deadline_s=LIMITS_S[name])
+            bench.ceilings()
+            SECTIONS[name](bench)
+            DEVICE.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

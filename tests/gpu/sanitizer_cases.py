@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Every kernel and variant once at small sizes, for compute-sanitizer: ``sanitizer_cases.py memcheck|racecheck``.
+
+The tool looks for the errors; results are compared with the CPU's too. Each tensor is an allocation of its own (torch's caching
+is off), so that one element too far is seen. ``racecheck`` runs what has shared memory. Cases run in order of weight until
+--seconds are over; the last line says how many did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch
+
+import torch  # noqa: E402
+from reference import Adam, bits  # noqa: E402
+from reference_rows import Rounding, Row  # noqa: E402
+from torch import Tensor  # noqa: E402
+from unit.test_adam_matrix import KINDS, assert_same, make, run_op  # noqa: E402
+
+import bucketwheel as bw  # noqa: E402
+from bucketwheel import ops  # noqa: E402
+from bucketwheel._build import native  # noqa: E402
+from bucketwheel.comm import Communicator  # noqa: E402
+from tests.gpu.device import DEVICE  # noqa: E402
+from tests.gpu.local_ranks import in_world  # noqa: E402
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SIZES = [1, 523, 8197]
+NORM_SIZES = [3, 1027, 32771]
+Case = Callable[[], None]
+
+
+def adam_case(kind: tuple[Any, ...], amsgrad: bool, is_random: bool) -> None:
+    """One variant, at three sizes in one launch; the tensors of the second share no alignment."""
+    rows = [make(kind, numel, amsgrad, seed=numel) for numel in SIZES]
+    theirs = [Row(*(None if x is None else DEVICE.put(x) for x in row.tensors())) for row in rows]
+    theirs[1] = Row(*(None if x is None else shifted(x, i) for i, x in enumerate(rows[1].tensors())))
+    args = Adam(step=3, lr=1e-2, weight_decay=0.1, beta2=0.99, decoupled=not is_random, maximize=is_random)
+    rounding = Rounding(is_random, is_random, seed=5)
+    run_op(theirs, args, rounding)
+    with DEVICE.cpu():
+        run_op(rows, args, rounding)
+    for row, other in zip(rows, theirs, strict=True):
+        assert_same(Row(*(None if x is None else DEVICE.get(x) for x in other.tensors())), row, kind)
+
+
+def shifted(tensor: Tensor, places: int) -> Tensor:
+    memory = torch.empty(tensor.numel() + places, dtype=tensor.dtype, device=DEVICE.tensors)
+    memory[places:].copy_(tensor)
+    return memory[places:]
+
+
+def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def norm_case(dtype: torch.dtype) -> None:
+    """Sums of squares and their fold, of tensors that start anywhere."""
+    tensors = [random(numel, dtype) for numel in NORM_SIZES]
+    got = ops.l2_norm([shifted(x, i) for i, x in enumerate(tensors)], per_tensor=True)
+    with DEVICE.cpu():
+        expected = ops.l2_norm(tensors, per_tensor=True)
+    assert torch.equal(DEVICE.get(got), expected)
+
+
+def long_fold_case() -> None:
+    """More chunks than a group of the fold has, and many rows."""
+    tensors = [random(70 * 32768 + 5, BF16), *(random(64, BF16, i) for i in range(300))]
+    got = ops.l2_norm([DEVICE.put(x) for x in tensors])
+    with DEVICE.cpu():
+        expected = ops.l2_norm(tensors)
+    assert torch.equal(DEVICE.get(got), expected)
+
+
+def copy_case(dtype: torch.dtype, to: torch.dtype) -> None:
+    inputs = [random(numel, dtype) for numel in SIZES]
+    got = [torch.empty(x.numel(), dtype=to, device=DEVICE.tensors) for x in inputs]
+    native().copy_all(got, [shifted(x, i) for i, x in enumerate(inputs)])
+    expected = [torch.empty(x.numel(), dtype=to) for x in inputs]
+    with DEVICE.cpu():
+        native().copy_all(expected, inputs)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(bits(DEVICE.get(a)), bits(b))
+
+
+def training_case(world: int, dtype: torch.dtype) -> None:
+    """Accumulate, parameter sums, clip and Adam, as ShardedAdamW calls them; world 0: without a communicator."""
+
+    def train(device: torch.device, comm: Communicator | None) -> list[Tensor]:
+        rank = comm.rank if comm is not None else 0
+        params = [torch.nn.Parameter(random(n, dtype, n).to(device, copy=True)) for n in (5, 1031, 9001)]
+        options: Any = {} if comm is None else {"process_group": comm, "bucket_cap_mb": 0.01}
+        opt = bw.ShardedAdamW(params, lr=1e-2, **options)
+        for step in range(2):
+            grads = [random(p.numel(), dtype, 10 * step + rank).to(device) for p in params]
+            torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()
+            opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+        out = [p.detach().cpu().clone() for p in params]
+        opt.close()
+        return out
+
+    def all_ranks(device: torch.device) -> list[list[Tensor]]:
+        if world == 0:
+            return [train(device, None)]
+        return in_world(world, lambda rank, comm: train(device, comm), device=device.type)
+
+    with DEVICE.cpu():
+        expected = all_ranks(torch.device("cpu"))
+    for ours, theirs in zip(all_ranks(DEVICE.tensors), expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+def reduce_case(world: int, dtype: torch.dtype) -> None:
+    def reduced(device: torch.device) -> list[Tensor]:
+        def body(rank: int, comm: Communicator) -> list[Tensor]:
+            inputs = [random(numel * world, dtype, rank).to(device, copy=True) for numel in SIZES]
+            outputs = [torch.empty(numel, dtype=dtype, device=device) for numel in SIZES]
+            bw.reduce_scatter(outputs, inputs, comm).wait()
+            return [x.cpu() for x in outputs]
+
+        return list(itertools.chain(*in_world(world, body, device=device.type)))
+
+    with DEVICE.cpu():
+        expected = reduced(torch.device("cpu"))
+    for a, b in zip(reduced(DEVICE.tensors), expected, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def cases(tool: str) -> Iterator[tuple[str, Case]]:
+    """What other kernels do not share first."""
+    for dtype in (F32, BF16):
+        yield f"norm {dtype}", partial(norm_case, dtype)
+        yield f"train alone {dtype}", partial(training_case, 0, dtype)
+        yield f"train 3 ranks {dtype}", partial(training_case, 3, dtype)
+    yield "adam float32", partial(adam_case, KINDS[0], True, True)
+    yield "adam remainder", partial(adam_case, ("remainder", BF16, BF16, BF16), False, True)
+    yield "long fold", long_fold_case
+    for dtype in (F16, F64):
+        yield f"norm {dtype}", partial(norm_case, dtype)
+    yield "reduce 2 ranks", partial(reduce_case, 2, F32)
+    yield "reduce 4 ranks", partial(reduce_case, 4, BF16)
+    if tool == "racecheck":
+        return
+    for dtype, to in itertools.product((F32, BF16, F16), repeat=2):
+        yield f"copy {dtype} to {to}", partial(copy_case, dtype, to)
+    for kind, amsgrad, is_random in itertools.product(KINDS, (False, True), (False, True)):
+        yield f"adam {kind} {amsgrad} {is_random}", partial(adam_case, kind, amsgrad, is_random)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tool", choices=("memcheck", "racecheck"))
+    parser.add_argument("--seconds", type=float, default=38.0, help="start no case after that (default 38)")
+    options = parser.parse_args()
+    start = time.monotonic()
+    todo = list(cases(options.tool))
+    done = 0
+    with DEVICE.opened():
+        for name, case in todo:
+            if time.monotonic() - start > options.seconds:
+                break
+            print(f"[{time.monotonic() - start:5.1f} s] {name}", flush=True)
+            case()
+            DEVICE.synchronize()
+            done += 1
+    left = [name for name, _ in todo[done:]]
+    print(json.dumps({"cases": done, "of": len(todo), "left_out": left}))
+    print(f"{done} of {len(todo)} cases in {time.monotonic() - start:.1f} s")
+    return 0 if done >= 11 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What `make gpu` runs, on the simulated device at small sizes: so that this code is known to work before it meets a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 100.0
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: `make gpu` runs these parts as they are"),
+    pytest.mark.timeout_s(TIMEOUT_S + 60),
+]
+
+
+def output_of(*argv: str) -> str:
+    """The output of a part, which must succeed."""
+    environment = {
+        **run_all.environment(),
+        "BW_GPU_SIMULATE": "1",
+        "BW_REQUIRE": "",
+        "OMP_NUM_THREADS": "1",
+        "BW_CACHE_DIR": os.environ.get("BW_CACHE_DIR", ""),
+    }
+    if not environment["BW_CACHE_DIR"]:
+        del environment["BW_CACHE_DIR"]  # the native module is where this process has it
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("parts", ["kernels", "optim graphs", "ordering"])
+def test_the_tests(parts: str) -> None:
+    """Ordering alone: it poisons all pools of its process."""
+    out = output_of(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/gpu/test_{name}.py" for name in parts.split())
+    )
+    last = out.strip().splitlines()[-1]
+    assert " passed" in last, out[-2000:]
+    assert "failed" not in last
+
+
+def test_the_sanitizers_cases() -> None:
+    """Those of racecheck are the first of memcheck's."""
+    out = output_of("tests/gpu/sanitizer_cases.py", "memcheck")
+    ran = json.loads(out.strip().splitlines()[-2])
+    assert ran["cases"] == ran["of"] > 100
+    assert not ran["left_out"]
+
+
+def test_the_benchmarks() -> None:
+    """Every section writes its lines to standard output, as `make gpu` reads them."""
+    out = output_of("benchmarks/bench_gpu.py", "--section", "all", "--quick", "--json", "/dev/stdout")
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
+    assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
+    for section, least in (("adam", 24), ("norm", 16), ("layouts", 12), ("host", 2), ("gpt", 4)):
+        assert len(of(section)) >= least, section
+        assert all(line["ms"] > 0 for line in of(section))
+    for line in lines:
+        assert line["peer"] is None or line["ratio"] == pytest.approx(line["peer_ms"] / line["ms"], rel=1e-2), line
+    by_config = {line["config"]: line for line in of("host")}
+    assert by_config["host time, 300 parameters"]["launches"] <= 8
+
+
+def test_every_part_has_its_file() -> None:
+    for part in run_all.all_parts():
+        scripts = [word for word in part.argv if word.endswith(".py")]
+        assert all((ROOT / script).is_file() for script in scripts), part.name
