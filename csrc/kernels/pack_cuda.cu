@@ -121,7 +121,7 @@ __device__ __forceinline__ int64_t bytes_of(DType dtype) {
   return 0;
 }
 
-__global__ void __launch_bounds__(kBlockThreads) copy_kernel(const __grid_constant__ CopyLaunch launch) {
+__global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_constant__ CopyLaunch launch) {
   const ChunkRange range = chunks_of_block(launch.chunks);
   int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {

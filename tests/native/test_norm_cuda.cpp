@@ -221,7 +221,7 @@ TEST(parameters_are_sums_of_their_rows) {
 
 TEST(clipping_equals_a_plain_loop) {
   for (const int64_t count : {0, 1, 63, 64, 65, 1000, 64 * 256 + 3}) {
-    for (const int variant : {0, 1, 2, 3, 4}) {
+    for (const int variant : {0, 1, 2, 3, 4, 5, 6}) {
       fake_cuda::set_seed(static_cast<uint64_t>(variant) % 3);
       const auto size = static_cast<size_t>(count);
       const int world = 1 + variant % 3;
@@ -236,7 +236,8 @@ TEST(clipping_equals_a_plain_loop) {
       if (variant == 3 && count != 0) {
         param_sums[0] = kNaN;
       }
-      const std::vector<double> before = factors;
+      const bool resets = variant >= 5;
+      const std::vector<double> before = resets ? std::vector<double>(size, 1.0) : factors;
       std::vector<double> norms(size, kUntouched);
       float norm = -1.0F;
       ClipLaunch launch;
@@ -246,7 +247,8 @@ TEST(clipping_equals_a_plain_loop) {
       launch.factors = factors.data();
       launch.chosen = variant == 1 ? nullptr : chosen.data();
       launch.average = 0.25;
-      launch.clips = variant != 2;
+      launch.resets = resets;
+      launch.clips = variant != 2 && variant != 6;
       launch.norm = &norm;
       launch.param_norms = norms.data();
       launch.max_norm = variant == 4 ? 1e30F : 0.7F + 0.1F * static_cast<float>(variant);
