@@ -52,6 +52,7 @@ def make(kind: tuple[str, torch.dtype, torch.dtype, torch.dtype], numel: int, am
     master = wide(-3, 2).float()
     row = Row(wide(-3, 2).to(p_dtype), spoil(wide(-20 if g_dtype == F32 else -6, 3)).to(g_dtype), wide(-9, 1).to(s_dtype),
               wide(-18, 3).abs().to(s_dtype))  # fmt: skip
+    row.v[401:402] = math.inf  # with finite m: the weight only decays
     row.vmax = wide(-18, 3).abs().to(s_dtype) if amsgrad else None
     if row.vmax is not None:
         row.vmax[300:301] = math.nan

@@ -111,11 +111,14 @@ EQUIVALENT = {"norm forgets a row of lanes"}
 
 MODULE = """
 #include "bindings/adam_py.h"
+#include "bindings/device_py.h"
 #include "bindings/error_py.h"
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
 PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_error(m);
+  bucketwheel::bind_device(m);
+  bucketwheel::bind_cuda(m);
   bucketwheel::bind_adam(m);
   bucketwheel::bind_norm(m);
   bucketwheel::bind_pack(m);
@@ -124,7 +127,7 @@ PYBIND11_MODULE(_cpu, m) {
 
 
 class Builder:
-    """Compiles base, kernels and their bindings; the bindings once, the rest again for each mutant that concerns it."""
+    """Compiles base, device, kernels and their bindings; the bindings once, the rest again for each mutant that concerns it."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -134,7 +137,7 @@ class Builder:
         recipe = _toolchain.read_recipe(self.csrc)
         includes = [word for folder in toolchain.includes for word in ("-isystem", folder)]
         self.cxx = [*toolchain.cxx, *recipe.flags, f"-I{self.csrc}", *includes, "-w"]
-        self.sources = [s for s in recipe.sources if s.path.startswith(("base/", "kernels/"))]
+        self.sources = [s for s in recipe.sources if s.path.startswith(("base/", "device/", "kernels/"))]
         (work / "module.cpp").write_text(MODULE)
         self._run([*self.cxx, "-O1", "-c", str(work / "module.cpp"), "-o", str(work / "module.o")])
         self.isa = ""

@@ -223,28 +223,21 @@ inline void bind_adam(py::module_& m) {
            py::arg("stochastic") = true, py::arg("stochastic_param") = false, py::arg("seed") = 0)
       .def_property_readonly("rows", &PyAdamTable::rows)
       .def_property_readonly("numel", &PyAdamTable::numel);
-  m.def(
-      "adam_step",
-      [](py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
-         std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
-         std::optional<py::sequence> remainders, const py::object& steps, const AdamGroup& group, double grad_scale,
-         bool decoupled, bool maximize, bool noop, bool stochastic, bool stochastic_param, uint64_t seed,
-         const std::optional<std::vector<uint32_t>>& param_ids) {
-        AdamStep step;
-        step.decoupled = decoupled;
-        step.maximize = maximize;
-        step.stochastic = stochastic;
-        step.stochastic_param = stochastic_param;
-        step.seed = seed;
-        adam_step({std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
-                   std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
-                  steps, group, grad_scale, param_ids, noop, step);
-      },
-      py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
-      py::arg("max_exp_avg_sqs").none(true), py::arg("master_params").none(true), py::arg("remainders").none(true),
-      py::arg("steps"), py::arg("group"), py::kw_only(), py::arg("grad_scale"), py::arg("decoupled"),
-      py::arg("maximize"), py::arg("noop"), py::arg("stochastic"), py::arg("stochastic_param"), py::arg("seed"),
-      py::arg("param_ids").none(true));
+  m.def("adam_step", [](py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
+                        std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
+                        std::optional<py::sequence> remainders, const py::object& steps, const AdamGroup& group,
+                        double grad_scale, bool noop, const std::optional<std::vector<uint32_t>>& param_ids,
+                        bool decoupled, bool maximize, bool stochastic, bool stochastic_param, uint64_t seed) {
+    AdamStep step;
+    step.decoupled = decoupled;
+    step.maximize = maximize;
+    step.stochastic = stochastic;
+    step.stochastic_param = stochastic_param;
+    step.seed = seed;
+    adam_step({std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
+               std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
+              steps, group, grad_scale, param_ids, noop, step);
+  });  // by position: names cost a microsecond for each dozen
 }
 
 }  // namespace bucketwheel

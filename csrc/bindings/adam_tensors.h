@@ -123,19 +123,18 @@ struct AdamTensors {
 
   void expect_weight(int64_t index) const {
     using namespace dlpack;
-    const bool is_bfloat16 = p.dtype == DType::kBFloat16;
-    const std::string is = item_text("params", index) + " is " + name_of(p.dtype);
+    const auto expect_taken = [&](bool is_taken, const char* list) {
+      if (!is_taken) {
+        throw TypeError(item_text("params", index) + " is " + name_of(p.dtype) + " and takes no " + list);
+      }
+    };
     if (master) {
       expect_dtype(*master, DType::kFloat32, {"master_params", index});
-      if (!is_bfloat16 && p.dtype != DType::kFloat16) {
-        throw TypeError(is + " and takes no master_params");
-      }
+      expect_taken(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16, "master_params");
     }
     if (remainder) {
       expect_dtype(*remainder, DType::kInt16, {"remainders", index});
-      if (!is_bfloat16) {
-        throw TypeError(is + " and takes no remainders");
-      }
+      expect_taken(p.dtype == DType::kBFloat16, "remainders");
       BW_EXPECTS(!master, item_text("params", index) + " has both master_params and remainders");
     }
   }

@@ -208,7 +208,7 @@ struct Step {
   }
 
   __device__ __forceinline__ void store(const AdamCudaRow& row, int64_t i) const {
-    p.store(place<K::kP>(row.p, i));
+    p.store_to_stay(place<K::kP>(row.p, i));
     if constexpr (K::kWeight != AdamWeight::kParam) {
       master.store(place<K::kMaster>(row.master, i));
     }
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kBlockThreads, K::kBlocks) adam_kernel(const _
   const ChunkRange range = chunks_of_block(launch.chunks);
   int64_t row = row_of_chunk(launch.first_chunk, launch.first_row, launch.last_row, first + range.begin);
   for (int64_t chunk = first + range.begin; chunk < first + range.end; ++chunk) {
-    row = next_row_of_chunk(launch.first_chunk, row, launch.last_row, chunk);
+    row = next_row_of_chunk(launch.first_chunk, row, chunk);
     const AdamCudaScalars& of_row = launch.scalars[row];
     if (of_row.is_active == 0) {
       continue;

@@ -38,7 +38,8 @@ struct AdamCudaScalars {
 
 inline constexpr int64_t kAdamCudaChunkNumel = 8192;
 
-// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table.
+// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table, and of all
+// rows at its end. A row of numel elements has ceil(numel / kAdamCudaChunkNumel) chunks, whatever its head.
 struct AdamLaunch {
   AdamVariant variant;
   const AdamCudaRow* rows = nullptr;

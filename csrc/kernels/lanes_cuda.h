@@ -10,8 +10,9 @@
 
 namespace bucketwheel {
 
-// Arrays that a kernel passes through once are read and written as the first to leave the cache, which the collectives that
-// run at the same time need. false: plain accesses, to measure what that is worth.
+// What a kernel passes through once is read and written as the first to leave the cache, which the collectives that run at
+// the same time need. false: plain accesses, to measure what that is worth. What a collective reads next (parameters,
+// buckets) is written to stay.
 inline constexpr bool kStreams = true;
 
 template <class V>
@@ -23,10 +24,10 @@ __device__ __forceinline__ V load_vector(const void* from) {
     return *at;
   }
 }
-template <class V>
+template <bool kStays, class V>
 __device__ __forceinline__ void store_vector(void* to, V value) {
   V* at = static_cast<V*>(to);
-  if constexpr (kStreams) {
+  if constexpr (kStreams && !kStays) {
     __stcs(at, value);
   } else {
     *at = value;
@@ -53,17 +54,17 @@ __device__ __forceinline__ void load_words(uint32_t* word, const void* at) {
     word[1] = two.y;
   }
 }
-template <int kWords>
+template <bool kStays, int kWords>
 __device__ __forceinline__ void store_words(void* at, const uint32_t* word) {
   static_assert(kWords % 2 == 0);
   if constexpr (kWords % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      store_vector(static_cast<uint32_t*>(at) + i, uint4{word[i], word[i + 1], word[i + 2], word[i + 3]});
+      store_vector<kStays>(static_cast<uint32_t*>(at) + i, uint4{word[i], word[i + 1], word[i + 2], word[i + 3]});
     }
   } else {
     static_assert(kWords == 2);
-    store_vector(at, uint2{word[0], word[1]});
+    store_vector<kStays>(at, uint2{word[0], word[1]});
   }
 }
 
@@ -87,7 +88,8 @@ struct Lanes {
   uint32_t word[kWords];
 
   __device__ __forceinline__ void load(const void* at) { load_words<kWords>(word, at); }
-  __device__ __forceinline__ void store(void* at) const { store_words<kWords>(at, word); }
+  __device__ __forceinline__ void store(void* at) const { store_words<false, kWords>(at, word); }
+  __device__ __forceinline__ void store_to_stay(void* at) const { store_words<true, kWords>(at, word); }
 
   __device__ __forceinline__ uint16_t bits16(int i) const { return static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16)); }
   __device__ __forceinline__ void set_bits16(int i, uint16_t bits) {

@@ -69,10 +69,10 @@ __device__ __forceinline__ int64_t row_of_chunk(const int64_t* first_chunk, int6
   return first_row;
 }
 
-// The same for a chunk at or after the row's first one: cheaper than a search when chunks come in order.
-__device__ __forceinline__ int64_t next_row_of_chunk(const int64_t* first_chunk, int64_t row, int64_t last_row,
-                                                     int64_t chunk) {
-  while (row + 1 < last_row && first_chunk[row + 1] <= chunk) {
+// The same for a chunk at or after the first one of `row`: cheaper than a search when chunks come in order. first_chunk has
+// an entry for the end of the last row, which is beyond every chunk.
+__device__ __forceinline__ int64_t next_row_of_chunk(const int64_t* first_chunk, int64_t row, int64_t chunk) {
+  while (first_chunk[row + 1] <= chunk) {
     ++row;
   }
   return row;

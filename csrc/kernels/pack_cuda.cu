@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_chunk(char* to, const char* from, int numel
     ++head;
   }
   for_elements<kLanes>(
-      numel, head, [&](int i) { store_vector(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
+      numel, head, [&](int i) { store_vector<true>(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
       [&](int i) { reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i]; });
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel
         for (int lane = 0; lane < kLanes; ++lane) {
           y.set(lane, cast<kTo, kFrom>(x.get(lane)));
         }
-        y.store(to + i * kSizeOf<kTo>);
+        y.store_to_stay(to + i * kSizeOf<kTo>);
       },
       [&](int i) { store_element<kTo>(to, i, cast<kTo, kFrom>(load_element<kFrom>(from, i))); });
 }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads) copy_kernel(const __grid_consta
   const ChunkRange range = chunks_of_block(launch.chunks);
   int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
   for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
-    index = next_row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
+    index = next_row_of_chunk(launch.first_chunk, index, chunk);
     const CopyItem& item = launch.items[index];
     const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_cons
           for (int lane = 0; lane < kLanes; ++lane) {
             y.set(lane, divides ? sum[lane] / divisor : sum[lane]);
           }
-          y.store(to + i * kSizeOf<kType>);
+          y.store_to_stay(to + i * kSizeOf<kType>);
         },
         [&](int i) {
           Real sum = load_element<kType>(launch.sources[0], begin + i);

@@ -100,7 +100,7 @@ def adam_step(
     stochastic = _is_stochastic("state_rounding", state_rounding)
     if not stochastic and 1 - betas[1] < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
         _warn_of_nearest(betas[1])
-    flags: Any = {
+    flags: Any = {  # in the order of the native call
         "decoupled": decoupled,
         "maximize": maximize,
         "stochastic": stochastic,
@@ -127,7 +127,7 @@ def adam_step(
         group = module.AdamGroup(float(lr), betas[0], betas[1], eps, weight_decay)
         skip = noop is not None and bool(noop.item() != 0)
         factor = float(grad_scale)
-        module.adam_step(*lists, steps, group, grad_scale=factor, noop=skip, param_ids=param_ids, **flags)
+        module.adam_step(*lists, steps, group, factor, skip, param_ids, *flags.values())
         if skip:
             return
     written = [*params, *exp_avgs, *exp_avg_sqs]

@@ -1,6 +1,6 @@
-// kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements. Run by
-// test_native.py.
-// needs: base kernels
+// kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements and against the
+// CPU's kernels. Run by test_native.py.
+// needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/adam_cuda.cu
 // runs: address
 #include "kernels/adam_cuda.h"
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda_memory.h"
+#include "kernels/adam.h"
 #include "kernels/philox.h"
 
 using namespace bucketwheel;
@@ -21,6 +22,9 @@ constexpr auto F32 = DType::kFloat32;
 constexpr auto BF16 = DType::kBFloat16;
 constexpr auto F16 = DType::kFloat16;
 constexpr auto F64 = DType::kFloat64;
+
+constexpr AdamGroup kGroup = {1e-2, 0.9, 0.99, 1e-8, 0.1};
+constexpr double kFactor = 0.5;
 
 std::vector<AdamVariant> all_variants() {
   std::vector<AdamVariant> all;
@@ -84,7 +88,7 @@ struct Row {
     row.head = head;
     scalars.is_active = 1;
     scalars.step = 1 + static_cast<int64_t>(key % 3);
-    scalars.scalars = adam_scalars({1e-2, 0.9, 0.99, 1e-8, 0.1}, scalars.step, 0.5, true, false);
+    take_scalars(true);
     point();
   }
   Row(const Row& other)
@@ -92,6 +96,8 @@ struct Row {
     scalars = other.scalars;
     point();
   }
+
+  void take_scalars(bool decoupled) { scalars.scalars = adam_scalars(kGroup, scalars.step, kFactor, decoupled, false); }
 
   void point() {
     row.p = p.data();
@@ -204,6 +210,46 @@ void expect_plain_steps(const AdamLaunch& launch, const Table& table, const std:
   }
 }
 
+// The same rows, stepped by the CPU's kernels.
+void expect_cpu_steps(const AdamLaunch& launch, const Table& table, std::vector<Row> rows) {
+  AdamTable cpu;
+  AdamStep step;
+  std::vector<int64_t> steps;
+  std::vector<uint8_t> used;
+  for (const Row& row : rows) {
+    AdamRow to;
+    to.p = row.row.p;
+    to.g = row.row.g;
+    to.m = row.row.m;
+    to.v = row.row.v;
+    to.vmax = row.row.vmax;
+    to.master = row.row.master;
+    to.numel = row.row.numel;
+    to.param_begin = row.row.param_begin;
+    to.param = row.row.param;
+    to.p_dtype = launch.variant.p_dtype;
+    to.g_dtype = row.row.g_dtype;
+    to.state_dtype = launch.variant.state_dtype;
+    to.weight = launch.variant.weight;
+    cpu.add(to);
+    steps.push_back(row.scalars.step);
+    used.push_back(static_cast<uint8_t>(row.scalars.is_active));
+  }
+  step.groups = {&kGroup, 1};
+  step.steps = steps;
+  step.used = used;
+  step.gscale = {&kFactor, 1};
+  step.last_row = cpu.rows();
+  step.decoupled = launch.decoupled;
+  step.stochastic = launch.stochastic;
+  step.stochastic_param = launch.stochastic_param;
+  step.seed = launch.seed;
+  cpu.step(step);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    CHECK(table.rows[r].equals(rows[r]));
+  }
+}
+
 constexpr uint8_t kHeads[] = {0, 1, 5, AdamCudaRow::kUnaligned, 7, 8, 0, 13, 4, AdamCudaRow::kUnaligned, 3};
 
 // Every size that is close to a step, a chunk or nothing; empty rows first, in the middle and last; inactive ones.
@@ -220,11 +266,14 @@ std::vector<Row> rows_of_all_sizes(const AdamVariant& variant, uint64_t key) {
 
 }  // namespace
 
-TEST(every_variant_equals_a_plain_loop) {
+TEST(every_variant_equals_a_plain_loop_and_the_cpu) {
   uint64_t key = 1;
   for (const AdamVariant& variant : all_variants()) {
     for (int options = 0; options < 4; ++options, ++key) {
-      const std::vector<Row> before = rows_of_all_sizes(variant, key);
+      std::vector<Row> before = rows_of_all_sizes(variant, key);
+      for (Row& row : before) {
+        row.take_scalars(options % 2 == 0);
+      }
       const Table table(before);
       AdamLaunch launch = table.launch(variant, 0, before.size(), 3);
       launch.decoupled = options % 2 == 0;
@@ -233,6 +282,7 @@ TEST(every_variant_equals_a_plain_loop) {
       fake_cuda::set_seed(key % 4);
       CHECK(launch_adam(launch, nullptr) == cudaSuccess);
       expect_plain_steps(launch, table, before);
+      expect_cpu_steps(launch, table, before);
     }
   }
   fake_cuda::set_seed(0);

@@ -1,5 +1,5 @@
 // kernels/adam_scalars_cuda.cu, run by the emulation: which rows step, which step it is, and with what. Run by test_native.py.
-// needs: base kernels
+// needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/adam_scalars_cuda.cu
 // runs: address
 #include <cmath>
@@ -40,8 +40,9 @@ struct State {
       factors[param] = 1.0 / static_cast<double>(1 + param % 7);
     }
     for (size_t r = 0; r < kRows; ++r) {
-      rows[r].param = static_cast<uint32_t>(hash(r) % kParams);
-      rows[r].group = static_cast<uint32_t>(hash(rows[r].param + 1) % kGroups);
+      rows[r].place = static_cast<uint32_t>(hash(r) % kParams);
+      rows[r].param = static_cast<uint32_t>(r);  // of no consequence here
+      rows[r].group = static_cast<uint32_t>(hash(rows[r].place + 1) % kGroups);
       std::memset(static_cast<void*>(&scalars[r]), 0xff, sizeof(AdamCudaScalars));
     }
     for (uint32_t g = 0; g < kGroups; ++g) {
@@ -95,7 +96,7 @@ TEST(steps_are_counted_once_and_every_row_gets_the_scalars_of_its_group) {
         CHECK(state.steps[param] == before[param] + state.used[param]);
       }
       for (size_t r = 0; r < kRows; ++r) {
-        const uint32_t param = state.rows[r].param;
+        const uint32_t param = state.rows[r].place;
         AdamGroup group = group_of(state.rows[r].group);
         group.lr = state.rows[r].group % 3 == 0 ? state.lr[state.rows[r].group] : group.lr;
         const AdamCudaScalars& got = state.scalars[r];
@@ -123,7 +124,7 @@ TEST(noop_changes_no_step_and_activates_no_row) {
   State state;
   state.noop = -0.0F;
   CHECK(launch_adam_scalars(state.launch(0, 64, true), nullptr) == cudaSuccess);
-  CHECK(state.scalars[0].is_active == (state.rows[0].group < 64 ? state.used[state.rows[0].param] : -1));
+  CHECK(state.scalars[0].is_active == (state.rows[0].group < 64 ? state.used[state.rows[0].place] : -1));
   CHECK(state.steps != State().steps);
 }
 

@@ -96,6 +96,25 @@ __global__ void forgets_a_barrier(int* to) {
   value[threadIdx.x] = static_cast<int>(threadIdx.x);
   to[threadIdx.x] = value[63 - threadIdx.x];
 }
+// The sums of a round are overwritten by warps that have gone on to the next.
+__global__ void forgets_the_second_barrier(int* to) {
+  BW_SHARED(int, values, 8);
+  for (int round = 0; round < 4; ++round) {
+    int value = 8 * round;
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      value = __shfl_xor_sync(0xffffffffu, value, lanes);
+    }
+    if (threadIdx.x % 32 == 0) {
+      values[threadIdx.x / 32] = value + static_cast<int>(threadIdx.x) / 32;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int warp = 0; warp < 8; ++warp) {
+        to[8 * round + warp] = values[warp];
+      }
+    }
+  }
+}
 __global__ void two_barriers() {
   if (threadIdx.x < 32) {
     __syncthreads();
@@ -205,6 +224,21 @@ TEST(a_forgotten_barrier_shows_in_another_order) {
     differs |= to != first;
   });
   CHECK(differs);
+}
+
+TEST(a_warp_that_runs_ahead_shows) {
+  int wrong = 0;
+  in_many_orders([&] {
+    std::vector<int> to(32);
+    launch(forgets_the_second_barrier, 1, 256, to.data());
+    for (int i = 0; i < 32; ++i) {
+      if (to[static_cast<size_t>(i)] != i) {
+        ++wrong;
+        break;
+      }
+    }
+  });
+  CHECK(wrong >= 2);
 }
 
 TEST(faults_are_seen) {

@@ -216,7 +216,7 @@ TEST(poison_fills_what_is_acquired_and_released) {
   lease->release(reader->record());
   filler->run([&] { late.wait(); });
   lease = pool->acquire("p", 1000, filler);
-  lease->release();                              // not used: the filler's fill is still to come
+  lease->release();                        // not used: the filler's fill is still to come
   lease = pool->acquire("p", 1000, user);  // and must not come after this
   bool is_clean = false;
   user->run([&] {

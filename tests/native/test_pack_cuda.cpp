@@ -1,5 +1,5 @@
 // kernels/pack_cuda.cu, run by the emulation, against plain loops. Run by test_native.py.
-// needs: base kernels
+// needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/pack_cuda.cu
 // runs: address
 #include "kernels/pack_cuda.h"

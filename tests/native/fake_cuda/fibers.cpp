@@ -1,5 +1,6 @@
 #include "fibers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -11,6 +12,7 @@
 
 #include "base/platform.h"
 #include "stack_switch.h"
+#include "warp.h"
 
 namespace fake_cuda {
 namespace {
@@ -32,43 +34,6 @@ struct Shuffler {  // splitmix64
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return (z ^ (z >> 31)) % bound;
-  }
-};
-
-struct Place {  // of the source
-  const char* file = nullptr;
-  unsigned line = 0;
-  Place() = default;
-  explicit Place(std::source_location where) : file(where.file_name()), line(where.line()) {}
-  bool operator==(const Place& other) const { return line == other.line && std::strcmp(file, other.file) == 0; }
-  std::string text() const {
-    const char* slash = std::strrchr(file, '/');
-    return std::string(slash == nullptr ? file : slash + 1) + ":" + std::to_string(line);
-  }
-};
-
-// The shuffles of a warp with one mask, one after the other.
-struct Exchange {
-  unsigned mask = 0;
-  unsigned arrived = 0;  // at the one in progress
-  Place place;
-  int turn = 0;  // two sets of values: a lane can be at the next shuffle while others still read from this one
-  uint64_t values[2][32] = {};
-};
-
-struct Warp {
-  unsigned exited = 0;  // lanes that ended or never were
-  std::vector<Exchange> exchanges;
-
-  size_t exchange(unsigned mask) {
-    size_t i = 0;
-    while (i < exchanges.size() && exchanges[i].mask != mask) {
-      ++i;
-    }
-    if (i == exchanges.size()) {
-      exchanges.emplace_back().mask = mask;
-    }
-    return i;
   }
 };
 
@@ -102,6 +67,7 @@ class Blocks {
   void ended();
   [[noreturn]] void fault(const std::string& message);
   size_t pick();
+  void all_are_ready();
   void wait();
   void enter(size_t thread);
   void become(size_t thread);
@@ -112,7 +78,11 @@ class Blocks {
 
   const std::function<void()>* body_ = nullptr;
   Shuffler shuffler_{0};
+  uint64_t seed_ = 0;
   bool shuffles_ = false;
+  // Shuffled blocks take turns: any thread that is ready goes on, which looks into the corners of a warp; or the one that became
+  // ready last, so that a warp runs as far as it can while others have not moved, which looks for missing barriers.
+  bool lets_warps_run_ahead_ = false;
 
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
@@ -157,10 +127,24 @@ size_t Blocks::pick() {
     }
     return ready_[next_ready_++];
   }
-  std::swap(ready_[next_ready_ + shuffler_.below(ready_.size() - next_ready_)], ready_.back());
+  if (!lets_warps_run_ahead_) {
+    std::swap(ready_[shuffler_.below(ready_.size())], ready_.back());
+  }
   const size_t thread = ready_.back();
   ready_.pop_back();
   return thread;
+}
+
+void Blocks::all_are_ready() {
+  ready_.clear();
+  next_ready_ = 0;
+  for (size_t thread = 0; thread < threads_.size(); ++thread) {
+    ready_.push_back(thread);
+  }
+  if (lets_warps_run_ahead_) {
+    const size_t first = shuffler_.below(warps_.size()) * 32;
+    std::rotate(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(first), ready_.end());
+  }
 }
 
 void Blocks::become(size_t thread) {
@@ -222,11 +206,7 @@ void Blocks::sync(Place place) {
   barrier_ = place;
   if (++at_barrier_ == threads_.size()) {
     at_barrier_ = 0;
-    ready_.clear();
-    next_ready_ = 0;
-    for (size_t thread = 0; thread < threads_.size(); ++thread) {
-      ready_.push_back(thread);
-    }
+    all_are_ready();
   }
   wait();
 }
@@ -360,12 +340,11 @@ void Blocks::run_block(uint64_t index, dim3 grid, dim3 block) {
     warp.exited = 0xffffffffu;
     warp.exchanges.clear();
   }
-  ready_.clear();
-  next_ready_ = 0;
   for (size_t thread = 0; thread < count; ++thread) {
     warps_[thread / 32].exited &= ~(1u << (thread % 32));
-    ready_.push_back(thread);
   }
+  lets_warps_run_ahead_ = shuffles_ && (index + seed_) % 2 == 0;
+  all_are_ready();
   ended_ = 0;
   at_barrier_ = 0;
   enter(pick());
@@ -374,6 +353,7 @@ void Blocks::run_block(uint64_t index, dim3 grid, dim3 block) {
 
 void Blocks::run(dim3 grid, dim3 block, const std::function<void()>& body, uint64_t seed) {
   body_ = &body;
+  seed_ = seed;
   shuffles_ = seed != 0;
   shuffler_ = Shuffler{seed};
   gridDim = grid;

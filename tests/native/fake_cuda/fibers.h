@@ -1,8 +1,8 @@
 // Runs a CUDA kernel without a GPU: one block after the other, the threads of a block as fibers of the calling thread.
 //
 // [Note: emulated kernels]
-// A thread runs until it has to wait for others (a barrier, a shuffle) or ends; then another one goes on, chosen in an order
-// that a seed shuffles. A kernel that never waits is a plain loop over its threads. Shared memory is poisoned before
+// A thread runs until it has to wait for others (a barrier, a shuffle) or ends; then another one goes on: in order, or as a
+// seed chooses, all mixed in one block and warps running ahead of others in the next. A kernel that never waits is a plain loop over its threads. Shared memory is poisoned before
 // each block. These are faults, because CUDA leaves them undefined or hangs:
 //   - a barrier at two places of the source at once; a barrier after a thread of the block has ended, or the other way round
 //   - a shuffle by a thread outside its mask, from a lane outside it, or with a mask that names ended threads; two shuffles
