@@ -20,6 +20,8 @@ from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT_OF_MEMORY = 2
+# Of the device in warm-up steps: everything is in flight at once, so later steps find all the events and blocks they may need.
+BEHIND_S = 0.03
 CPU = torch.device("cpu")
 
 _seeding = threading.Lock()  # torch's random state is that of all threads
@@ -206,6 +208,7 @@ def test_one_process_neither_waits_nor_allocates() -> None:
         grads = model.draw_here(step)
         DEVICE.synchronize()
         if step < 3:
+            DEVICE.hold(BEHIND_S)
             train_once(model, opt, grads)
         else:
             with DEVICE.free_running():
@@ -240,6 +243,8 @@ def test_ranks_neither_wait_nor_allocate(world: int) -> None:
             DEVICE.synchronize()
             barrier.wait()
             if step < 4 or rank > 0:
+                if step < 4:
+                    DEVICE.hold(BEHIND_S)
                 step_together(grads)
             else:
                 with DEVICE.free_running():
