@@ -37,7 +37,6 @@ class LocalEngine:
         # Rows of one dtype next to each other: a kernel launch for each run.
         self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
         self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
-        self._has_stepped = False  # with the clips that there are
         self._versions = [info.param._version for info in self.infos]
         self._bind()
 
@@ -66,7 +65,6 @@ class LocalEngine:
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(updated)  # D14
         self._versions = [info.param._version for info in self.infos]
-        self._has_stepped = True
 
     def _expect_static(self, used: list[bool]) -> None:
         """RuntimeError naming a parameter if ``static_graph`` was promised and other parameters have gradients than before."""
@@ -113,16 +111,7 @@ class LocalEngine:
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         return torch.tensor(self._total_norm(indices, ord), dtype=torch.float32)
 
-    def _end_used_clips(self) -> None:
-        """A clip that a step has used is over, so that one that is captured after warm-up steps does not build on theirs."""
-        if self._has_stepped:
-            for i in self._clips:
-                self._is_clipped(self.infos[i], self.infos[i].param.grad)  # RuntimeError if it was written to
-            self._clips.clear()
-            self._has_stepped = False
-
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
-        self._end_used_clips()
         norm = self.total_norm(indices, ord)
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if factor != 1.0:
@@ -168,7 +157,8 @@ class LocalEngine:
             return False
         if grad._version != version:
             raise RuntimeError(
-                f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step"
+                f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step, "
+                "and drop gradients by optimizer.zero_grad()"
             )
         return True
 

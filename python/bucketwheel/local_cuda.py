@@ -6,6 +6,7 @@ Every call may be captured in a CUDA graph (``capturable=True``); the replays me
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class LocalEngineCuda(LocalEngine):
             self._factors.copy_(torch.where(mask, self._factors, 1.0))
         self._clips = {i: self._clips[i] for i in valid}
         return bool(valid)
+
+    def _begin_capture(self) -> None:
+        """A clip that is captured starts from gradients that nobody has clipped: each replay brings new ones."""
+        if native().is_capturing(self._device):
+            self._clips.clear()
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        super().step(param_groups)
+        self._begin_capture()  # what was captured has clipped nothing yet
 
     def _pending_factors(self) -> Tensor | None:
         if not self._clips:
@@ -98,7 +108,7 @@ class LocalEngineCuda(LocalEngine):
         return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
-        self._end_used_clips()
+        self._begin_capture()
         held = self._held(indices)
         if held and ord == 2.0:
             norm = self._measure(held, max_norm)
