@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from bucketwheel import _toolchain
 from bucketwheel._build import native
+from bucketwheel.device import install
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
-BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device", "free_host")
+BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device")
 ALLOCATING = ("malloc_device", "malloc_host", "stream_create", "event_create")
 
 
@@ -58,7 +59,7 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     loader = importlib.machinery.ExtensionFileLoader("_cuda", path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda", loader))
     loader.exec_module(module)
-    native().install_cuda(module.api)
+    install(module.api)
     library = ctypes.CDLL(path)
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
     library.fake_cuda_capture_position.restype = ctypes.c_size_t

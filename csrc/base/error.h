@@ -26,6 +26,9 @@ struct Error : std::runtime_error {
 struct DeviceError : Error {
   using Error::Error;
 };
+struct OutOfMemory : DeviceError {
+  using DeviceError::DeviceError;
+};
 struct CaptureError : DeviceError {
   using DeviceError::DeviceError;
 };

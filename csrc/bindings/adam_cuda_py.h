@@ -5,9 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -16,6 +13,7 @@
 
 #include "bindings/adam_py.h"
 #include "bindings/adam_rows.h"
+#include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "bindings/layout.h"
@@ -102,34 +100,6 @@ class PyAdamCudaTable : public PyAdamRows<AdamCudaTable> {
     py::gil_scoped_release unlocked;
     table_.step(first_row, last_row < 0 ? table_.rows() : last_row, *stream);
   }
-};
-
-// Tables (AdamCudaTable, SumsqCudaTable, ...) for calls that have none of their own: one for each device, whose device memory is
-// kept from call to call, and one for each call that is captured, because replays read what it uploaded. Never freed.
-template <class Table>
-class CudaScratch {
- public:
-  explicit CudaScratch(CudaDevice& device) : table_(device) {}
-
-  // Calls use(table), alone.
-  template <class Use>
-  static void with(int device, Stream& stream, Use&& use) {
-    if (is_capturing(stream)) {
-      use((new CudaScratch(CudaDevice::at(device)))->table_);
-      return;
-    }
-    static std::mutex mutex;
-    static auto* const all = new std::map<int, std::unique_ptr<CudaScratch>>();
-    std::lock_guard lock(mutex);
-    std::unique_ptr<CudaScratch>& one = (*all)[device];
-    if (one == nullptr) {
-      one = std::make_unique<CudaScratch>(CudaDevice::at(device));
-    }
-    use(one->table_);
-  }
-
- private:
-  Table table_;
 };
 
 // One step over lists of tensors on `device`, in the caller's current stream. Everything is checked before anything is

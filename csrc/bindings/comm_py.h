@@ -23,15 +23,16 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// Communicators are destroyed, and wait for their operations, without the GIL: an operation's end may need it.
-inline CommRef released_without_gil(CommRef comm) {
-  Comm* const raw = comm.get();
-  return CommRef(raw, [comm = std::move(comm)](Comm*) mutable {
+// Communicators and worlds are destroyed, and wait for their operations, without the GIL: an operation's end may need it.
+template <class T>
+std::shared_ptr<T> released_without_gil(std::shared_ptr<T> owned) {
+  T* const raw = owned.get();
+  return std::shared_ptr<T>(raw, [owned = std::move(owned)](T*) mutable {
     if (PyGILState_Check() != 0) {
       py::gil_scoped_release unlocked;
-      comm.reset();
+      owned.reset();
     } else {
-      comm.reset();
+      owned.reset();
     }
   });
 }
@@ -207,7 +208,7 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("backend", &Comm::backend)
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
-      .def_property_readonly("stream", &Comm::stream)
+      .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))
       .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"),
            py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
            py::arg("timing") = false)
@@ -226,7 +227,10 @@ inline void bind_comm(py::module_& m) {
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
-      .def(py::init<int, bool>(), py::arg("world"), py::arg("stages_inputs") = false)
+      .def(py::init([](int world, bool stages_inputs) {
+             return released_without_gil(std::make_shared<LocalWorld>(world, stages_inputs));
+           }),
+           py::arg("world"), py::arg("stages_inputs") = false)
       .def_property_readonly("world", &LocalWorld::world)
       .def(
           "join",

@@ -37,7 +37,6 @@ int mem_get_info(size_t* free_bytes, size_t* total_bytes) { return cudaMemGetInf
 int malloc_device(void** data, size_t size_bytes) { return cudaMalloc(data, size_bytes); }
 int free_device(void* data) { return cudaFree(data); }
 int malloc_host(void** data, size_t size_bytes) { return cudaHostAlloc(data, size_bytes, cudaHostAllocPortable); }
-int free_host(void* data) { return cudaFreeHost(data); }
 int memcpy_async(void* to, const void* from, size_t size_bytes, void* stream) {
   return cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDefault, stream_of(stream));
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "base/error.h"
@@ -61,7 +62,20 @@ inline CudaCall cuda_call_named(const std::string& name) {
   throw ValueError("no CUDA call is named '" + name + "'");
 }
 
+// Writes bytes of the host into a contiguous tensor on a CUDA device; never blocks.
+inline void upload_bytes(py::handle to, std::string_view values) {
+  const dlpack::Described tensor = dlpack::describe(to);
+  BW_EXPECTS(tensor.device.kind == DeviceId::Kind::kCuda && tensor.is_contiguous() &&
+                 static_cast<size_t>(tensor.numel) * size_of(tensor.dtype) == values.size(),
+             "to must be a contiguous tensor of " + std::to_string(values.size()) +
+                 " bytes on a CUDA device; it has shape " + tensor.shape_text());
+  const StreamRef stream = current_stream(tensor.device);
+  py::gil_scoped_release unlocked;
+  CudaDevice::at(tensor.device.index).upload(tensor.data, values.data(), values.size(), *stream);
+}
+
 inline void bind_cuda(py::module_& m) {
+  m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
   m.def(
       "install_cuda",
       [](const py::capsule& api) {
@@ -71,6 +85,16 @@ inline void bind_cuda(py::module_& m) {
       },
       py::arg("api"));
   m.def("has_cuda", &has_cuda_api);
+  m.def(
+      "set_cuda_reclaim",
+      [](py::function reclaim) {
+        auto* const function = new py::function(std::move(reclaim));  // lives as long as the process
+        set_cuda_reclaim([function](int device) {
+          py::gil_scoped_acquire locked;
+          return (*function)(device).cast<std::string>();
+        });
+      },
+      py::arg("reclaim"));
   m.def("set_posing", &set_posing, py::arg("poses"));
   m.def("is_posing", &is_posing);
   m.def("cuda_calls", [] {

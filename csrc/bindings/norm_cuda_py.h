@@ -1,22 +1,20 @@
-// Bindings of the sums of squares, the clip kernel and the copies on CUDA. Results stay on the device, in tensors that the caller
+// Bindings of the sums of squares, the clip kernel and the gradient shards on CUDA. Results stay on the device, in tensors that the caller
 // gives; everything runs in the caller's current stream and nothing blocks.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "bindings/adam_cuda_py.h"
+#include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/layout.h"
 #include "comm/comm.h"
-#include "kernels/pack_table_cuda.h"
 #include "kernels/sums_cuda.h"
 
 namespace bucketwheel {
@@ -53,13 +51,6 @@ inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums,
                                     [&](SumsqCudaTable& shared) { shared.run(rows, out, all, *stream); });
 }
 
-// outputs[i] <- inputs[i], as copy_all() on the CPU.
-inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
-  const StreamRef stream = current_stream({DeviceId::Kind::kCuda, device});
-  py::gil_scoped_release unlocked;
-  CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
-}
-
 // param_sums[i] = the sums of parameter i's rows added in order, 0 where held[i] is 0: ParamSumsLaunch.
 inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of, py::handle rows_of, py::handle held,
                             py::handle param_sums) {
@@ -73,6 +64,7 @@ inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of
   launch.rows_of = device_array<const int64_t>(rows_of, DType::kInt64, id, -1, "rows_of");
   launch.held = device_array<const uint8_t>(held, DType::kUInt8, id, launch.param_count, "held");
   const StreamRef stream = current_stream(id);
+  py::gil_scoped_release unlocked;
   CudaGuard guard(device);
   BW_CUDA_TRY(launch_param_sums, launch, native_stream(*stream, "param_sums"));
 }
@@ -99,6 +91,7 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
   launch.norm = device_array<float>(norm, DType::kFloat32, id, 1, "norm");
   launch.param_norms = device_array<double>(param_norms, DType::kFloat64, id, launch.param_count, "param_norms");
   const StreamRef stream = current_stream(id);
+  py::gil_scoped_release unlocked;
   CudaGuard guard(device);
   BW_CUDA_TRY(launch_clip, launch, native_stream(*stream, "clip"));
 }
@@ -144,19 +137,7 @@ class ShardSinkCuda final : public ReduceSink {
   std::shared_ptr<PyShardAccumulatorCuda> accumulator_;
 };
 
-// Writes bytes of the host into a contiguous tensor on a CUDA device; never blocks.
-inline void upload_bytes(py::handle to, std::string_view values) {
-  const dlpack::Described tensor = dlpack::describe_on_any_device(to, {"to", 0});
-  BW_EXPECTS(tensor.device.kind == DeviceId::Kind::kCuda && tensor.is_contiguous() &&
-                 static_cast<size_t>(tensor.numel) * size_of(tensor.dtype) == values.size(),
-             "to must be a contiguous tensor of " + std::to_string(values.size()) +
-                 " bytes on a CUDA device; it has shape " + tensor.shape_text());
-  const StreamRef stream = current_stream(tensor.device);
-  CudaDevice::at(tensor.device.index).upload(tensor.data, values.data(), values.size(), *stream);
-}
-
 inline void bind_norm_cuda(py::module_& m) {
-  m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
   py::class_<SumsqCudaTable>(m, "SumsqCudaTable")
       .def(py::init([](int device) { return std::make_unique<SumsqCudaTable>(CudaDevice::at(device)); }),
            py::arg("device"));

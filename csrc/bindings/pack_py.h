@@ -6,16 +6,25 @@
 #include <string>
 #include <vector>
 
+#include "bindings/cuda_scratch.h"
+#include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "bindings/layout.h"
-#include "bindings/norm_cuda_py.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/pack.h"
+#include "kernels/pack_table_cuda.h"
 #include "kernels/reduce.h"
 
 namespace bucketwheel {
 
 namespace py = pybind11;
+
+// outputs[i] <- inputs[i], as copy_all() on the CPU.
+inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
+  const StreamRef stream = current_stream({DeviceId::Kind::kCuda, device});
+  py::gil_scoped_release unlocked;
+  CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
+}
 
 // outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one device. On CUDA in the
 // caller's current stream.

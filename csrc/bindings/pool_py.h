@@ -21,7 +21,7 @@ namespace py = pybind11;
 
 inline DType dtype_named(const std::string& name) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64, DType::kInt32,
-                      DType::kUInt8}) {
+                      DType::kInt16, DType::kUInt8}) {
     if (name == name_of(dtype)) {
       return dtype;
     }
@@ -62,9 +62,8 @@ class TorchUpstream final : public Upstream {
   std::atomic<uint32_t> next_id_{0};
 };
 
-// `device`: the index of a CUDA device, or -1. `allocate` and `reclaim`: python functions, for 'torch' and 'cuda'.
-inline UpstreamRef upstream_named(const std::string& name, int device, const py::object& allocate,
-                                  const py::object& reclaim) {
+// `device`: the index of a CUDA device, or -1. `allocate`: a python function, for 'torch'.
+inline UpstreamRef upstream_named(const std::string& name, int device, const py::object& allocate) {
   BW_EXPECTS((device >= 0) == (name == "cuda" || name == "torch"),
              "upstream '" + name + "' does not give memory of " +
                  (device < 0 ? "the cpu" : "cuda:" + std::to_string(device)) +
@@ -78,14 +77,7 @@ inline UpstreamRef upstream_named(const std::string& name, int device, const py:
   if (name == "torch") {
     return std::make_shared<TorchUpstream>(allocate.cast<py::function>());
   }
-  auto owned = std::shared_ptr<py::object>(new py::object(reclaim), [](py::object* object) {
-    py::gil_scoped_acquire locked;
-    delete object;
-  });
-  return make_cuda_upstream(device, [owned] {
-    py::gil_scoped_acquire locked;
-    return (*owned)().cast<std::string>();
-  });
+  return make_cuda_upstream(device);
 }
 
 // A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped lives as long as its
@@ -151,12 +143,12 @@ inline void bind_pool(py::module_& m) {
 
   py::class_<Pool, PoolRef>(m, "Pool")
       .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison, int device,
-                       const py::object& allocate, const py::object& reclaim) {
-             return Pool::make(device_at(device), upstream_named(upstream, device, allocate, reclaim),
+                       const py::object& allocate) {
+             return Pool::make(device_at(device), upstream_named(upstream, device, allocate),
                                {align_bytes, min_slab_bytes, poison});
            }),
            py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"),
-           py::arg("device") = -1, py::arg("allocate") = py::none(), py::arg("reclaim") = py::none())
+           py::arg("device") = -1, py::arg("allocate") = py::none())
       .def_property_readonly("device", [](const Pool& self) { return index_of(self.device().id()); })
       .def(
           "acquire",

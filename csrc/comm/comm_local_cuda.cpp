@@ -10,8 +10,6 @@
 namespace bucketwheel {
 namespace {
 
-constexpr int kThreads = 256;
-
 std::byte* part_of(const View& full, int rank, size_t shard_bytes) {
   return static_cast<std::byte*>(full.data) + static_cast<size_t>(rank) * shard_bytes;
 }
@@ -40,18 +38,37 @@ bool LocalCudaBoard::has_arrived(int rank, uint64_t seq) const {
   return found == meetings_.end() || found->second[static_cast<size_t>(rank)] != nullptr;
 }
 
-void LocalCudaBoard::free_finished() {
-  while (!running_.empty() && running_.front().done->query()) {
+std::vector<LocalCudaBoard::Finished> LocalCudaBoard::take_finished() {
+  std::vector<Finished> finished;
+  while (!running_.empty() && running_.front().done != nullptr && running_.front().done->query()) {
+    finished.push_back(std::move(running_.front()));
     running_.pop_front();
+  }
+  return finished;
+}
+
+void LocalCudaBoard::leave(int rank) {
+  std::vector<std::unique_ptr<Arrival>> forgotten;
+  std::vector<Finished> finished;
+  std::lock_guard lock(mutex_);
+  for (auto& [seq, meeting] : meetings_) {
+    forgotten.push_back(std::move(meeting[static_cast<size_t>(rank)]));
+  }
+  try {
+    finished = take_finished();
+  } catch (const Error&) {  // the device is in trouble: its memory stays until the world ends
   }
 }
 
 void LocalCudaBoard::arrive(int rank, Arrival arrival) {
+  // Before the lock, so destroyed after it.
+  std::vector<Finished> finished;
+  Meeting complete;
   std::lock_guard lock(mutex_);
   if (stream_ == nullptr) {
     stream_ = CudaDevice::at(device_index_).new_stream("bw-local");
   }
-  free_finished();
+  finished = take_finished();
   const uint64_t seq = arrival.op->seq;
   Meeting& meeting = meetings_.try_emplace(seq).first->second;
   meeting.resize(static_cast<size_t>(world_));
@@ -59,51 +76,63 @@ void LocalCudaBoard::arrive(int rank, Arrival arrival) {
   if (std::ranges::any_of(meeting, [](const auto& one) { return one == nullptr; })) {
     return;
   }
-  Meeting complete = std::move(meeting);
+  complete = std::move(meeting);
   meetings_.erase(seq);
   launch(complete);
 }
 
 void LocalCudaBoard::launch(Meeting& meeting) {
-  const Operation& first = *meeting.front()->op;
+  const uint64_t seq = meeting.front()->op->seq;
+  EventRef done;
+  std::unique_ptr<Failure> failure;
   try {
-    for (const auto& one : meeting) {
-      if (one->op->signature != first.signature) {
-        std::string text = "ranks called different operations:";
-        for (size_t r = 0; r < meeting.size(); ++r) {
-          auto record = std::make_unique<RankRecord>();
-          meeting[r]->op->describe(*record);
-          text += "\n  rank " + std::to_string(r) + ": " + text_of(*record);
-        }
-        throw Failure{FailureKind::kMismatch, std::move(text), -1, first.seq};
-      }
-    }
-    CudaGuard guard(device_index_);
-    bool is_timed = false;
-    for (const auto& one : meeting) {
-      is_timed = is_timed || one->timing;
-      // In: the inputs are complete and the outputs free. Without it the device reads gradients that are not there yet.
-      stream_->wait(one->ready);
-      for (const EventRef& event : one->after) {
-        stream_->wait(event);
-      }
-    }
-    first.collective == Collective::kAllGather ? launch_all_gather(meeting) : launch_reduce_scatter(meeting);
+    enqueue(meeting);
+    const bool is_timed = std::ranges::any_of(meeting, [](const auto& one) { return one->timing; });
     // Out: whoever uses inputs or outputs next waits for this, on every rank.
-    const EventRef done = stream_->record(is_timed);
-    for (const auto& one : meeting) {
-      running_.push_back({done, std::move(one->keepalive)});
-      one->done->resolve(done);
-    }
-  } catch (const Failure& failure) {
-    for (const auto& one : meeting) {
-      one->done->fail(one->host->fail(failure, first.seq));
-    }
+    done = stream_->record(is_timed);
+  } catch (const Failure& error) {
+    failure = std::make_unique<Failure>(error);
   } catch (const std::exception& error) {
-    for (const auto& one : meeting) {
-      one->done->fail(one->host->fail({FailureKind::kError, error.what(), -1, first.seq}, first.seq));
+    failure = std::make_unique<Failure>(Failure{FailureKind::kError, error.what(), -1, seq});
+  }
+  if (failure != nullptr) {
+    try {
+      done = stream_->record();  // part of it may run
+    } catch (const Error&) {     // the device is in trouble: what it uses stays until the world ends
     }
   }
+  for (const auto& one : meeting) {
+    one->keepalive.push_back(std::const_pointer_cast<Operation>(one->op));  // and its sink
+    running_.push_back({done, std::move(one->keepalive)});
+    if (failure == nullptr) {
+      one->done->resolve(done);
+    } else {
+      one->done->fail(one->host->fail(*failure, seq));
+    }
+  }
+}
+
+void LocalCudaBoard::enqueue(const Meeting& meeting) {
+  const Operation& first = *meeting.front()->op;
+  const auto differs = [&](const auto& one) { return one->op->signature != first.signature; };
+  if (std::ranges::any_of(meeting, differs)) {
+    std::string text = "ranks called different operations:";
+    for (size_t r = 0; r < meeting.size(); ++r) {
+      auto record = std::make_unique<RankRecord>();
+      meeting[r]->op->describe(*record);
+      text += "\n  rank " + std::to_string(r) + ": " + text_of(*record);
+    }
+    throw Failure{FailureKind::kMismatch, std::move(text), -1, first.seq};
+  }
+  CudaGuard guard(device_index_);
+  for (const auto& one : meeting) {
+    // In: the inputs are complete and the outputs free. Without it the device reads gradients that are not there yet.
+    stream_->wait(one->ready);
+    for (const EventRef& event : one->after) {
+      stream_->wait(event);
+    }
+  }
+  first.collective == Collective::kAllGather ? launch_all_gather(meeting) : launch_reduce_scatter(meeting);
 }
 
 void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
@@ -124,7 +153,7 @@ void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
 
 void LocalCudaBoard::launch_reduce_scatter(const Meeting& meeting) {
   void* const native = native_stream(*stream_, "reduce_scatter");
-  const int max_blocks = CudaDevice::at(device_index_).fill_blocks(kThreads);
+  const int max_blocks = CudaDevice::at(device_index_).fill_blocks(kCudaBlockThreads);
   for (size_t i = 0; i < meeting.front()->op->segments.size(); ++i) {
     for (int r = 0; r < world_; ++r) {
       const Operation& op = *meeting[static_cast<size_t>(r)]->op;
@@ -183,6 +212,16 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
   BW_EXPECTS(options.stream == nullptr,
              "the local backend on CUDA has one stream for all ranks: stream= is not supported");
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
+  if (is_capturing(*options.caller)) {
+    throw CaptureError(
+        "the local backend cannot be captured in a CUDA graph: its operations are enqueued by whichever rank "
+        "comes last");
+  }
+  for (const EventRef& event : options.after) {
+    if (const auto* deferred = dynamic_cast<const DeferredEvent*>(event.get())) {
+      deferred->await();  // of another communicator, whose ranks issue it without us
+    }
+  }
   std::lock_guard lock(issue_mutex_);
   const uint64_t seq = seq_ + 1;
   host_->expect_peers(seq, [](int) { return false; });  // one that has failed will not come
@@ -230,6 +269,7 @@ void LocalCudaComm::close(Deadline deadline) {
     }
   }
   host_->close(deadline);
+  board_->leave(rank());
 }
 
 }  // namespace bucketwheel

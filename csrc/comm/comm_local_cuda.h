@@ -2,7 +2,8 @@
 //
 // [Note: the last one launches]
 // A CUDA stream can only wait for work that is already in a stream, so an operation goes into the world's one stream when its
-// last rank has issued it, behind every rank's own work so far. Issuing never waits for a peer. Waiting, even in a stream,
+// last rank has issued it, behind every rank's own work so far. Issuing never waits for a peer (but where `after` names an
+// operation of another communicator that its peers have not issued yet). Waiting, even in a stream,
 // blocks the host until all ranks have issued (DeferredEvent), but not until the device is done. Ranks therefore run
 // their own backward in their own threads: torch.autograd.set_multithreading_enabled(False).
 //
@@ -40,6 +41,8 @@ class LocalCudaBoard {
   };
   // Registers what `rank` issued; the last rank enqueues the operation for all.
   void arrive(int rank, Arrival arrival);
+  // `rank` has closed: what it issued that nobody has met is forgotten, and what the device has finished is freed.
+  void leave(int rank);
   bool has_arrived(int rank, uint64_t seq) const;
 
   int device_index() const { return device_index_; }
@@ -48,20 +51,22 @@ class LocalCudaBoard {
  private:
   using Meeting = std::vector<std::unique_ptr<Arrival>>;  // by rank
   void launch(Meeting& meeting);
+  void enqueue(const Meeting& meeting);
   void launch_all_gather(const Meeting& meeting);
   void launch_reduce_scatter(const Meeting& meeting);
-  void free_finished();
+  struct Finished {
+    EventRef done;  // null: never known to be over
+    std::vector<Handle::Keepalive> keepalive;
+  };
+  // With the lock held; what is returned is to be destroyed without it: owners of tensors may need other locks.
+  std::vector<Finished> take_finished();
 
   const int device_index_;
   const int world_;
   mutable std::mutex mutex_;
   StreamRef stream_;
   std::map<uint64_t, Meeting> meetings_;  // by seq; not enqueued yet
-  struct Finished {
-    EventRef done;
-    std::vector<Handle::Keepalive> keepalive;
-  };
-  std::deque<Finished> running_;  // what the device may still use, in order
+  std::deque<Finished> running_;          // what the device may still use, in order
 };
 
 class LocalCudaComm final : public Comm {

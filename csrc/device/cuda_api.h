@@ -42,7 +42,6 @@ struct CudaDeviceFacts {
   X(malloc_device, (void** data, size_t size_bytes))                               \
   X(free_device, (void* data))                                                     \
   X(malloc_host, (void** data, size_t size_bytes))                                 \
-  X(free_host, (void* data))                                                       \
   X(memcpy_async, (void* to, const void* from, size_t size_bytes, void* stream))   \
   X(memcpy_blocking, (void* to, const void* from, size_t size_bytes))              \
   X(memset_async, (void* data, int value, size_t size_bytes, void* stream))        \
@@ -80,6 +79,7 @@ struct CudaApi {
 #undef BW_CUDA_MEMBER
 };
 
+inline constexpr int kCudaBlockThreads = 256;  // of every kernel of ours
 inline constexpr int kCudaSuccess = 0;
 inline constexpr int kCudaOutOfMemory = 2;
 inline constexpr int kCudaNotReady = 600;

@@ -1,4 +1,4 @@
-// CudaBuffer: an array in device memory that grows, and a host copy that says what it holds.
+// CudaBuffer: an array in device memory that grows.
 //
 // For tables that kernels read: small, set up once, changed rarely. Work that uses one is ordered by its stream; an owner
 // that goes to another stream makes that wait for the last use. Growing blocks until the device is idle.
@@ -19,21 +19,25 @@ class CudaBuffer {
   CudaBuffer& operator=(const CudaBuffer&) = delete;
   ~CudaBuffer() { free(); }
 
-  // At least `size_bytes`; the contents are lost where it has to grow.
-  void* reserve(size_t size_bytes) {
+  // At least `size_bytes`; the contents are lost where it has to grow. `is_captured`: a graph may use what there is, which is
+  // then never freed. DeviceError when the device has no memory, also after caches were emptied.
+  void* reserve(size_t size_bytes, bool is_captured = false) {
     if (size_bytes > size_bytes_) {
+      if (is_captured) {
+        data_ = nullptr;
+      }
       free();
       CudaGuard guard(device_->id().index);
       const RelaxedCapture relaxed;
-      BW_CUDA_TRY(malloc_device, &data_, size_bytes);
+      data_ = device_->allocate(size_bytes);
       size_bytes_ = size_bytes;
     }
     return data_;
   }
   // Makes the array what `values` are, in `stream`'s order.
   template <class T>
-  T* upload(std::span<const T> values, Stream& stream) {
-    void* const data = reserve(values.size_bytes());
+  T* upload(std::span<const T> values, Stream& stream, bool is_captured = false) {
+    void* const data = reserve(values.size_bytes(), is_captured);
     device_->upload(data, values.data(), values.size_bytes(), stream);
     return static_cast<T*>(data);
   }

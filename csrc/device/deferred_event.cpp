@@ -6,6 +6,11 @@
 #include "base/error.h"
 
 namespace bucketwheel {
+namespace {
+
+constexpr std::chrono::milliseconds kPoll{50};
+
+}  // namespace
 
 void DeferredEvent::resolve(EventRef event) {
   std::lock_guard lock(mutex_);
@@ -23,11 +28,6 @@ void DeferredEvent::fail(std::exception_ptr error) {
   }
 }
 
-bool DeferredEvent::is_resolved() const {
-  std::lock_guard lock(mutex_);
-  return event_ != nullptr || error_ != nullptr;
-}
-
 // With the lock held.
 EventRef DeferredEvent::resolved() const {
   if (error_) {
@@ -36,29 +36,30 @@ EventRef DeferredEvent::resolved() const {
   return event_;
 }
 
+void DeferredEvent::poll_sometimes() const {
+  const Clock::rep now = Clock::now().time_since_epoch().count();
+  Clock::rep next = next_poll_.load(std::memory_order_relaxed);
+  if (poll_ && now >= next && next_poll_.compare_exchange_strong(next, now + Clock::duration(kPoll).count())) {
+    poll_();
+  }
+}
+
 EventRef DeferredEvent::await(Deadline deadline) const {
-  constexpr std::chrono::milliseconds kPoll{50};
   std::unique_lock lock(mutex_);
   while (resolved() == nullptr) {
-    if (has_passed(deadline)) {
-      return nullptr;
+    lock.unlock();
+    poll_sometimes();
+    lock.lock();
+    if (resolved() != nullptr || has_passed(deadline)) {
+      break;
     }
-    const Deadline next = earlier(deadline, Clock::now() + kPoll);
-    if (changed_.wait_until(lock, *next) == std::cv_status::timeout && poll_) {
-      lock.unlock();
-      poll_();
-      lock.lock();
-    }
+    changed_.wait_until(lock, *earlier(deadline, Clock::now() + kPoll));
   }
   return event_;
 }
 
 bool DeferredEvent::query() const {
-  EventRef event;
-  {
-    std::lock_guard lock(mutex_);
-    event = resolved();
-  }
+  const EventRef event = await(Clock::now());
   return event != nullptr && event->query();
 }
 

@@ -44,11 +44,14 @@ class CudaEvent final : public Event {
   CudaEvent(CudaDevice& device, void* event, bool timing, bool is_captured)
       : device_(device), event_(event), timing_(timing), is_captured_(is_captured) {}
   ~CudaEvent() override {
-    if (is_captured_) {
+    if (!is_captured_) {
+      device_.give_event(event_, timing_);
+      return;
+    }
+    try {
       CudaGuard guard(device_.index_);
       (void)BW_CUDA_CALL(event_destroy, event_);  // belongs to a graph: of no use for other work
-    } else {
-      device_.give_event(event_, timing_);
+    } catch (const std::exception&) {             // the driver is gone: the process ends
     }
   }
 
@@ -58,6 +61,7 @@ class CudaEvent final : public Event {
       return true;
     }
     CudaGuard guard(device_.index_);
+    const RelaxedCapture relaxed;  // somebody on this thread may be capturing something else
     const int error = BW_CUDA_CALL(event_query, event_);
     if (error == kCudaNotReady) {
       return false;
@@ -127,6 +131,9 @@ class CudaStream final : public Stream {
   void run(std::function<void()> task) override {
     expect_open();
     CudaGuard guard(device_.index_);
+    if (is_capturing(*this)) {
+      throw CaptureError("stream '" + name_ + "': a host task runs once and cannot be part of a CUDA graph");
+    }
     auto owned = std::make_unique<std::function<void()>>(std::move(task));
     BW_CUDA_TRY(launch_host_function, native_, &CudaStream::call, owned.get());
     (void)owned.release();  // call() deletes it
@@ -237,6 +244,48 @@ int CudaDevice::fill_blocks(int threads) const {
   constexpr int kWaves = 4;
   constexpr int kThreadsPerMultiprocessor = 1024;
   return std::max(1, facts_.multiprocessors) * std::max(1, kThreadsPerMultiprocessor / threads) * kWaves;
+}
+
+namespace {
+
+std::mutex reclaim_mutex;
+// By pointer and never freed: it may own Python objects, which must not outlive the interpreter's end by destruction.
+std::function<std::string(int)>*& reclaim() {
+  static std::function<std::string(int)>* function = nullptr;
+  return function;
+}
+
+}  // namespace
+
+void set_cuda_reclaim(std::function<std::string(int)> function) {
+  std::lock_guard lock(reclaim_mutex);
+  reclaim() = new std::function<std::string(int)>(std::move(function));
+}
+
+void* CudaDevice::allocate(size_t size_bytes) {
+  CudaGuard guard(index_);
+  void* data = nullptr;
+  int error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
+  std::string reclaimed = "nothing could be given back";
+  if (error == kCudaOutOfMemory) {
+    std::function<std::string(int)> function;
+    {
+      std::lock_guard lock(reclaim_mutex);
+      function = reclaim() == nullptr ? nullptr : *reclaim();
+    }
+    reclaimed = function ? function(index_) : reclaimed;
+    error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
+  }
+  if (error == kCudaOutOfMemory) {
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    BW_CUDA_TRY(mem_get_info, &free_bytes, &total_bytes);
+    throw OutOfMemory(std::to_string(size_bytes) + " bytes on cuda:" + std::to_string(index_) + ": out of memory (" +
+                      std::to_string(free_bytes) + " of " + std::to_string(total_bytes) + " bytes are free); " +
+                      reclaimed);
+  }
+  expect_success(CudaCall::malloc_device, error);
+  return data;
 }
 
 void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {

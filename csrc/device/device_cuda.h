@@ -1,10 +1,12 @@
 // The CUDA device: streams, events and transfers of one GPU, through the table of cuda_api.h.
 //
-// Nothing here blocks the host but Event::synchronize, Stream::synchronize and CudaDevice::read. A device is made at its first
-// use and lives as long as the process.
+// These block the host: Event::synchronize, Stream::synchronize, CudaDevice::read, fill() without a stream, Stream::wait for an
+// event of the CPU or one that is deferred (until it is in a stream), and the first few upload()s, which allocate. A device is
+// made at its first use and lives as long as the process.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -57,6 +59,10 @@ class CudaDevice final : public Device {
   // A grid of so many blocks of `threads` fills the device several times over.
   int fill_blocks(int threads) const;
 
+  // cudaMalloc. When there is no memory left, what set_cuda_reclaim() was given is called and the request made once more;
+  // OutOfMemory, with what is free and what was given back, if that does not help.
+  void* allocate(size_t size_bytes);
+
   void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;
   void read(void* to, const void* from, size_t size_bytes) override;
   // Enqueues a copy of host memory to the device; the host memory may be changed at once. In a stream that is being
@@ -84,6 +90,9 @@ class CudaDevice final : public Device {
   std::vector<void*> free_events_[2];  // by timing
   std::vector<Staging> staging_;
 };
+
+// Called, with the index of a device, when that has no memory left: to empty caches. Returns what it did, for messages.
+void set_cuda_reclaim(std::function<std::string(int)> reclaim);
 
 // Whether a stream made above is being captured.
 bool is_capturing(Stream& stream);

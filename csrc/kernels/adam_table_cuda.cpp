@@ -10,8 +10,6 @@
 namespace bucketwheel {
 namespace {
 
-constexpr int kThreads = 256;
-
 // The first element from which on all arrays are aligned: AdamCudaRow::head.
 uint8_t head_of(const AdamRow& row) {
   constexpr uintptr_t kAlignBytes = 16;
@@ -117,8 +115,8 @@ void AdamCudaTable::validate(const AdamCudaStep& step) const {
 // The tables belong to one stream at a time.
 void AdamCudaTable::enter(Stream& stream) {
   void* const native = native_stream(stream, "AdamCudaTable");
-  if (last_use_ != nullptr && native != last_stream_) {
-    stream.wait(last_use_);
+  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
+    stream.wait(last_use_);  // a graph cannot wait for what is outside; whoever captures has synchronised before
   }
   last_stream_ = native;
 }
@@ -132,20 +130,25 @@ void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream) {
   if (was_captured_) {
     are_rows_new_ = are_chunks_new_ = true;
     uploaded_rows_.clear();
-    used_.clear();
+    is_used_known_ = false;
   }
+  // What was uploaded is noted after it was: a call that fails leaves nothing half known.
   if (are_rows_new_ && cuda_rows_ != uploaded_rows_) {  // gradients often come back to the same memory
+    uploaded_rows_.clear();
+    device_scalars_.reserve(cuda_rows_.size() * sizeof(AdamCudaScalars), was_captured_);
+    device_rows_.upload<AdamCudaRow>(cuda_rows_, stream, was_captured_);
     uploaded_rows_ = cuda_rows_;
-    device_rows_.upload<AdamCudaRow>(uploaded_rows_, stream);
-    device_scalars_.reserve(cuda_rows_.size() * sizeof(AdamCudaScalars));
   }
+  are_rows_new_ = false;
   if (are_chunks_new_) {
-    device_chunks_.upload<int64_t>(first_chunk_, stream);
+    device_chunks_.upload<int64_t>(first_chunk_, stream, was_captured_);
+    are_chunks_new_ = false;
   }
-  are_rows_new_ = are_chunks_new_ = false;
-  if (!std::ranges::equal(used_, step.used)) {
+  if (!is_used_known_ || !std::ranges::equal(used_, step.used)) {
+    is_used_known_ = false;
+    device_used_.upload<uint8_t>(step.used, stream, was_captured_);
     used_.assign(step.used.begin(), step.used.end());
-    device_used_.upload<uint8_t>(used_, stream);
+    is_used_known_ = true;
   }
 }
 
@@ -198,7 +201,7 @@ void AdamCudaTable::step(int64_t first_row, int64_t last_row, Stream& stream) {
   launch.stochastic = flags_.stochastic;
   launch.stochastic_param = flags_.stochastic_param;
   launch.seed = flags_.seed;
-  launch.max_blocks = device_.fill_blocks(kThreads);
+  launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
   for (int64_t first = first_row; first < last_row; first = launch.last_row) {  // a launch for each run of one variant
     launch.variant = rows_[static_cast<size_t>(first)].variant();
     launch.first_row = first;

@@ -67,7 +67,8 @@ class AdamCudaTable {
   std::vector<AdamCudaRow> cuda_rows_;
   std::vector<AdamCudaRow> uploaded_rows_;  // what device_rows_ holds
   std::vector<int64_t> first_chunk_{0};
-  std::vector<uint8_t> used_;  // what device_used_ holds
+  std::vector<uint8_t> used_;  // what device_used_ holds, if that is known
+  bool is_used_known_ = false;
   bool are_rows_new_ = false;  // since the last begin(); they may still be equal
   bool are_chunks_new_ = false;
   bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more

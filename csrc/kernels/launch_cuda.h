@@ -8,13 +8,15 @@
 #include <cstdint>
 #include <tuple>
 
+#include "device/cuda_api.h"
+
 #ifndef BW_SHARED
 #define BW_SHARED(type, name, count) __shared__ type name[count]
 #endif
 
 namespace bucketwheel {
 
-inline constexpr int kBlockThreads = 256;
+inline constexpr int kBlockThreads = kCudaBlockThreads;
 
 // Launches kernel(args...) on `blocks` blocks of kBlockThreads threads. The result is a cudaError_t. Nothing to do, no
 // launch: CUDA refuses an empty grid.

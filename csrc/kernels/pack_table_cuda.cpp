@@ -3,12 +3,6 @@
 #include "kernels/segment_table.h"
 
 namespace bucketwheel {
-namespace {
-
-constexpr int kThreads = 256;
-
-}  // namespace
-
 CopyCudaTable::CopyCudaTable(CudaDevice& device) : device_(device), device_items_(device), device_chunks_(device) {}
 
 void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
@@ -24,7 +18,7 @@ void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
   }
   CudaGuard guard(device_.id().index);
   void* const native = native_stream(stream, "copy");
-  if (last_use_ != nullptr && native != last_stream_) {
+  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
     stream.wait(last_use_);
   }
   CopyLaunch launch;
@@ -32,7 +26,7 @@ void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
   launch.first_chunk = device_chunks_.upload<int64_t>(first_chunk, stream);
   launch.item_count = segments.rows();
   launch.chunks = segments.chunks();
-  launch.max_blocks = device_.fill_blocks(kThreads);
+  launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
   BW_CUDA_TRY(launch_copy, launch, native);
   last_stream_ = native;
   last_use_ = is_capturing(stream) ? nullptr : stream.record();

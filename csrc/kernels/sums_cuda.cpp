@@ -1,15 +1,13 @@
 #include "kernels/sums_cuda.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
 namespace bucketwheel {
 namespace {
-
-constexpr int kThreads = 256;
 
 bool is_equal(const NormCudaRow& a, const NormCudaRow& b) {
   return a.data == b.data && a.begin == b.begin && a.numel == b.numel && a.dtype == b.dtype &&
@@ -38,15 +36,16 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
   first_chunk.insert(first_chunk.end(), {0, row_count});  // of the total, whose chunks are the rows
   CudaGuard guard(device_.id().index);
   void* const native = native_stream(stream, "sums of squares");
-  if (last_use_ != nullptr && native != last_stream_) {
-    stream.wait(last_use_);
+  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
+    stream.wait(last_use_);  // a graph cannot wait for what is outside; whoever captures has synchronised before
   }
   was_captured_ = was_captured_ || is_capturing(stream);
   if (was_captured_ || !std::equal(cuda_rows.begin(), cuda_rows.end(), rows_.begin(), rows_.end(), is_equal)) {
-    rows_ = std::move(cuda_rows);
-    device_rows_.upload<NormCudaRow>(rows_, stream);
-    device_chunks_.upload<int64_t>(first_chunk, stream);
-    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, segments.chunks())) * sizeof(double));
+    rows_.clear();
+    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, segments.chunks())) * sizeof(double), was_captured_);
+    device_rows_.upload<NormCudaRow>(cuda_rows, stream, was_captured_);
+    device_chunks_.upload<int64_t>(first_chunk, stream, was_captured_);
+    rows_ = std::move(cuda_rows);  // noted after it was uploaded
   }
   SumsqLaunch launch;
   launch.rows = device_rows_.as<const NormCudaRow>();
@@ -54,7 +53,7 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
   launch.row_count = segments.rows();
   launch.chunks = segments.chunks();
   launch.partial = partial_.as<double>();
-  launch.max_blocks = device_.fill_blocks(kThreads);
+  launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
   if (launch.chunks > 0) {
     BW_CUDA_TRY(launch_sumsq, launch, native);
   }
@@ -126,7 +125,7 @@ void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype
   launch.sums.row_count = spans_.rows();
   launch.sums.chunks = spans_.chunks();
   launch.sums.partial = partial_.as<double>();
-  launch.sums.max_blocks = device_.fill_blocks(kThreads);
+  launch.sums.max_blocks = device_.fill_blocks(kCudaBlockThreads);
   if (launch.sums.chunks > 0) {
     BW_CUDA_TRY(launch_accumulate, launch, native);
   }

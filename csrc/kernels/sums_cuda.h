@@ -25,7 +25,6 @@ class SumsqCudaTable {
  private:
   CudaDevice& device_;
   std::vector<NormCudaRow> rows_;  // what device_rows_ holds
-  std::vector<int64_t> first_chunk_;
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;

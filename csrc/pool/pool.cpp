@@ -125,6 +125,7 @@ void Pool::Impl::grow(size_t block_bytes) {
 
 std::vector<EventRef> Pool::Impl::take(Lease::State& state) {
   bool is_reused = false;
+  std::vector<Fence> dropped;  // before the lock, so destroyed after it: a fence may own the last handle on a lease
   std::unique_lock lock(mutex);
   for (;;) {
     if (!state.key.empty()) {
@@ -161,6 +162,7 @@ std::vector<EventRef> Pool::Impl::take(Lease::State& state) {
   if (!block.fences.empty()) {
     for (Fence& fence : block.fences) {
       if (fence.event->query()) {
+        dropped.push_back(std::move(fence));
         continue;
       }
       if (events.empty() || events.back() != fence.event) {

@@ -39,8 +39,7 @@ UpstreamRef make_host_upstream();
 // slab before anyone can use it; a communicator registers itself there so that peers can map the slab.
 UpstreamRef make_shm_upstream(std::function<void(const SlabRef&)> on_slab = {});
 
-// cudaMalloc of CUDA device `index`, which torch's memory accounting does not see. When the device has no memory left,
-// `reclaim` is called (to empty caches) and the request made once more; its result goes into the PoolError's message.
-UpstreamRef make_cuda_upstream(int index, std::function<std::string()> reclaim = {});
+// cudaMalloc of CUDA device `index` (CudaDevice::allocate), which torch's memory accounting does not see.
+UpstreamRef make_cuda_upstream(int index);
 
 }  // namespace bucketwheel

@@ -63,7 +63,13 @@ def _load_cuda() -> None:
     if not native().has_cuda():
         with _guard:
             if not native().has_cuda():
-                native().install_cuda(_build.cuda().api)
+                install(_build.cuda().api)
+
+
+def install(api: Any) -> None:
+    """Makes ``api`` the table of CUDA calls."""
+    native().install_cuda(api)
+    native().set_cuda_reclaim(reclaim_memory)
 
 
 def native_stream(stream: Any) -> Any:
@@ -89,13 +95,16 @@ class Uploads:
 
     def get(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
         """``values`` as a tensor [n]; the one of the last call for ``name`` if they are the same."""
+        is_captured = native().is_capturing(self._index)
         known = self._known.get(name)
         if known is not None and known[0] == values:
+            if is_captured:
+                self._captured.append(known[1])
             return known[1]
         tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=torch_device(self._index))
         upload(tensor, values)
-        if native().is_capturing(self._index):
-            self._captured.append(tensor)  # written by replays only, which need it as long as the graph lives
+        if is_captured:
+            self._captured.append(tensor)  # written by replays, which need it as long as the graph lives
         else:
             self._known[name] = (values, tensor)
         return tensor

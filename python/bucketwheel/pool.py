@@ -151,7 +151,6 @@ class Pool:
             poison,
             index,
             lambda nbytes: _torch_slab(nbytes, index),
-            lambda: reclaim_memory(index),
         )
         if index != CPU:
             keep_as_cache(self)
