@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adam_cases import KINDS
 
 from tests.gpu import run_all
-from tests.unit.test_adam_matrix import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100.0
