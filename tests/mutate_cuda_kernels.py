@@ -59,7 +59,7 @@ MUTANTS = {
     "the remainder of the last element": ("adam_cuda.cu", "join_master({p.bits16(i), master.bits16(i)})", "join_master({p.bits16(i), master.bits16(i | 1)})", ADAM),
     "vmax is not stored": ("adam_cuda.cu", "vmax.store(place<K::kState>(row.vmax, i));", "", ADAM),
     "float16 gradients read as bfloat16": ("adam_cuda.cu", "lanes.set(i, widen_fp16(lanes.bits16(i)));", "lanes.set(i, widen_bf16(lanes.bits16(i)));", ADAM),
-    "gradients widened upwards": ("adam_cuda.cu", "for (int i = K::kLanes - 1; i >= 0; --i)", "for (int i = 0; i < K::kLanes; ++i)", ADAM),
+    "gradients widened upwards": ("adam_cuda.cu", "for (int i = K::kLanes - 1; i >= 0; --i) {\n          lanes.set(i, widen_bf16", "for (int i = 0; i < K::kLanes; ++i) {\n          lanes.set(i, widen_bf16", ADAM),
     "scalars of the first row": ("adam_cuda.cu", "launch.scalars[row];", "launch.scalars[launch.first_row];", ADAM),
     "chunks from the start of the table": ("adam_cuda.cu", "chunk = first + range.begin; chunk < first + range.end;", "chunk = range.begin; chunk < range.end;", ADAM),
     "an unknown state dtype is float32": ("adam_cuda.cu", "    default:\n      return nullptr;\n  }\n}\n\ntemplate <DType kP>", "    default:\n      return with_amsgrad<kP, DType::kFloat32, kWeight>(variant.amsgrad);\n  }\n}\n\ntemplate <DType kP>", ADAM),
@@ -141,8 +141,8 @@ class Builder:
             shutil.copytree(ROOT / "csrc", own / "csrc")
             file = own / "csrc" / "kernels" / path
             original = file.read_text()
-            if text not in original:
-                return f"{path} has no line like this any more"
+            if original.count(text) != 1:
+                return f"{path} has {original.count(text)} lines like this, not one"
             file.write_text(original.replace(text, replacement))
             try:
                 for kernel in kernels_of(test):

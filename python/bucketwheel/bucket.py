@@ -17,7 +17,19 @@ from torch import Tensor
 from ._build import native
 from .pool import Lease, Pool
 
-__all__ = ["GradBucket", "Part"]
+__all__ = ["GradBucket", "Part", "join", "stream_of"]
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """torch's current stream of a CUDA device; None elsewhere, where the calling thread is the only one."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def join(device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    """CUDA: the current stream waits for ``stream``, if that is another one."""
+    current = stream_of(device)
+    if current is not None and stream is not None and stream != current:
+        current.wait_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class GradBucket:
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
         self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
+        # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket was written.
+        self._opened_in: list[torch.cuda.Stream | None] = [None, None]
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def has_memory(self, late: bool) -> bool:
@@ -59,17 +73,23 @@ class GradBucket:
             kind = "late" if late else "grads"
             lease = pool.acquire(f"{kind}/{self.index}", self.numel * self.dtype.itemsize)
             held = self._memory[late] = (lease, lease.tensor(self.dtype, (self.numel,)))
+            self._opened_in[late] = stream_of(held[1].device)
             if late:
                 held[1].zero_()
         return held[1]
+
+    def _write(self, memory: Tensor, late: bool) -> None:
+        """CUDA: notes that the current stream will write; it is behind the opening of the memory, else it would come too early."""
+        stream = stream_of(memory.device)
+        if stream is not None:
+            join(memory.device, self._opened_in[late])
+            self._streams[stream.cuda_stream] = stream
 
     def store(self, pool: Pool, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> None:
         """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype."""
         part = self.parts[param]
         to = self._open(pool, late).narrow(0, part.begin, part.numel)
-        if to.is_cuda:
-            stream = torch.cuda.current_stream(to.device)
-            self._streams[stream.cuda_stream] = stream
+        self._write(to, late)
         source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
         if add:
             to.add_(source)
@@ -85,6 +105,9 @@ class GradBucket:
         """Zeroes ``param`` in late memory."""
         held = self._memory[True]
         if held is not None:
+            for stream in self._streams.values():
+                join(held[1].device, stream)  # the zeros come after what they replace
+            self._write(held[1], True)
             part = self.parts[param]
             held[1].narrow(0, part.begin, part.numel).zero_()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import _build
 from ._build import native
+from .errors import Error
 
 __all__ = ["CPU", "Uploads", "device_index", "index_of", "keep_as_cache", "native_stream", "reclaim_memory"]
 __all__ += ["torch_device", "upload"]
@@ -123,19 +124,32 @@ class Uploads:
 
 def keep_as_cache(cache: Any) -> None:
     """``cache.trim()`` will be called when its device has no memory left."""
-    _caches.add(cache)
+    with _guard:
+        _caches.add(cache)
 
 
 def reclaim_memory(index: int) -> str:
-    """Gives back the memory that caches hold on a CUDA device, ours and torch's; says how much, for messages."""
+    """Gives back the memory that caches hold on a CUDA device, ours and torch's; says how much, for messages.
+
+    A cache that fails to is named in the text: the caller is about to report that there is no memory.
+    """
     gc.collect()
-    ours = sum(cache.trim() for cache in list(_caches) if cache.device == index)
+    with _guard:
+        caches = list(_caches)
+    given, failures = 0, ""
+    for cache in caches:
+        if cache.device == index:
+            try:
+                given += cache.trim()
+            except Error as error:
+                failures += f" (one failed to: {error})"
+    ours = f"pools gave back {given} bytes{failures}"
     if native().is_posing():
-        return f"pools gave back {ours} bytes"
+        return ours
     before = torch.cuda.memory_reserved(index)
     torch.cuda.empty_cache()
     after = torch.cuda.memory_reserved(index)
     return (
-        f"pools gave back {ours} bytes and torch {before - after}; torch holds {after} bytes, "
+        f"{ours} and torch {before - after}; torch holds {after} bytes, "
         f"{torch.cuda.memory_allocated(index)} of them in tensors"
     )

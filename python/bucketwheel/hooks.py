@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .bucket import GradBucket
+from .bucket import GradBucket, join, stream_of
 from .comm import Communicator
 from .device import CPU
 from .flat import ParamInfo
@@ -62,6 +62,7 @@ class GradSync:
         self._patience_s = _MOST_PATIENCE_S
         self._is_patient = True  # this window has not waited in vain
         self._is_open = False  # this rank has prepared its shards for the window's sums
+        self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
         self._no_sync_depth = 0
         self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
         self._lock = threading.RLock()
@@ -121,6 +122,7 @@ class GradSync:
     def _open_window(self, arriving: int | None, remaining: Sequence[float]) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
         self._is_open = True
+        self._opened_in = stream_of(self.infos[0].device) if self.infos else None
         for info in self.infos:
             i = info.index
             if not self.reduced.has_content(i):
@@ -165,10 +167,13 @@ class GradSync:
         self._is_patient = len(self._inflight) < self._max_inflight
 
     def _join_streams(self, bucket: GradBucket) -> None:
-        """CUDA: the current stream waits for the others in which gradients were stored; autograd may use several."""
-        for stream in bucket.take_streams():
-            if stream != torch.cuda.current_stream(stream.device):
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+        """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use several.
+
+        Those in which gradients were stored, and the one in which the shards were prepared for the sums.
+        """
+        for stream in (self._opened_in, *bucket.take_streams()):
+            if stream is not None:
+                join(stream.device, stream)
 
     def _retire(self) -> None:
         """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for."""
@@ -354,6 +359,7 @@ class GradSync:
             return self.reduced.norm_tensor(indices, ord)
 
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
+        """A factor on the device that is exactly 0 is not supported while gradients still arrive (`GradOwner.scale`)."""
         with self._lock:
             if not isinstance(factor, Tensor) or self.comm.device == CPU:
                 factor = float(factor)

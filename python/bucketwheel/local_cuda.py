@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._build import native
 from .device import Uploads, index_of
+from .errors import CaptureError
 from .flat import ParamInfo
 from .local import LocalEngine
 from .rows_cuda import AdamRowsCuda
@@ -23,7 +24,8 @@ __all__ = ["LocalEngineCuda"]
 class LocalEngineCuda(LocalEngine):
     """At least one parameter, all on one device."""
 
-    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False) -> None:
+    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False, is_capturable: bool = False) -> None:
+        self._is_capturable = is_capturable
         self._device = index_of(infos[0].param)
         self._torch_device = infos[0].param.device
         # The clip factor of each gradient, where `_clips` says that it was clipped; else 1, or left over.
@@ -53,6 +55,10 @@ class LocalEngineCuda(LocalEngine):
             self._clips.clear()
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        if not self._is_capturable and native().is_capturing(self._device):
+            raise CaptureError(
+                "step under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
+            )
         super().step(param_groups)
         self._begin_capture()  # what was captured has clipped nothing yet
 

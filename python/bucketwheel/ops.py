@@ -91,8 +91,8 @@ def adam_step(
     All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
 
     Raises:
-        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index, is not
-            on the CPU, or a step is below 1. Nothing has changed.
+        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index, tensors
+            are on different devices, or a step is below 1. Nothing has changed.
         TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
     """
     module = native()
@@ -182,7 +182,7 @@ def l2_norm(
         As in torch, an infinite element gives infinity, and a NaN gives NaN.
 
     Raises:
-        ValueError: a tensor has gaps or overlaps itself, or is not on the CPU.
+        ValueError: a tensor has gaps or overlaps itself, or tensors are on different devices.
         TypeError: another dtype, or not a tensor.
     """
     device = device_of(tensors)

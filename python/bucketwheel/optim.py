@@ -146,7 +146,11 @@ class ShardedAdamW(Optimizer):
         if comm is not None:
             _expect_implemented(static_graph=(static_graph, False))
         if comm is None:
-            self._made_engine = (LocalEngineCuda if is_on_cuda else LocalEngine)(infos, is_static=static_graph)
+            self._made_engine = (
+                LocalEngineCuda(infos, is_static=static_graph, is_capturable=capturable)
+                if is_on_cuda
+                else LocalEngine(infos, is_static=static_graph)
+            )
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,
@@ -184,6 +188,9 @@ class ShardedAdamW(Optimizer):
 
         Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the parameters.
         Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor decayed.
+
+        On CUDA, after a failed launch the state of the device is unknown: the step may be counted already, and parameters
+        updated in part. Make a new optimizer from a checkpoint. `CaptureError` under CUDA graph capture unless ``capturable``.
         """
         loss = None
         if closure is not None:

@@ -44,8 +44,8 @@ class PoolStats:
 class Lease:
     """One live period of a range of pool memory, from `Pool.acquire` to `release`.
 
-    A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease, one of its
-    tensors or the pool lives, but after `release` it may hold somebody else's values.
+    A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease,
+    one of its tensors or the pool lives, but after `release` it may hold somebody else's values.
     """
 
     __slots__ = ("_native",)
@@ -88,8 +88,9 @@ class Lease:
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
 
-        ``after`` says when the last use ends: a handle or an event, or a stream (everything enqueued in it so far). The
-        next owner waits for that. None: all use has ended (CPU), or is in torch's current stream (CUDA).
+        ``after`` says when the last use ends: a handle, a native event, or a stream, native or torch's (everything enqueued
+        in it so far); TypeError for anything else. The next owner waits for that. None: all use has ended (CPU), or is in
+        torch's current stream (CUDA).
         """
         self._native.release(_event_of(after))
 
@@ -122,8 +123,8 @@ class Pool:
             respected. Slow; also switched on by ``BW_POOL_POISON=1``.
         device: as torch names it. None: the CPU, or the current CUDA device for upstream ``"torch"`` and ``"cuda"``.
 
-    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the request is
-    made once more; then `PoolError` says who holds how much.
+    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the request
+    is made once more; then `PoolError` says who holds how much.
     """
 
     __slots__ = ("__weakref__", "_native")
@@ -173,8 +174,8 @@ class Pool:
         """Leases ``nbytes`` bytes (0 is legal), not initialised.
 
         Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
-        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is live already (the empty key may be live
-        any number of times). `PoolError` when the system has no memory.
+        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is live
+        already (the empty key may be live any number of times). `PoolError` when the system has no memory.
         """
         return Lease(self._native.acquire(key, nbytes, native_stream(stream)))
 
@@ -200,25 +201,42 @@ class Pool:
 
 
 def _event_of(after: Any) -> Any:
-    """The native event that ``after`` (a handle, an event, a stream) stands for."""
+    """The native event that ``after`` (a handle, a native event, a stream) stands for."""
     if after is None:
         return None
     after = native_stream(after)
-    if hasattr(after, "record"):
+    if isinstance(after, native().Stream):
         return after.record()
-    return getattr(after, "event", after)
+    event = getattr(after, "event", after)
+    if isinstance(event, native().Event):
+        return event
+    # torch's event is one that others may record again, so it says nothing for good.
+    hint = ": pass the stream in which it was recorded" if isinstance(after, torch.cuda.Event) else ""
+    raise TypeError(
+        f"release: after must be a handle, a native event, a stream or None, got {type(after).__module__}."
+        f"{type(after).__qualname__}{hint}"
+    )
 
 
 def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
     """Zeroed bytes on a device, allocated by torch."""
     device = torch_device(index)
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return _zeros(nbytes, device)
     except torch.OutOfMemoryError:
         reclaimed = reclaim_memory(index)
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return _zeros(nbytes, device)
     except torch.OutOfMemoryError as error:
         raise PoolError(
             f"a slab of {nbytes} bytes on {device}: out of memory; {reclaimed}: use smaller buckets, or less memory elsewhere"
         ) from error
+
+
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    slab = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if slab.is_cuda:
+        # The zeros are written in the current stream, and so may be what torch's allocator gave this memory back from.
+        # The first lease may be used in any other stream, and a new slab has no fence. Only when a pool grows.
+        torch.cuda.current_stream(device).synchronize()
+    return slab

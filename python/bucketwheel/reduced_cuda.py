@@ -33,6 +33,7 @@ class ReducedGradsCuda(ReducedGrads):
         self.row_sums = self._new(spans).zero_()
         self._factors = self._new(param_count).fill_(1.0)
         self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
+        self._to_reset: set[int] = set()  # those whose entry is left over and must become 1 before _factors is used as a whole
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)
@@ -53,12 +54,24 @@ class ReducedGradsCuda(ReducedGrads):
         super().reset_factor(index)
         if index in self._scaled:
             self._scaled.discard(index)
-            self._factors[index].fill_(1.0)
+            self._to_reset.add(index)
+
+    def _apply_resets(self) -> None:
+        """All at once: one operation, however many parameters were clipped."""
+        if not self._to_reset:
+            return
+        if self._scaled:
+            mask = self._uploads.mask("reset", len(self._states), self._to_reset).bool()
+            self._factors.copy_(torch.where(mask, 1.0, self._factors))
+        else:
+            self._factors.fill_(1.0)
+        self._to_reset.clear()
 
     def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
         if not isinstance(factor, Tensor):
             super().scale(indices, factor)
             return
+        self._apply_resets()
         chosen = list(indices)
         factor = factor.detach().to(torch.float64).reshape(())
         if len(chosen) == len(self._states):
@@ -80,6 +93,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _absorb(self) -> None:
         """Moves the factors that the host knows to the device. At collective calls only: ranks compare what the host knows."""
+        self._apply_resets()
         if all(state.factor == 1.0 for state in self._states):
             return
         known = array.array("d", self.factors()).tobytes()

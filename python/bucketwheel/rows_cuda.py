@@ -61,12 +61,10 @@ class AdamRowsCuda:
         used: Sequence[bool],
         factors: Tensor | None,
         average: float = 1.0,
-        noop: Tensor | None = None,
     ) -> None:
         """Enqueues the counting of a step for the parameters ``used`` and the making of this step's scalars.
 
-        ``factors``: float64, one a parameter, on the device, folded into the gradients with ``average``. ``noop``: a float32
-        on the device; if it is not zero when the step runs, nothing changes.
+        ``factors``: float64, one a parameter, on the device, folded into the gradients with ``average``.
         """
         expect_uniform_flags(param_groups)
         on_device = [_lr_on_device(group["lr"]) for group in param_groups]
@@ -84,7 +82,6 @@ class AdamRowsCuda:
             self.steps,
             used=bytes(used),
             factors=factors,
-            noop=noop,
             lr=on_device if any(lr is not None for lr in on_device) else None,
             average=average,
             decoupled=bool(param_groups[0].get("decoupled_weight_decay", True)),

@@ -8,6 +8,7 @@ most important come first. ``--out`` gets
     results.jsonl   one line when a part ends: part, outcome, ok, seconds, exit_code, last_line; and before it each line of
                     its output that is a JSON object, alone or after "BW_JSON ", with "part" added
     logs.txt        the output of all parts
+    table.txt       the table that is printed last, one line a part
 
 The exit status is the number of parts that failed. docs/testing.md says what each part proves.
 """
@@ -38,12 +39,14 @@ _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
 
 @dataclass(frozen=True)
 class Part:
-    """``needs``: a program without which (``argv`` then starts with "") the part is left out, which is no failure."""
+    """``needs``: a program without which (``argv`` then starts with "") the part is left out, which is no failure.
+    ``variables``: of its environment alone."""
 
     name: str
     argv: tuple[str, ...]
     timeout_s: float
     needs: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ def all_parts(python: str = sys.executable) -> list[Part]:
     """What matters most first."""
     sanitizer = find_sanitizer()
 
-    def test(name: str, timeout_s: float) -> Part:
+    def test(name: str, timeout_s: float, **variables: str) -> Part:
         argv = (python, "-m", "pytest", "-q", "-ra", f"tests/gpu/test_{name}.py")
-        return Part(name, argv, timeout_s)
+        return Part(name, argv, timeout_s, variables=tuple(variables.items()))
 
     def sanitize(tool: str, timeout_s: float) -> Part:
         argv = (sanitizer, "--tool", tool, "--error-exitcode", "9", python, "tests/gpu/sanitizer_cases.py", tool)
@@ -80,7 +83,7 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         Part("build", doctor, 180.0),
         test("kernels", 90.0),
         test("optim", 75.0),
-        test("ordering", 60.0),
+        test("ordering", 60.0, BW_POOL_POISON="1"),
         test("graphs", 40.0),
         bench("adam", 75.0),
         sanitize("memcheck", 50.0),
@@ -126,7 +129,7 @@ def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=environment(),
+                env=environment() | dict(part.variables),
                 start_new_session=True,
             )
         except OSError as error:
@@ -207,9 +210,9 @@ def results_of(part: str, log: Path) -> list[dict[str, object]]:
 
 
 def run_all(parts: Sequence[Part], out: Path, limit_s: float = LIMIT_S) -> list[Outcome]:
-    """Run the parts in order, whatever becomes of each; ``out`` holds two files when this returns."""
+    """Run the parts in order, whatever becomes of each; ``out`` holds three files when this returns."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in [*out.glob("*.log"), out / "results.jsonl", out / "logs.txt"]:
+    for stale in [*out.glob("*.log"), *(out / name for name in ("results.jsonl", "logs.txt", "table.txt"))]:
         stale.unlink(missing_ok=True)
     start = time.monotonic()
     outcomes = []
@@ -230,6 +233,7 @@ def run_all(parts: Sequence[Part], out: Path, limit_s: float = LIMIT_S) -> list[
                 results.writelines(json.dumps(line) + "\n" for line in lines)
     finally:
         _bundle(logs, out / "logs.txt")
+        (out / "table.txt").write_text(table(outcomes) + "\n")
     return outcomes
 
 

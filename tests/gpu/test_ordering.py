@@ -1,7 +1,8 @@
 """Order under load: streams that are held up and memory that is poisoned change no bit.
 
 Before each thing that another stream must wait for, the stream that makes it is held up for some milliseconds, and whatever is
-read too early is NaN: outputs, inputs after their use, and the pools' memory (BW_POOL_POISON). A missing edge is then a NaN.
+read too early is NaN: outputs, inputs after their use, and the pools' memory, where BW_POOL_POISON=1 is set for the process, as
+`make gpu` does. A missing edge is then a NaN.
 Holding up proves nothing if the host waits meanwhile, so tests assert that streams were still busy when the work was issued:
 mostly, because the driver may wait where a kernel is launched for the first time.
 """
@@ -26,8 +27,6 @@ from bucketwheel.comm import Communicator
 from bucketwheel.pool import Pool
 from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
-
-os.environ["BW_POOL_POISON"] = "1"  # read when native code is loaded, which no import above does
 
 F32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
@@ -166,8 +165,11 @@ def test_tensors_and_handles_may_be_dropped() -> None:
 # ---- the pool
 
 
-def test_pools_are_poisoned() -> None:
-    with Pool("cuda").acquire("", 4096) as lease:
+@pytest.mark.parametrize("pool", ["by hand", "by BW_POOL_POISON"])
+def test_pools_are_poisoned(pool: str) -> None:
+    if pool == "by BW_POOL_POISON" and os.environ.get("BW_POOL_POISON") != "1":
+        pytest.skip("BW_POOL_POISON=1 is not set, so the communicators' pools are not poisoned")
+    with Pool("cuda", poison=pool == "by hand").acquire("", 4096) as lease:
         assert torch.isnan(DEVICE.get(lease.tensor(F32, 1024))).all()
 
 

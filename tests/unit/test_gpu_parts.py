@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adam_cases import KINDS
 
 from tests.gpu import run_all
 
@@ -22,14 +23,15 @@ pytestmark = [
 ]
 
 
-def output_of(*argv: str) -> str:
-    """The output of a part, which must succeed."""
+def output_of(*argv: str, status: int = 0, **variables: str) -> str:
+    """The output of a part, which must end with ``status``."""
     environment = {
         **run_all.environment(),
         "BW_GPU_SIMULATE": "1",
         "BW_REQUIRE": "",
         "OMP_NUM_THREADS": "1",
         "BW_CACHE_DIR": os.environ.get("BW_CACHE_DIR", ""),
+        **variables,
     }
     if not environment["BW_CACHE_DIR"]:
         del environment["BW_CACHE_DIR"]  # the native module is where this process has it
@@ -42,19 +44,20 @@ def output_of(*argv: str) -> str:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == status, f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
 @pytest.mark.parametrize("parts", ["kernels", "optim graphs", "ordering"])
 def test_the_tests(parts: str) -> None:
-    """Ordering alone: it poisons all pools of its process."""
-    out = output_of(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/gpu/test_{name}.py" for name in parts.split())
-    )
+    """Ordering alone: all pools of its process are poisoned."""
+    variables = dict(next(part for part in run_all.all_parts() if part.name == parts.split()[0]).variables)
+    files = [f"tests/gpu/test_{name}.py" for name in parts.split()]
+    out = output_of("-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *files, **variables)
     last = out.strip().splitlines()[-1]
     assert " passed" in last, out[-2000:]
     assert "failed" not in last
+    assert "BW_POOL_POISON" not in out
 
 
 def test_the_sanitizers_cases() -> None:
@@ -63,6 +66,15 @@ def test_the_sanitizers_cases() -> None:
     ran = json.loads(out.strip().splitlines()[-2])
     assert ran["cases"] == ran["of"] > 100
     assert not ran["left_out"]
+
+
+def test_the_sanitizers_cases_begin_with_each_kind_of_weight_and_some_must_run() -> None:
+    out = output_of("tests/gpu/sanitizer_cases.py", "memcheck", "--seconds", "0", status=1)
+    left = json.loads(out.strip().splitlines()[-2])["left_out"]
+    first = left[: left.index("copy torch.float16 to torch.float16")]
+    for weight in {kind[0] for kind in KINDS}:
+        assert any(name.startswith(f"adam {weight},") for name in first), weight
+    assert f"{len(left)} left out" in out.strip().splitlines()[-1]
 
 
 def test_the_benchmarks() -> None:

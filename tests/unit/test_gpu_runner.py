@@ -83,7 +83,7 @@ def test_a_run_goes_on_past_failures(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "ok": False,
     }
     assert found[4:6] == [{"part": "works", "case": 1}, {"part": "works", "case": 2}]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.txt", "results.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.txt", "results.jsonl", "table.txt"]
     logs = (tmp_path / "out" / "logs.txt").read_text()
     assert logs.index("==== fails:") < logs.index("about to fail") < logs.index("==== hangs:") < logs.index("hanging")
 
@@ -112,6 +112,7 @@ def test_the_table_and_the_exit_status(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(run_all, "all_parts", lambda: parts)
     assert run_all.main(["--out", str(tmp_path / "a")]) == 2
     rows = capsys.readouterr().out.splitlines()[-4:]
+    assert (tmp_path / "a" / "table.txt").read_text().splitlines() == rows
     assert [row.split("  ")[0].strip() for row in rows[:3]] == ["one", "two words", "three"]
     assert " ok " in rows[0] and rows[0].endswith("fine") and "failed" in rows[1]
     assert rows[2].endswith("ZeroDivisionError: division by zero") and rows[3].startswith("3 parts, 2 failed, ")
@@ -162,8 +163,11 @@ def test_the_parts_fit_and_are_named_once() -> None:
 
 def test_parts_run_from_the_source_tree_with_everything_required(tmp_path: Path) -> None:
     code = "import bucketwheel, json, os; keys = ('BW_REQUIRE', 'BW_CACHE_DIR')\n"
-    code += "print(json.dumps({'file': bucketwheel.__file__, **{key: os.environ.get(key) for key in keys}}))"
-    run_all.run_part(python("sees", code), tmp_path / "log", 60.0)
+    code += "print(json.dumps({'file': bucketwheel.__file__, **{key: os.environ.get(key) for key in keys}}))\n"
+    code += "assert os.environ['ONLY_HERE'] == 'yes'"
+    part = Part("sees", (sys.executable, "-c", code), 60.0, variables=(("ONLY_HERE", "yes"),))
+    assert run_all.run_part(part, tmp_path / "log", 60.0).ok
+    assert "ONLY_HERE" not in run_all.environment()
     (found,) = run_all.results_of("sees", tmp_path / "log")
     assert found["file"] == str(ROOT / "python" / "bucketwheel" / "__init__.py")
     assert found["BW_REQUIRE"] == "gpu,nvcc" and found["BW_CACHE_DIR"]

@@ -11,6 +11,7 @@ import torch
 from simulated_cuda import Calls, posing
 
 from bucketwheel._build import native
+from bucketwheel.device import keep_as_cache
 from bucketwheel.errors import DeviceError, PoolError, UseAfterRelease
 from bucketwheel.pool import Pool
 
@@ -79,12 +80,40 @@ def test_a_dropped_lease_counts_as_used_in_its_stream(pool: Pool) -> None:
 def test_release_without_an_event_fences_the_current_stream(pool: Pool) -> None:
     pool.acquire("a", 4096).release()
     other = native().Stream("other", 0)
-    calls = Calls()
     lease = pool.acquire("b", 4096, other)
-    assert calls.since().get("memcpy_blocking", 0) == 0
-    lease.release(after=other)
+    calls = Calls()
+    lease.release()
+    assert calls.since().get("event_record", 0) == 1
     with pytest.raises(UseAfterRelease):
         _ = lease.data_ptr
+    # The next owner's stream is made to wait for it, although it is the one that the lease was made for.
+    calls = Calls()
+    pool.acquire("c", 4096, other).release(after=other)
+    assert calls.since().get("stream_wait_event", 0) + calls.since().get("event_query", 0) >= 1
+
+
+def test_a_lease_ends_behind_what_stays_what_it_is(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles, native events and streams. torch's events are recorded again by whoever has them."""
+
+    class TorchEvent:
+        def record(self) -> None:
+            raise AssertionError("recorded")
+
+    monkeypatch.setattr(torch.cuda, "Event", TorchEvent)
+    stream = native().Stream("last", 0)
+    lease = pool.acquire("a", 4096)
+    with pytest.raises(TypeError, match=r"got .*TorchEvent: pass the stream in which it was recorded"):
+        lease.release(after=TorchEvent())
+    for wrong, name in ((7, "builtins.int$"), ("now", "builtins.str$"), (pool, "Pool$")):
+        with pytest.raises(TypeError, match=f"a native event, a stream or None, got .*{name}"):
+            lease.release(after=wrong)
+    assert lease.is_live
+    lease.release(after=stream.record())
+    pool.acquire("b", 4096).release(after=stream)
+    handle = type("Handle", (), {"event": stream.record()})()
+    pool.acquire("c", 4096).release(after=handle)
+    pool.check()
+    pool.expect_no_leases()
 
 
 def test_acquire_and_release_neither_wait_nor_allocate(pool: Pool) -> None:
@@ -125,6 +154,25 @@ def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None
     pool.check()
     lease.release()
     pool.acquire("fits", 2 * SLAB).release()
+
+
+def test_a_cache_that_cannot_give_back_does_not_hide_the_error(library: Any) -> None:
+    class Broken:
+        device = 0
+
+        def trim(self) -> int:
+            raise DeviceError("the trimmer is broken")
+
+    library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 2 * SLAB)
+    broken = Broken()
+    keep_as_cache(broken)
+    hoarder = Pool("cuda")
+    hoarder.acquire("big", 2 * SLAB).release()
+    pool = Pool("cuda")
+    lease = pool.acquire("big", 2 * SLAB)
+    with pytest.raises(PoolError, match=r"out of memory.*pools gave back 0 bytes \(one failed to: the trimmer is broken\)"):
+        pool.acquire("more", SLAB)
+    lease.release()
 
 
 def test_other_failures_of_an_allocation_are_named() -> None:
