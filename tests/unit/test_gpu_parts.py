@@ -44,7 +44,9 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == status, f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == status, (
+        f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    )
     return done.stdout
 
 
