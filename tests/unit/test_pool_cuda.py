@@ -170,7 +170,9 @@ def test_a_cache_that_cannot_give_back_does_not_hide_the_error(library: Any) -> 
     hoarder.acquire("big", 2 * SLAB).release()
     pool = Pool("cuda")
     lease = pool.acquire("big", 2 * SLAB)
-    with pytest.raises(PoolError, match=r"out of memory.*pools gave back 0 bytes \(one failed to: the trimmer is broken\)"):
+    with pytest.raises(
+        PoolError, match=r"out of memory.*pools gave back 0 bytes \(one failed to: the trimmer is broken\)"
+    ):
         pool.acquire("more", SLAB)
     lease.release()
 
