@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_adam import BF16, CONFIGS, F32, Config, Tensors, fused, peers_of
+from gpu_adam import BF16, CONFIGS, F32, Config, Tensors, fused, omitted_peers, peers_of
 from gpu_systems import GPT_MEDIUM, GPT_TINY, OptimizerPair, TrainingStep
 from gpu_timing import Bench, random
 from harness import Timing, parse_args
@@ -47,8 +47,8 @@ def check_adam() -> None:
         torch.testing.assert_close(ours.p[0].float(), theirs[0][0].float(), **tolerance)
 
 
-def supported(cases: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """Without those that torch refuses for these dtypes."""
+def supported(bench: Bench, config: str, cases: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """Without those that torch refuses for these dtypes, for which there is a line that says so."""
     kept = {}
     for name, call in cases.items():
         try:
@@ -58,7 +58,7 @@ def supported(cases: dict[str, Callable[[], None]]) -> dict[str, Callable[[], No
                 torch.cuda.empty_cache()
             elif name == "ours":
                 raise
-            print(f"{name}: left out: {str(error).splitlines()[0][:120]}", flush=True)
+            bench.omit(f"{config}: {name}", str(error).splitlines()[0][:120])
         else:
             kept[name] = call
     return kept
@@ -71,11 +71,14 @@ def adam(bench: Bench) -> None:
             numel = QUICK_NUMEL if label == "16 M" else QUICK_NUMEL // 4
         for config in CONFIGS:
             if bench.time_left() < 4.0 or DEVICE.free_bytes() < 2 * config.bytes_per * numel:
-                print(f"{config.name} {label}: left out: no time or memory left", flush=True)
+                bench.omit(f"{config.name} {label}", "no time or memory left")
                 continue
             tensors = Tensors.make(config, [numel])
-            cases = {"ours": tensors.ours(), **peers_of(tensors, slow=label == "16 M")}
-            timings = bench.measure(supported(cases))
+            slow = label == "16 M"
+            cases = {"ours": tensors.ours(), **peers_of(tensors, slow=slow)}
+            for name, reason in omitted_peers(config, slow=slow).items():
+                bench.omit(f"{config.name} {label}: {name}", reason)
+            timings = bench.measure(supported(bench, f"{config.name} {label}", cases))
             bench.add_peers(config.name, numel, timings, tensors.size_bytes)
             if label == "256 M" and config.name in "AH":
                 ways = {f"{config.name} by op": tensors.by_op()}
@@ -207,14 +210,15 @@ def layouts(bench: Bench) -> None:
     ]
     for label, config, numels, offset in cases:
         if DEVICE.free_bytes() < 1.2 * config.bytes_per * sum(numels):
-            print(f"{label}, {config.name}: left out: not enough memory", flush=True)
+            bench.omit(f"{label}, {config.name}", "not enough memory")
             continue
         tensors = Tensors.make(config, numels, offset=offset)
         peers = {name: call for name, call in peers_of(tensors).items() if "fused" in name}
         calls = Calls()
         tensors.by_op()()
         launches = calls.since().get("launch_adam", 0)
-        timings = bench.measure(supported({"ours": tensors.ours(), "by op": tensors.by_op(), **peers}))
+        cases_now = {"ours": tensors.ours(), "by op": tensors.by_op(), **peers}
+        timings = bench.measure(supported(bench, f"{label}, {config.name}", cases_now))
         by_op = timings.pop("by op")
         bench.add_peers(f"{label}, {config.name}", tensors.numel, timings, tensors.size_bytes, launches=launches)
         bench.add(f"{label}, {config.name} by op", tensors.numel, by_op, size_bytes=tensors.size_bytes)

@@ -14,7 +14,7 @@ from bucketwheel import ops
 from bucketwheel.rows_cuda import AdamRowsCuda
 from tests.gpu.device import DEVICE
 
-__all__ = ["CONFIGS", "Config", "Tensors", "peers_of"]
+__all__ = ["CONFIGS", "Config", "Tensors", "omitted_peers", "peers_of"]
 
 F32, BF16 = torch.float32, torch.bfloat16
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
@@ -156,3 +156,15 @@ def peers_of(tensors: Tensors, *, slow: bool = False) -> dict[str, Callable[[], 
         if slow:
             peers["torch for-loop"] = by_class(tensors, foreach=False)
     return peers
+
+
+def omitted_peers(config: Config, *, slow: bool = False) -> dict[str, str]:
+    """Why torch's other ways are not among `peers_of`, by name."""
+    names = ["torch foreach", "torch for-loop"]
+    if config.weight == "remainder":
+        return dict.fromkeys(["torch fused", *names], "torch keeps no remainders")
+    if config.weight == "master":
+        return dict.fromkeys(names, "torch has no one call that keeps float32 masters")
+    if config.state != config.p:
+        return dict.fromkeys(names, "torch's states have the parameter's dtype")
+    return {} if slow else {names[1]: "many passes, one by one: at 16 M only"}

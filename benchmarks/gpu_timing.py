@@ -107,6 +107,10 @@ class Bench:
 
     # ---- results
 
+    def omit(self, config: str, reason: str) -> None:
+        """A line for what was not measured."""
+        self._write({"bench": self.section, "config": config, "omitted": reason, **self._facts})
+
     def add(
         self,
         config: str,
@@ -138,6 +142,9 @@ class Bench:
             **more,
             **self._facts,
         }
+        self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line)
         if self._path is None:
             print(_row(line), flush=True)
@@ -165,5 +172,5 @@ def _rounded(value: float | None, scale: float = 1.0) -> float | None:
 
 
 def _row(line: Mapping[str, Any]) -> str:
-    shown = ("bench", "config", "numel", "ms", "spread", "gbps", "of_copy", "peer", "peer_ms", "ratio")
-    return "  ".join(f"{name}={line[name]}" for name in shown if line[name] is not None)
+    shown = ("bench", "config", "numel", "ms", "spread", "gbps", "of_copy", "peer", "peer_ms", "ratio", "omitted")
+    return "  ".join(f"{name}={line[name]}" for name in shown if line.get(name) is not None)

@@ -139,7 +139,7 @@ def test_tensors_and_handles_may_be_dropped() -> None:
         numel = numel_of(world)
         stream = DEVICE.stream()
         with DEVICE.on(stream):
-            shards = []
+            shards, busy = [], []
             for seed in range(count):
                 source = given(rank, seed, numel, F32).to(DEVICE.tensors)
                 full = torch.empty_like(source)
@@ -150,11 +150,13 @@ def test_tensors_and_handles_may_be_dropped() -> None:
                 if seed < count - 1:
                     del handle
                 del full
+                busy.append(not DEVICE.is_idle(stream))
                 gc.collect()
                 poisoned(numel, F32)  # may get the memory of what was dropped
             handle.wait()
             got = [shard.clone() for shard in shards]
         DEVICE.join(stream)
+        assert_mostly(busy)
         for seed, part in enumerate(got):
             begin = rank * (numel // world)
             assert torch.equal(DEVICE.get(part), sums(world, seed, F32)[begin : begin + part.numel()]), seed

@@ -82,7 +82,12 @@ def test_the_sanitizers_cases_begin_with_each_kind_of_weight_and_some_must_run()
 def test_the_benchmarks() -> None:
     """Every section writes its lines to standard output, as `make gpu` reads them."""
     out = output_of("benchmarks/bench_gpu.py", "--section", "all", "--quick", "--json", "/dev/stdout")
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    lines = [line for line in printed if "omitted" not in line]
+    omitted = {line["config"]: line["omitted"] for line in printed if "omitted" in line}
+    for config in "CDEFG":
+        assert "torch" in omitted[f"{config} 16 M: torch foreach"], config
+    assert not any(config.startswith(("A 16 M: ", "H 16 M: ")) for config in omitted)
     of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
     assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
     for section, least in (("adam", 24), ("norm", 16), ("layouts", 12), ("host", 2), ("gpt", 4)):

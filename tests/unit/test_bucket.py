@@ -1,0 +1,111 @@
+"""Buckets that several CUDA streams write to: who waits for whom. The streams are false ones that record what waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bucketwheel as bw
+from bucketwheel import bucket as buckets
+from bucketwheel import hooks
+from bucketwheel._build import native
+from bucketwheel.bucket import GradBucket, Part
+from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.pool import Pool
+
+
+class Streams:
+    """torch's current stream is the one named last by `use`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[tuple[str, str]] = []  # who, for whom
+        self._named: dict[str, FalseStream] = {}
+        self.use("a")
+        for module in (buckets, hooks):
+            monkeypatch.setattr(module, "stream_of", lambda device: self.current)
+
+    def use(self, name: str) -> None:
+        self.current = self._named.setdefault(name, FalseStream(self, name))
+
+    def waited(self) -> list[tuple[str, str]]:
+        """Since the last call."""
+        waits, self.waits = self.waits, []
+        return waits
+
+
+class FalseStream:
+    device = torch.device("cpu")
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        self._streams, self.name = streams, name
+        self.cuda_stream = hash(name)
+
+    def wait_stream(self, other: Any) -> None:
+        self._streams.waits.append((self.name, other.name))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+def bucket_of_two() -> GradBucket:
+    accumulator = native().ShardAccumulator(torch.zeros(8), [(0, 8)])
+    return GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_stream_that_stores_waits_for_the_one_that_opened(streams: Streams, late: bool) -> None:
+    pool, bucket = Pool("host"), bucket_of_two()
+    bucket.store(pool, 0, torch.ones(4), late=late, add=late)
+    assert streams.waited() == []
+    streams.use("b")
+    bucket.store(pool, 1, torch.ones(4), late=late, add=late)
+    assert streams.waited() == [("b", "a")]
+    assert [stream.name for stream in bucket.take_streams()] == ["a", "b"]
+    lease, flat = bucket.take(pool, [], late=late)
+    assert flat.tolist() == [1.0] * 8
+    lease.release()
+    bucket.store(pool, 0, torch.ones(4), late=late, add=late)  # opened anew, in b
+    assert streams.waited() == []
+    bucket.take(pool, [], late=late)[0].release()
+
+
+def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(streams: Streams) -> None:
+    pool, bucket = Pool("host"), bucket_of_two()
+    bucket.store(pool, 0, torch.ones(4), late=True, add=True)
+    streams.use("b")
+    bucket.store(pool, 1, torch.ones(4), late=True, add=True)
+    streams.use("c")
+    streams.waited()
+    bucket.drop(1)
+    assert {("c", "a"), ("c", "b")} == set(streams.waited())
+    assert "c" in [stream.name for stream in bucket.take_streams()]
+    lease, flat = bucket.take(pool, [], late=True)
+    assert flat.tolist() == [1.0] * 4 + [0.0] * 4
+    lease.release()
+
+
+def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) -> None:
+    """The window is opened in a, where the first bucket is filled; the second one is filled and launched in b."""
+    with Communicator(LocalWorld(1).rank(0)) as comm:
+        params = [torch.nn.Parameter(torch.ones(300)) for _ in range(2)]
+        opt = bw.ShardedAdamW(params, process_group=comm, bucket_cap_mb=1.3e-3)
+        assert len(opt._engine.grads.buckets) == 2
+        params[0].sum().backward()
+        assert streams.waited() == []
+        streams.use("b")
+        params[1].sum().backward()
+        assert ("b", "a") in streams.waited()
+        opt.step()
+        opt.close()
+
+
+def test_without_cuda_there_is_one_stream() -> None:
+    assert buckets.stream_of(torch.device("cpu")) is None
+    bucket, pool = bucket_of_two(), Pool("host")
+    bucket.store(pool, 0, torch.ones(4), late=False, add=False)
+    assert bucket.take_streams() == []
+    bucket.take(pool, [1], late=False)[0].release()
