@@ -33,9 +33,7 @@ class ReducedGradsCuda(ReducedGrads):
         self.row_sums = self._new(spans).zero_()
         self._factors = self._new(param_count).fill_(1.0)
         self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
-        self._to_reset: set[int] = (
-            set()
-        )  # those whose entry is left over and must become 1 before _factors is used as a whole
+        self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _factors is used
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)
