@@ -146,11 +146,9 @@ class ShardedAdamW(Optimizer):
         if comm is not None:
             _expect_implemented(static_graph=(static_graph, False))
         if comm is None:
-            self._made_engine = (
-                LocalEngineCuda(infos, is_static=static_graph, is_capturable=capturable)
-                if is_on_cuda
-                else LocalEngine(infos, is_static=static_graph)
-            )
+            cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
+            engine = LocalEngineCuda if is_on_cuda else LocalEngine
+            self._made_engine = engine(infos, is_static=static_graph, **cuda_options)
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,

@@ -106,7 +106,7 @@ def test_misuse_raises_named_errors() -> None:
         lease.tensor(torch.float32, (-1,))
     with pytest.raises(TypeError, match="unsupported dtype complex64"):
         lease.tensor(torch.complex64, 1)
-    with pytest.raises(TypeError, match="after must be an Event or None, got int"):
+    with pytest.raises(TypeError, match="after must be a handle, a native event, a stream or None, got builtins.int"):
         lease.release(after=3)
     assert lease.is_live
     lease.release()
