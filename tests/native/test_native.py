@@ -46,7 +46,7 @@ def words(test: str, key: str) -> list[str]:
     return found.group(1).split() if found else []
 
 
-def tests_of(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
+def for_tests_that_run(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
     """The tests that do this run: all that name none, slow ones if ``slow``, and those that name it."""
     chosen = [test for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
     marks = [pytest.mark.slow] if slow else []
@@ -112,31 +112,31 @@ def run(test: str, sanitizer: str, **env: str) -> None:
 
 
 @pytest.mark.timeout_s(600)
-@tests_of("plain")
+@for_tests_that_run("plain")
 def test_plain(test: str) -> None:
     run(test, "plain")
 
 
 @pytest.mark.timeout_s(600)
-@tests_of("thread")
+@for_tests_that_run("thread")
 def test_threads(test: str) -> None:
     run(test, "thread")
 
 
 @pytest.mark.timeout_s(600)
-@tests_of("address", slow=True)
+@for_tests_that_run("address", slow=True)
 def test_address(test: str) -> None:
     run(test, "address")
 
 
 @pytest.mark.timeout_s(600)
-@tests_of("inline")
+@for_tests_that_run("inline")
 def test_inline_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM="inline")
 
 
 @pytest.mark.timeout_s(600)
-@tests_of("fuzzed")
+@for_tests_that_run("fuzzed")
 def test_fuzzed_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM_FUZZ="1")
 
@@ -145,7 +145,7 @@ def test_fuzzed_streams(test: str) -> None:
 @pytest.mark.timeout_s(900)
 @pytest.mark.parametrize("seed", ["2", "3", "4"])
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-@tests_of("fuzzed")
+@for_tests_that_run("fuzzed")
 def test_fuzzed_streams_under_sanitizers(test: str, sanitizer: str, seed: str) -> None:
     run(test, sanitizer, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
 
