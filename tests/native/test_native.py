@@ -27,8 +27,8 @@ TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
 CUDA_AS_CXX = [f"-I{HERE / 'fake_cuda'}", "-Wno-unknown-pragmas"]
 SANITIZERS = {
     "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"],
-    "thread": ["-fsanitize=thread", "-O1", "-g"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1"],
+    "thread": ["-fsanitize=thread", "-O1", "-g1"],
 }
 RUN_ENV = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1",
