@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from bucketwheel import _toolchain
+from bucketwheel._compile import closure
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "native"
@@ -85,22 +86,20 @@ def build(test: str, sanitizer: str) -> Path:
     cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *SANITIZERS[sanitizer]]
     compile_argv = [*cxx, f"-I{recipe.csrc}", f"-I{HERE}", "-c"]
     own_argv = [*compile_argv, *(CUDA_AS_CXX if extra else [])]
-    headers = sorted(path for folder in folders for path in (recipe.csrc / folder).glob("*.h"))
+    fake_toolkit = sorted((HERE / "fake_cuda").glob("*.h")) if extra else []
 
     def compile_part(path: Path, flags: tuple[str, ...]) -> Path:
-        # A folder's own headers and those below it: "base" is compiled once for all tests.
-        seen = headers[: 1 + max(i for i, header in enumerate(headers) if header.parent == path.parent)]
-        return stored(f"{path.stem}-{sanitizer}", [path, *seen], [*compile_argv, str(path), *flags])
+        # What it includes and no more: every source is compiled once for all tests.
+        return stored(f"{path.stem}-{sanitizer}", closure(recipe.csrc, str(path)), [*compile_argv, str(path), *flags])
 
     def compile_extra(path: Path) -> Path:
-        seen = [*sorted((HERE / "fake_cuda").glob("*.h")), *headers]
-        return stored(f"{path.stem}-{sanitizer}", [path, *seen], [*own_argv, "-x", "c++", str(path)])
+        seen = [*closure(recipe.csrc, str(path)), *fake_toolkit]
+        return stored(f"{path.stem}-{sanitizer}", seen, [*own_argv, "-x", "c++", str(path)])
 
     parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        main = pool.submit(
-            stored, f"{test}-{sanitizer}", [source, *sorted(HERE.rglob("*.h")), *headers], [*own_argv, str(source)]
-        )
+        seen = [*closure(recipe.csrc, str(source)), *fake_toolkit]
+        main = pool.submit(stored, f"{test}-{sanitizer}", seen, [*own_argv, str(source)])
         objects = [*pool.map(compile_extra, extra), *pool.map(lambda part: compile_part(*part), parts)]
         objects.append(main.result())
     return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects)])
