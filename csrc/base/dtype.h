@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/platform.h"
+
 namespace bucketwheel {
 
 enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8, kInt16 };
 
-constexpr size_t size_of(DType dtype) {
+BW_HD constexpr size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
     case DType::kInt64:

@@ -71,7 +71,6 @@ __device__ __forceinline__ void store_words(void* at, const uint32_t* word) {
 BW_HD double double_of_bits(uint64_t bits) { return __builtin_bit_cast(double, bits); }
 BW_HD uint64_t bits_of_double(double value) { return __builtin_bit_cast(uint64_t, value); }
 
-// size_of() for device code, which may only read constants of it.
 template <DType kType>
 inline constexpr int kSizeOf = static_cast<int>(size_of(kType));
 

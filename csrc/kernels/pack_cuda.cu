@@ -103,24 +103,6 @@ __device__ __forceinline__ void cast_chunk_to(char* to, const char* from, DType 
   }
 }
 
-__device__ __forceinline__ int64_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-    case DType::kInt64:
-      return 8;
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    case DType::kBFloat16:
-    case DType::kFloat16:
-    case DType::kInt16:
-      return 2;
-    case DType::kUInt8:
-      return 1;
-  }
-  return 0;
-}
-
 __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_constant__ CopyLaunch launch) {
   const ChunkRange range = chunks_of_block(launch.chunks);
   int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
@@ -130,11 +112,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_con
     const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
     const int numel = static_cast<int>(rest < kCopyCudaChunkNumel ? rest : kCopyCudaChunkNumel);
-    char* to = static_cast<char*>(item.to) + begin * bytes_of(item.to_dtype);
-    const char* from = static_cast<const char*>(item.from) + begin * bytes_of(item.from_dtype);
+    char* to = static_cast<char*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
+    const char* from = static_cast<const char*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
     const DType from_dtype = item.from_dtype;
     if (item.to_dtype == from_dtype) {
-      switch (bytes_of(from_dtype)) {
+      switch (static_cast<int64_t>(size_of(from_dtype))) {
         case 8:
           copy_chunk<uint64_t>(to, from, numel);
           break;
