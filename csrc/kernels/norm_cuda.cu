@@ -74,6 +74,18 @@ __device__ __forceinline__ void for_my_elements(int numel, const Take& take, con
   }
 }
 
+// The same where memory may not be aligned for vectors: then every element goes by take_one.
+template <int kRows, class Take, class TakeOne>
+__device__ __forceinline__ void for_my_elements(bool is_aligned, int numel, const Take& take, const TakeOne& take_one) {
+  const auto take_unaligned = [&](auto /*one*/, int i) {
+#pragma unroll  // else the lanes go through memory
+    for (int lane = 0; lane < kFour; ++lane) {
+      take_one(i + lane, lane);
+    }
+  };
+  is_aligned ? for_my_elements<kRows>(numel, take, take_one) : for_my_elements<1>(numel, take_unaligned, take_one);
+}
+
 // ---- sums of squares
 
 template <DType kType>
@@ -96,13 +108,7 @@ __device__ __forceinline__ void sum_chunk(const char* data, int numel, double (&
       }
     }
   };
-  const auto take_unaligned = [&](auto /*one*/, int i) {
-#pragma unroll  // else `lanes` goes through memory
-    for (int lane = 0; lane < kFour; ++lane) {
-      take_one(i + lane, lane);
-    }
-  };
-  is_aligned ? for_my_elements<kRows>(numel, take, take_one) : for_my_elements<1>(numel, take_unaligned, take_one);
+  for_my_elements<kRows>(is_aligned, numel, take, take_one);
 }
 
 template <DType kType>
@@ -203,13 +209,7 @@ __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch,
       }
     }
   };
-  const auto take_unaligned = [&](auto /*one*/, int i) {
-#pragma unroll  // else `lanes` goes through memory
-    for (int lane = 0; lane < kFour; ++lane) {
-      take_one(i + lane, lane);
-    }
-  };
-  is_aligned ? for_my_elements<kRows>(numel, take, take_one) : for_my_elements<1>(numel, take_unaligned, take_one);
+  for_my_elements<kRows>(is_aligned, numel, take, take_one);
 }
 
 // Whether four elements from `first` on, and every fourth one, are aligned for vectors in the shard and all sources.
