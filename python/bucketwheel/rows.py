@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._build import native
 
-__all__ = ["AdamRows", "expect_uniform_flags"]
+__all__ = ["AdamRows", "expect_uniform_flags", "native_flags", "native_group"]
 
 
 def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
@@ -24,17 +24,37 @@ def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{key} must be the same in all parameter groups, got {[g[key] for g in param_groups]}")
 
 
+def native_group(group: dict[str, Any], lr: float) -> Any:
+    """A parameter group with the learning rate ``lr``, as the kernel takes it."""
+    return native().AdamGroup(lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+
+
+def native_flags(param_groups: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """The flags that all groups share, as the kernel takes them."""
+    expect_uniform_flags(param_groups)
+    return {
+        "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
+        "maximize": bool(param_groups[0]["maximize"]),
+    }
+
+
 class AdamRows:
     """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up here.
 
     ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters that have
-    neither master nor remainder. ``seed``: of the random bits.
+    neither master nor remainder. ``seed``: of the random bits. ``table``: another native table (`rows_cuda`).
     """
 
     def __init__(
-        self, steps: Tensor, *, stochastic: bool = True, stochastic_param: bool = False, seed: int = 0
+        self,
+        steps: Tensor,
+        *,
+        stochastic: bool = True,
+        stochastic_param: bool = False,
+        seed: int = 0,
+        table: Any = None,
     ) -> None:
-        self.table = native().AdamTable()
+        self.table = native().AdamTable() if table is None else table
         self.steps = steps
         self._param_of_row: list[int] = []
         self._index: Tensor | None = None
@@ -89,7 +109,7 @@ class AdamRows:
 
         ``factors``, one a parameter, are folded into the gradients with ``average``.
         """
-        expect_uniform_flags(param_groups)
+        flags = native_flags(param_groups)
         native().set_num_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
@@ -100,16 +120,8 @@ class AdamRows:
             is_used[self._index],
             torch.tensor([average * factor for factor in factors], dtype=torch.float64)[self._index],
         )
-        self._groups = [
-            native().AdamGroup(
-                float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
-            )
-            for group in param_groups
-        ]
-        self._flags = {
-            "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
-            "maximize": bool(param_groups[0]["maximize"]),
-        }
+        self._groups = [native_group(group, float(group["lr"])) for group in param_groups]
+        self._flags = flags
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""

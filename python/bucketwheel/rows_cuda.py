@@ -13,49 +13,18 @@ import torch
 from torch import Tensor
 
 from ._build import native
-from .rows import expect_uniform_flags
+from .rows import AdamRows, native_flags, native_group
 
 __all__ = ["AdamRowsCuda"]
 
 
-class AdamRowsCuda:
+class AdamRowsCuda(AdamRows):
     """The native `AdamCudaTable`. ``steps``: int64, one a parameter, on the device, counted up there."""
 
-    def __init__(self, steps: Tensor, device: int, *, stochastic: bool = True, seed: int = 0) -> None:
-        self.table = native().AdamCudaTable(device)
-        self.steps = steps
-        self._rounding: dict[str, Any] = {"stochastic": stochastic, "seed": seed}
+    def __init__(self, steps: Tensor, device: int, **rounding: Any) -> None:
+        super().__init__(steps, table=native().AdamCudaTable(device), **rounding)
 
-    def add(
-        self,
-        param: int,
-        group: int,
-        p: Tensor,
-        g: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        master: Tensor | None = None,
-        *,
-        max_exp_avg_sq: Tensor | None = None,
-        remainder: Tensor | None = None,
-        param_begin: int = 0,
-    ) -> int:
-        """As `AdamRows.add`, for tensors on the device."""
-        row: int = self.table.add(
-            p,
-            g,
-            m,
-            v,
-            master,
-            group,
-            max_exp_avg_sq=max_exp_avg_sq,
-            remainder=remainder,
-            param=param,
-            param_begin=param_begin,
-        )
-        return row
-
-    def begin_step(
+    def begin_step(  # type: ignore[override]  # factors are on the device
         self,
         param_groups: Sequence[dict[str, Any]],
         used: Sequence[bool],
@@ -66,16 +35,11 @@ class AdamRowsCuda:
 
         ``factors``: float64, one a parameter, on the device, folded into the gradients with ``average``.
         """
-        expect_uniform_flags(param_groups)
+        flags = native_flags(param_groups)
         on_device = [_lr_on_device(group["lr"]) for group in param_groups]
         self._lr = on_device  # read when the step runs
         groups = [
-            native().AdamGroup(
-                0.0 if lr is not None else float(group["lr"]),
-                *map(float, group["betas"]),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-            )
+            native_group(group, 0.0 if lr is not None else float(group["lr"]))
             for group, lr in zip(param_groups, on_device, strict=True)
         ]
         arguments = native().AdamCudaArguments(
@@ -84,8 +48,7 @@ class AdamRowsCuda:
             factors=factors,
             lr=on_device if any(lr is not None for lr in on_device) else None,
             average=average,
-            decoupled=bool(param_groups[0].get("decoupled_weight_decay", True)),
-            maximize=bool(param_groups[0]["maximize"]),
+            **flags,
             **self._rounding,
         )
         self.table.begin(groups, arguments)
