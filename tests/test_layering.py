@@ -40,7 +40,7 @@ PYTHON_LAYERS = [
     ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
     ["schedule", "bucket", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["grad", "grad_owner", "hooks"],
-    ["local", "local_cuda", "sharded"],
+    ["local", "local_cuda", "sharded", "arguments"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor"],
     ["__init__", "__main__"],

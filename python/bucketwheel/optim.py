@@ -14,18 +14,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from . import state_dict as states
+from .arguments import (
+    DTYPES,
+    collect_params,
+    communicator_for,
+    expect_hyperparameters,
+    expect_implemented,
+    group_texts,
+)
 from .comm import Communicator
-from .device import CPU, device_index, torch_device
+from .device import CPU, device_index
 from .errors import ClosedError
-from .flat import ParamInfo
 from .local import LocalEngine
 from .local_cuda import LocalEngineCuda
-from .rows import expect_uniform_flags
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
-
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ShardedAdamW(Optimizer):
@@ -102,15 +106,15 @@ class ShardedAdamW(Optimizer):
         static_graph: bool = False,
         on_external_update: str = "resync",
     ) -> None:
-        _expect_hyperparameters(lr, betas, eps, weight_decay)
-        _expect_implemented(
+        expect_hyperparameters(lr, betas, eps, weight_decay)
+        expect_implemented(
             amsgrad=(amsgrad, False),
             replicate_group=(replicate_group, None),
             state_dtype=(state_dtype, None, torch.float32),
             accum_dtype=(accum_dtype, None, torch.float32),
             master_weights=(master_weights, "auto", "fp32"),
             on_external_update=(on_external_update, "resync"),
-            reduce_dtype=(reduce_dtype, None, *_DTYPES),
+            reduce_dtype=(reduce_dtype, None, *DTYPES),
         )
         if capturable and not static_graph:
             raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
@@ -134,9 +138,9 @@ class ShardedAdamW(Optimizer):
             decoupled_weight_decay=True,
         )
         super().__init__(params, defaults)
-        infos = _collect(self.param_groups)
+        infos = collect_params(self.param_groups)
         device = infos[0].device if infos else torch.device("cpu")
-        comm = _communicator(process_group, device)
+        comm = communicator_for(process_group, device)
         self._is_closed = False
         self._owns_comm = comm is not None and comm is not process_group
         self._made_engine: LocalEngine | ShardedEngine
@@ -144,7 +148,7 @@ class ShardedAdamW(Optimizer):
         if capturable and not is_on_cuda:
             raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
         if comm is not None:
-            _expect_implemented(static_graph=(static_graph, False))
+            expect_implemented(static_graph=(static_graph, False))
         if comm is None:
             cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
             engine = LocalEngineCuda if is_on_cuda else LocalEngine
@@ -160,7 +164,7 @@ class ShardedAdamW(Optimizer):
                 max_inflight_buckets=max_inflight_buckets,
             )
             try:
-                self._made_engine = ShardedEngine(comm, infos, _texts(self.param_groups), options)
+                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options)
             except BaseException:
                 if self._owns_comm:
                     comm.close(0.0)
@@ -347,86 +351,3 @@ class ShardedAdamW(Optimizer):
 
 
 _DEFAULT_BUCKET_CAP_MB = 8.0  # of the shm backend: small enough to stay in cache between packing and summing
-
-
-def _expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """torch.optim.AdamW's own checks and texts."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not 0.0 <= lr:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= eps:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    for i in (0, 1):
-        if not 0.0 <= betas[i] < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
-    if not 0.0 <= weight_decay:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-
-
-def _expect_implemented(**options: tuple[Any, ...]) -> None:
-    """Each option: (what was given, what is implemented ...)."""
-    for name, (given, *implemented) in options.items():
-        if not any(given is known or given == known for known in implemented):
-            raise NotImplementedError(
-                f"{name}={given!r} is not implemented yet; implemented: {', '.join(map(repr, implemented))}"
-            )
-
-
-def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
-    asked = group.get("granularity", 1)
-    value = (param.stride(0) if param.dim() > 1 and param.is_contiguous() else 1) if asked == "row" else asked
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"granularity of the group of {name!r} must be 'row' or an int >= 1, got {asked!r}")
-    return value
-
-
-def _collect(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
-    """The trainable parameters of all groups, in order. ValueError or TypeError naming the first that cannot be trained."""
-    infos: list[ParamInfo] = []
-    for g, group in enumerate(param_groups):
-        names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            if not param.requires_grad:
-                continue
-            if type(param.data) is not Tensor or param.layout != torch.strided:
-                raise TypeError(
-                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
-                )
-            if param.device.type not in ("cpu", "cuda") or param.dtype not in _DTYPES:
-                raise ValueError(
-                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu and cuda are implemented"
-                )
-            if infos and infos[0].device != param.device:
-                raise ValueError(
-                    f"parameter {name!r} is on {param.device}, {infos[0].name!r} on {infos[0].device}; all must be on one device"
-                )
-            granularity = _granularity(group, param, name)
-            infos.append(ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device))
-    expect_uniform_flags(param_groups)
-    return infos
-
-
-def _texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
-    """What ranks must have in common of their groups, for comparison and for messages."""
-    return [
-        f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
-        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}"
-        for g in param_groups
-    ]
-
-
-def _communicator(process_group: dist.ProcessGroup | Communicator | None, device: torch.device) -> Communicator | None:
-    """None: no other ranks, so no communication is needed."""
-    if isinstance(process_group, Communicator):
-        if process_group.device != device_index(device):
-            raise ValueError(
-                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
-                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
-            )
-        return process_group
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return None
-    if dist.get_world_size(process_group) == 1:
-        return None
-    return Communicator(process_group, name="optimizer", device=device)

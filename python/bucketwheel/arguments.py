@@ -1,0 +1,111 @@
+"""What an optimizer is given: the checks of its arguments, and the parameters and communicator that come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Communicator
+from .device import device_index, torch_device
+from .flat import ParamInfo
+from .rows import expect_uniform_flags
+
+__all__ = [
+    "DTYPES",
+    "collect_params",
+    "communicator_for",
+    "expect_hyperparameters",
+    "expect_implemented",
+    "group_texts",
+]
+
+DTYPES = (torch.float32, torch.bfloat16)  # of parameters
+
+
+def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """torch.optim.AdamW's own checks and texts."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not 0.0 <= lr:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not 0.0 <= eps:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for i in (0, 1):
+        if not 0.0 <= betas[i] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
+    if not 0.0 <= weight_decay:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def expect_implemented(**options: tuple[Any, ...]) -> None:
+    """Each option: (what was given, what is implemented ...)."""
+    for name, (given, *implemented) in options.items():
+        if not any(given is known or given == known for known in implemented):
+            raise NotImplementedError(
+                f"{name}={given!r} is not implemented yet; implemented: {', '.join(map(repr, implemented))}"
+            )
+
+
+def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
+    asked = group.get("granularity", 1)
+    value = (param.stride(0) if param.dim() > 1 and param.is_contiguous() else 1) if asked == "row" else asked
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"granularity of the group of {name!r} must be 'row' or an int >= 1, got {asked!r}")
+    return value
+
+
+def collect_params(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
+    """The trainable parameters of all groups, in order. ValueError or TypeError naming the first that cannot be trained."""
+    infos: list[ParamInfo] = []
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            if not param.requires_grad:
+                continue
+            if type(param.data) is not Tensor or param.layout != torch.strided:
+                raise TypeError(
+                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                )
+            if param.device.type not in ("cpu", "cuda") or param.dtype not in DTYPES:
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu and cuda are implemented"
+                )
+            if infos and infos[0].device != param.device:
+                raise ValueError(
+                    f"parameter {name!r} is on {param.device}, {infos[0].name!r} on {infos[0].device}; all must be on one device"
+                )
+            granularity = _granularity(group, param, name)
+            infos.append(ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device))
+    expect_uniform_flags(param_groups)
+    return infos
+
+
+def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """What ranks must have in common of their groups, for comparison and for messages."""
+    return [
+        f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}"
+        for g in param_groups
+    ]
+
+
+def communicator_for(
+    process_group: dist.ProcessGroup | Communicator | None, device: torch.device
+) -> Communicator | None:
+    """None: no other ranks, so no communication is needed."""
+    if isinstance(process_group, Communicator):
+        if process_group.device != device_index(device):
+            raise ValueError(
+                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
+                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
+            )
+        return process_group
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_world_size(process_group) == 1:
+        return None
+    return Communicator(process_group, name="optimizer", device=device)
