@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,18 @@ class Adam:
     grad_scale: float = 1.0
     decoupled: bool = True
     maximize: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """All but the step, as `ops.adam_step` takes them."""
+        return {
+            "lr": self.lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "grad_scale": self.grad_scale,
+            "decoupled": self.decoupled,
+            "maximize": self.maximize,
+        }
 
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

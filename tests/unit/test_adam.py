@@ -32,13 +32,7 @@ def step(p, g, m, v, args: Adam, **more) -> None:
         [m],
         [v],
         args.step,
-        lr=args.lr,
-        betas=(args.beta1, args.beta2),
-        eps=args.eps,
-        weight_decay=args.weight_decay,
-        grad_scale=args.grad_scale,
-        decoupled=args.decoupled,
-        maximize=args.maximize,
+        **args.arguments(),
         **more,
     )
 
