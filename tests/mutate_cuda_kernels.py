@@ -106,7 +106,7 @@ MUTANTS = {
     "sums ignore the target's alignment": ("pack_cuda.cu", "bool is_aligned = is_aligned_after<kSizeOf<kType>, kLanes>(launch.to, head);", "bool is_aligned = true;", PACK),
     "every chunk is the first": ("pack_cuda.cu", "(chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel", "0 * kCopyCudaChunkNumel", PACK),
     "doubles straight to 16 bits": ("pack_cuda.cu", "return static_cast<float>(value);", "return value * (1 + 1e-12);", PACK),
-    "int64 copied in halves": ("pack_cuda.cu", "case DType::kInt64:\n      return 8;", "case DType::kInt64:\n      return 4;", PACK),
+    "int64 copied in halves": ("pack_cuda.cu", "copy_chunk<uint64_t>(to, from, numel);", "copy_chunk<uint32_t>(to, from, numel);", PACK),
     "the divisor is ignored": ("pack_cuda.cu", "launch.divisor != 1.0", "false", PACK),
     "sums divide before they add": ("pack_cuda.cu", "sum[lane] + x.get(lane);", "sum[lane] + x.get(lane) / 1.0000001F;", PACK),
     "more ranks than there can be": ("pack_cuda.cu", "launch.world > ReduceLaunch::kMaxWorld", "false", PACK),
