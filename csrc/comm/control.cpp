@@ -4,11 +4,11 @@
 
 #include "base/align.h"
 #include "base/futex.h"
+#include "comm/mapping.h"
 
 namespace bucketwheel {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr size_t kRecordBytes = round_up(sizeof(RankRecord), kPageBytes);
 
 // The records of all ranks, then the staging buffers, then the payloads: a page belongs to one rank and one purpose,

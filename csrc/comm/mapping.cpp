@@ -15,7 +15,6 @@
 namespace bucketwheel {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 [[noreturn]] void throw_errno(const std::string& what, size_t size_bytes) {

@@ -6,6 +6,8 @@
 
 namespace bucketwheel {
 
+constexpr size_t kPageBytes = 4096;
+
 // Unmaps at the end.
 class Mapping {
  public:

@@ -9,7 +9,7 @@ namespace bucketwheel {
 namespace {
 
 // About 25 us of work: what a thread takes at once. Less is not worth waking a thread for.
-constexpr int64_t kGrainNumel = 16384;
+constexpr int64_t kAdamGrainNumel = 16384;
 
 }  // namespace
 
@@ -131,7 +131,7 @@ void AdamTable::step(const AdamStep& step) {
   const int64_t first_chunk = segments_.first_chunk(step.first_row);
   const int64_t chunks = segments_.first_chunk(step.last_row) - first_chunk;
   const int64_t numel = segments_.first_element(step.last_row) - segments_.first_element(step.first_row);
-  parallel_for(chunks, SegmentTable::grain(chunks, numel, kGrainNumel), [&](int64_t begin, int64_t end) {
+  parallel_for(chunks, SegmentTable::grain(chunks, numel, kAdamGrainNumel), [&](int64_t begin, int64_t end) {
     SegmentTable::Chunk chunk = segments_.chunk(first_chunk + begin);
     for (int64_t i = begin;;) {
       const auto r = static_cast<size_t>(chunk.row);

@@ -21,7 +21,7 @@ static_assert(kNormLanes % kWarpLanes == 0, "lanes are whole warps");
 // fold_lanes() reads whole warps.
 constexpr int64_t round_to_warp(int64_t lanes) { return (lanes + kWarpLanes - 1) / kWarpLanes * kWarpLanes; }
 
-constexpr int64_t kGrainNumel = 65536;  // about 20 us of work
+constexpr int64_t kNormGrainNumel = 65536;  // about 20 us of work
 
 bool is_finite(double value) {
   constexpr uint64_t kExponent = 0x7ff0000000000000;
@@ -74,7 +74,7 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   }
   const int64_t chunks = segments.chunks();
   std::vector<double> partial(static_cast<size_t>(chunks));
-  const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kGrainNumel);
+  const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kNormGrainNumel);
   parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const SegmentTable::Chunk chunk = segments.chunk(i);

@@ -12,7 +12,7 @@ namespace bucketwheel {
 namespace {
 
 constexpr int64_t kChunkNumel = 32768;
-constexpr int64_t kGrainNumel = 65536;  // about 20 us of work
+constexpr int64_t kPackGrainNumel = 65536;  // about 20 us of work
 
 void copy_chunk(const CopyItem& item, int64_t begin, int64_t numel) {
   std::byte* to = static_cast<std::byte*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
@@ -41,7 +41,7 @@ void copy_all(std::span<const CopyItem> items) {
     segments.add(items[i].numel);
   }
   const int64_t chunks = segments.chunks();
-  const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kGrainNumel);
+  const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kPackGrainNumel);
   parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const SegmentTable::Chunk chunk = segments.chunk(i);

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
 
-__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store"]
+__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units"]
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTILINE)
 # Said about every kernel, whatever else went wrong.
 _CHATTER = re.compile(r"ptxas info|\s+\d+ bytes stack frame, ")
+_UNIT_SOURCES = 7
 _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
 _CUDA_REMEDIES = [
     "nvcc must know the architectures and the C++ compiler: choose with BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=...",
@@ -46,21 +47,21 @@ def compile_module(
     """Compile and link in the empty private folder ``work``; returns the module's path there.
 
     ``objects`` is a store of object files by content that is read and filled (an edit of one source then compiles
-    that source only), or None. ``log`` gets the commands and all output. Raises `BuildError`.
+    its unit only), or None. ``log`` gets the commands and all output. Raises `BuildError`.
     """
     steps: list[_Step] = []
     stored: dict[str, Path] = {}  # object in work -> its place in the store
     linked: list[str] = []
-    for source in recipe.sources:
-        out = source.path.replace("/", "_") + ".o"
+    for unit in units(recipe):
+        out = unit[0].path.replace("/", "_") + ".o"
         if objects is not None:
-            place = objects / f"{object_key(recipe, toolchain, source)}.o"
+            place = objects / f"{object_key(recipe, toolchain, *unit)}.o"
             if place.is_file():
                 os.utime(place)
                 linked.append(str(place))
                 continue
             stored[out] = place
-        steps.append(_Step(out, command(recipe, toolchain, source, work / out), recipe.csrc))
+        steps.append(_Step(out, command(recipe, toolchain, *unit, out=work / out), recipe.csrc))
         linked.append(str(work / out))
     module = work / recipe.module.file
     linker = toolchain.nvcc or toolchain.cxx
@@ -74,26 +75,46 @@ def compile_module(
     return module
 
 
-def command(recipe: Recipe, toolchain: Toolchain, source: Source, out: Path) -> tuple[str, ...]:
-    """The compile of one source, to be run in csrc/.
+def units(recipe: Recipe) -> list[tuple[Source, ...]]:
+    """What compiles as one: neighbours in the list, of one folder and without flags of their own; at most 7.
+
+    They include the same headers, and reading those takes longer than compiling the sources.
+    """
+    found: list[tuple[Source, ...]] = []
+    for source in recipe.sources:
+        before = found[-1] if found else ()
+        folder = os.path.dirname(source.path)
+        joins = folder and all(os.path.dirname(other.path) == folder for other in before[:1])
+        plain = all(other.path.endswith(".cpp") and not other.flags for other in (source, *before))
+        if joins and plain and 0 < len(before) < _UNIT_SOURCES:
+            found[-1] = (*before, source)
+        else:
+            found.append((source,))
+    return found
+
+
+def command(recipe: Recipe, toolchain: Toolchain, *unit: Source, out: Path) -> tuple[str, ...]:
+    """The compile of one unit, to be run in csrc/.
 
     Its paths are relative, so that __FILE__ and the store do not depend on where the tree lies.
     """
+    *others, source = unit
     if source.path.endswith(".cu"):
         head = (*toolchain.nvcc, *recipe.nvcc_flags, *source.flags, "-I.")
     else:
         includes = (word for folder in toolchain.includes for word in ("-isystem", folder))
-        head = (*toolchain.cxx, *recipe.flags, *source.flags, "-I.", *includes)
+        before = (word for other in others for word in ("-include", other.path))
+        head = (*toolchain.cxx, *recipe.flags, *source.flags, "-I.", *includes, *before)
     return (*head, "-c", source.path, "-o", str(out))
 
 
-def object_key(recipe: Recipe, toolchain: Toolchain, source: Source) -> str:
+def object_key(recipe: Recipe, toolchain: Toolchain, *unit: Source) -> str:
     """The name, without .o, under which the store keeps an object: sha256 of all that it depends on."""
     made_by: tuple[object, ...] = (toolchain.identity, recipe.flags)
-    if source.path.endswith(".cu"):
+    if unit[0].path.endswith(".cu"):
         made_by = (toolchain.identity, toolchain.nvcc, toolchain.nvcc_identity, recipe.nvcc_flags)
-    digest = hashlib.sha256(repr((*made_by, source)).encode())
-    for path in closure(recipe.csrc, source.path):
+    digest = hashlib.sha256(repr((*made_by, *unit)).encode())
+    for path in (path for source in unit for path in closure(recipe.csrc, source.path)):
         digest.update(f"\n{path.relative_to(recipe.csrc)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

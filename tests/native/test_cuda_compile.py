@@ -45,7 +45,7 @@ def kernels() -> list[Kernel]:
         stored, said = CACHE / "objects" / f"{key}.o", CACHE / "ptxas" / f"{key}.txt"
         if not (stored.exists() and said.exists()):
             out = CACHE / "ptxas" / f"{key}.{os.getpid()}.o"
-            command = _compile.command(recipe, toolchain, source, out)
+            command = _compile.command(recipe, toolchain, source, out=out)
             done = subprocess.run(
                 command, cwd=recipe.csrc, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )

@@ -60,9 +60,40 @@ def test_cuda_files_have_flags_and_a_compiler_of_their_own(tmp_path: Path) -> No
     (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3 -fmad=false\nflags: -O2\nlink: -shared\na.cu -DA\nb.cpp\n")
     recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
     toolchain = Toolchain(("g++",), ("/include",), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
-    cu, cpp = (_compile.command(recipe, toolchain, source, Path("out.o")) for source in recipe.sources)
+    cu, cpp = (_compile.command(recipe, toolchain, source, out=Path("out.o")) for source in recipe.sources)
     assert " ".join(cu) == "nvcc -gencode=x -O3 -fmad=false -DA -I. -c a.cu -o out.o"
     assert " ".join(cpp) == "g++ -O2 -I. -isystem /include -c b.cpp -o out.o"
+
+
+def test_neighbours_of_a_folder_are_compiled_as_one(tmp_path: Path) -> None:
+    names = [
+        "z.cpp",
+        "y.cpp",
+        *(f"a/{number}.cpp" for number in range(9)),
+        "a/fast.cpp",
+        "a/last.cpp",
+        "b/0.cpp",
+        "b/1.cpp",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "sources.txt").write_text("\n".join(names).replace("fast.cpp", "fast.cpp -O3"))
+    recipe = _toolchain.read_recipe(tmp_path)
+    units = _compile.units(recipe)
+    assert [source for unit in units for source in unit] == list(recipe.sources)
+    assert [len(unit) for unit in units] == [1, 1, 7, 2, 1, 1, 2]
+
+    toolchain = Toolchain(("g++",), ("/include",), "g++ 12")
+    command = _compile.command(recipe, toolchain, *units[3], out=Path("out.o"))
+    assert " ".join(command) == "g++ -I. -isystem /include -include a/7.cpp -c a/8.cpp -o out.o"
+    keys = {_compile.object_key(recipe, toolchain, *unit) for unit in units}
+    assert len(keys) == len(units)
+    for number in (7, 8):
+        (tmp_path / f"a/{number}.cpp").write_text("int edited;")
+        changed = {_compile.object_key(recipe, toolchain, *unit) for unit in units}
+        assert len(keys & changed) == len(units) - 1
+        keys = changed
 
 
 def test_the_key_of_an_object_holds_what_made_it(tmp_path: Path) -> None:
