@@ -31,10 +31,10 @@ _caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def index_of(tensor: Tensor) -> int:
     """The native number of the tensor's device. Loads (at the first CUDA tensor: builds) the CUDA module."""
-    if not tensor.is_cuda:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"a tensor on {tensor.device}: cpu and cuda are supported")
+    if tensor.is_cpu:
         return 0 if native().is_posing() else CPU
+    if not tensor.is_cuda:
+        raise ValueError(f"a tensor on {tensor.device}: cpu and cuda are supported")
     _load_cuda()
     return int(tensor.device.index)
 

@@ -188,12 +188,11 @@ def l2_norm(
     device = device_of(tensors)
     if device != CPU:
         sums, total = sums_of_squares_cuda(device, tensors)
+        squared = sums if per_tensor else total[0]
     else:
         native().set_num_threads(torch.get_num_threads())
         each = [sumsq for sumsq, _ in native().sumsq(tensors)]
-        sums = torch.tensor(each, dtype=torch.float64)
-        total = torch.tensor([native().fold(each)], dtype=torch.float64)
-    squared = sums if per_tensor else total[0]
+        squared = torch.tensor(each if per_tensor else native().fold(each), dtype=torch.float64)
     norm = squared.sqrt()
     return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
 
