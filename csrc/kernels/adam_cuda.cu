@@ -2,9 +2,11 @@
 // variant, and the one-block kernel that makes its scalars. Bitwise equal to the CPU (NaN payloads excepted).
 //
 // A block takes a range of chunks that are neighbours, and its threads kLanes elements at a time: every array is
-// read first, 16 bytes at a time, and converted when all reads are under way. What lies before the first aligned element of
+// read first, as a vector, and converted when all reads are under way. What lies before the first aligned element of
 // a row and after its last whole step goes element by element, and so do rows whose arrays are not aligned together.
 #include "kernels/adam_cuda.h"
+
+#include <type_traits>
 
 #include "kernels/lanes_cuda.h"
 #include "kernels/launch_cuda.h"
@@ -24,16 +26,20 @@ struct Kind {
   using Real = RealOf<kReal>;
   static constexpr DType kMaster = kWeight == AdamWeight::kRemainder ? DType::kInt16 : DType::kFloat32;
 
-  // Elements of a thread's step: 16 bytes of 16-bit arrays. Half of that where the registers would not hold it.
-  static constexpr bool kIsWide = kReal == DType::kFloat64 || (kAmsgrad && kState == DType::kFloat32);
-  static constexpr int kLanes = kIsWide ? 4 : 8;
+  // Elements of a thread's step: 16 bytes of the states, so that the threads of a warp read and write them in whole lines. With
+  // float32 parameters beside 16-bit states those come as two vectors: a step is also one block of random bits.
+  static constexpr int kLanes = 16 / kSizeOf<kState>;
   // Blocks that run on a multiprocessor together: 4 leave a thread 64 registers, 3 leave 80, 2 leave 128.
   static constexpr int kBlocks = kReal == DType::kFloat64 ? 2 : kState == DType::kFloat32 ? 4 : 3;
+
+  // A copy stays in registers: else the row is read again after each store, which might have changed it. With amsgrad there are none
+  // left.
+  using Row = std::conditional_t<kAmsgrad, const AdamCudaRow&, const AdamCudaRow>;
 
   static constexpr bool kRoundsV = kState == DType::kBFloat16;
   static constexpr bool kRoundsP = kP == DType::kBFloat16 && kWeight == AdamWeight::kParam;
 };
-static_assert(kRandomBlockNumel == 8, "a step of 8 or 4 elements lies within one block of random bits");
+static_assert(kRandomBlockNumel == 8, "a step of 8, 4 or 2 elements lies within one block of random bits");
 
 // What the elements of a chunk share.
 template <class K>
@@ -149,7 +155,7 @@ struct Gradients {
     if (dtype == K::kReal) {
       lanes.load(static_cast<const typename K::Real*>(g) + i);
     } else if constexpr (K::kReal == DType::kFloat32) {
-      load_words<K::kLanes / 2>(lanes.word, static_cast<const uint16_t*>(g) + i);
+      load_words<false, K::kLanes / 2>(lanes.word, static_cast<const uint16_t*>(g) + i);
     }
   }
   // In place: element i comes from word i / 2, so from the last one down none is overwritten before it is read.
@@ -325,7 +331,7 @@ __global__ void __launch_bounds__(kBlockThreads, K::kBlocks) adam_kernel(const _
     if (of_row.is_active == 0) {
       continue;
     }
-    const AdamCudaRow& at = launch.rows[row];
+    typename K::Row at = launch.rows[row];
     const Common<K> common = {of_row.scalars.rounded<typename K::Real>(),
                               launch.decoupled,
                               launch.stochastic,

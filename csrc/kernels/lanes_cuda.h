@@ -11,14 +11,14 @@
 namespace bucketwheel {
 
 // What a kernel passes through once is read and written as the first to leave the cache, which the collectives that run at
-// the same time need. false: plain accesses, to measure what that is worth. What a collective reads next (parameters,
-// buckets) is written to stay.
+// the same time need. false: plain accesses, to measure what that is worth. What somebody reads next (a collective parameters
+// and buckets, Adam gradients after their norm) is read or written to stay.
 inline constexpr bool kStreams = true;
 
-template <class V>
+template <bool kStays, class V>
 __device__ __forceinline__ V load_vector(const void* from) {
   const V* at = static_cast<const V*>(from);
-  if constexpr (kStreams) {
+  if constexpr (kStreams && !kStays) {
     return __ldcs(at);
   } else {
     return *at;
@@ -35,36 +35,38 @@ __device__ __forceinline__ void store_vector(void* to, V value) {
 }
 
 // 32-bit words, as few and as wide accesses as `at`, aligned to min(4 * kWords, 16) bytes, allows.
-template <int kWords>
+template <bool kStays, int kWords>
 __device__ __forceinline__ void load_words(uint32_t* word, const void* at) {
-  static_assert(kWords % 2 == 0);
   if constexpr (kWords % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      const uint4 four = load_vector<uint4>(static_cast<const uint32_t*>(at) + i);
+      const uint4 four = load_vector<kStays, uint4>(static_cast<const uint32_t*>(at) + i);
       word[i] = four.x;
       word[i + 1] = four.y;
       word[i + 2] = four.z;
       word[i + 3] = four.w;
     }
-  } else {
-    static_assert(kWords == 2);
-    const uint2 two = load_vector<uint2>(at);
+  } else if constexpr (kWords == 2) {
+    const uint2 two = load_vector<kStays, uint2>(at);
     word[0] = two.x;
     word[1] = two.y;
+  } else {
+    static_assert(kWords == 1);
+    word[0] = load_vector<kStays, uint32_t>(at);
   }
 }
 template <bool kStays, int kWords>
 __device__ __forceinline__ void store_words(void* at, const uint32_t* word) {
-  static_assert(kWords % 2 == 0);
   if constexpr (kWords % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
       store_vector<kStays>(static_cast<uint32_t*>(at) + i, uint4{word[i], word[i + 1], word[i + 2], word[i + 3]});
     }
-  } else {
-    static_assert(kWords == 2);
+  } else if constexpr (kWords == 2) {
     store_vector<kStays>(at, uint2{word[0], word[1]});
+  } else {
+    static_assert(kWords == 1);
+    store_vector<kStays>(at, word[0]);
   }
 }
 
@@ -86,7 +88,8 @@ struct Lanes {
   static constexpr int kWords = kBytes / 4;
   uint32_t word[kWords];
 
-  __device__ __forceinline__ void load(const void* at) { load_words<kWords>(word, at); }
+  __device__ __forceinline__ void load(const void* at) { load_words<false, kWords>(word, at); }
+  __device__ __forceinline__ void load_to_stay(const void* at) { load_words<true, kWords>(word, at); }
   __device__ __forceinline__ void store(void* at) const { store_words<false, kWords>(at, word); }
   __device__ __forceinline__ void store_to_stay(void* at) const { store_words<true, kWords>(at, word); }
 

@@ -98,7 +98,7 @@ __device__ __forceinline__ void sum_chunk(const char* data, int numel, double (&
     Lanes<kType, kFour> x[kTaken];
 #pragma unroll
     for (int row = 0; row < kTaken; ++row) {
-      x[row].load(data + int64_t{i + row * kRowNumel} * kSizeOf<kType>);
+      x[row].load_to_stay(data + int64_t{i + row * kRowNumel} * kSizeOf<kType>);
     }
 #pragma unroll
     for (int row = 0; row < kTaken; ++row) {

@@ -1,6 +1,7 @@
 // Copies, casts and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
 //
-// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the narrower side. Where the two sides are not
+// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the wider side, so that the threads of a warp
+// read and write whole lines. Where the two sides are not
 // aligned together, and before and after what is, elements go one by one.
 #include "kernels/pack_cuda.h"
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ void copy_chunk(char* to, const char* from, int numel
     ++head;
   }
   for_elements<kLanes>(
-      numel, head, [&](int i) { store_vector<true>(to + i * kBytes, load_vector<uint4>(from + i * kBytes)); },
+      numel, head, [&](int i) { store_vector<true>(to + i * kBytes, load_vector<false, uint4>(from + i * kBytes)); },
       [&](int i) { reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i]; });
 }
 
@@ -57,8 +58,8 @@ __device__ __forceinline__ RealOf<kTo> cast(RealOf<kFrom> value) {
 
 template <DType kTo, DType kFrom>
 __device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel) {
-  constexpr int kNarrow = kSizeOf<kTo> < kSizeOf<kFrom> ? kSizeOf<kTo> : kSizeOf<kFrom>;
-  constexpr int kLanes = 16 / kNarrow;
+  constexpr int kWide = kSizeOf<kTo> < kSizeOf<kFrom> ? kSizeOf<kFrom> : kSizeOf<kTo>;
+  constexpr int kLanes = 16 / kWide;
   int head = 0;
   while (head < kLanes &&
          !(is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) && is_aligned_after<kSizeOf<kFrom>, kLanes>(from, head))) {

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,6 +89,37 @@ def test_registers(kernels: list[Kernel], kind: str) -> None:
     assert chosen
     greedy = [str(kernel) for kernel in chosen if kernel.registers > LIMITS[kind]]
     assert not greedy, "\n" + "\n".join(greedy)
+
+
+def ptx_of(kernel: str) -> str:
+    recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
+    toolchain = _nvcc.find_cuda_toolchain()
+    command = [toolchain.nvcc[0], *recipe.nvcc_flags, "-I.", "-arch=compute_90", "-ptx", f"kernels/{kernel}.cu"]
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        subprocess.run([*command, "-o", file.name], cwd=recipe.csrc, check=True, timeout=TIMEOUT_S)
+        return Path(file.name).read_text()
+
+
+# Approximations, flushed denormals, and what ptxas may fuse: an addition or multiplication without its rounding.
+INEXACT = re.compile(r"\S*(?:\.approx|\.full|\.ftz)\S*|\b(?:add|sub|mul)\.f(?:32|64)")
+
+
+OPERATIONS = {
+    "adam_cuda": "sqrt.rn.f32 div.rn.f32 fma.rn.f32 sqrt.rn.f64 div.rn.f64 fma.rn.f64 ld.global.cs.v4 st.global.cs.v4",
+    "adam_scalars_cuda": "sqrt.rn.f64 div.rn.f64 mul.rn.f64",
+    "norm_cuda": "fma.rn.f64 ld.global.v4 ld.global.cs.v4 st.global.v4",
+    "norm_fold_cuda": "sqrt.rn.f64 add.rn.f64",
+    "pack_cuda": "div.rn.f32 div.rn.f64 ld.global.cs.v4 st.global.v4",
+}
+
+
+@pytest.mark.parametrize("kernel", OPERATIONS)
+def test_arithmetic_is_ieee_rounded_and_memory_goes_by_vectors(kernel: str) -> None:
+    """What bitwise equality with the CPU rests on, and what the emulation by another compiler cannot show."""
+    need_nvcc()
+    ptx = ptx_of(kernel)
+    assert not (found := INEXACT.findall(ptx)), found
+    assert not (missing := [name for name in OPERATIONS[kernel].split() if name not in ptx]), missing
 
 
 # Asks the table that the capsule holds, by ctypes: version, size, is_simulated, error_text, then the calls of cuda_api.h.
