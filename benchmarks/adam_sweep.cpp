@@ -6,45 +6,69 @@
 
 namespace {
 
-// Reads p, g, m, v and writes p, m, v: 28 bytes an element.
-void sweep_float(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
-                 int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    m[i] += g[i];
-    v[i] += 1.0f;
-    p[i] += 1.0f;
+// A block of all streams before the next block of any, small enough to stay in the first-level cache meanwhile.
+constexpr int64_t kBlockNumel = 256;
+constexpr int64_t kAheadNumel = 1024;
+
+void read(const uint32_t* x, int64_t words, uint32_t& sum) {
+  for (int64_t i = 0; i < words; ++i) {
+    sum += x[i];
   }
 }
-
-// Reads g (2 bytes), master, m, v and writes all but g, with the bfloat16 p: 28 bytes an element.
-void sweep_bf16(uint16_t* __restrict p, const uint16_t* __restrict g, float* __restrict m, float* __restrict v,
-                float* __restrict master, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    m[i] += 1.0f;
-    v[i] += 1.0f;
-    master[i] += 1.0f;
-    p[i] = g[i];
+void write(uint32_t* x, int64_t words) {
+  for (int64_t i = 0; i < words; ++i) {
+    x[i] = 1;
+  }
+}
+void update(uint32_t* x, int64_t words) {
+  for (int64_t i = 0; i < words; ++i) {
+    x[i] += 1;
   }
 }
 
 }  // namespace
 
-extern "C" void adam_sweep(void* p, const void* g, float* m, float* v, float* master, int64_t numel, int threads) {
-  const auto part = [=](int64_t begin, int64_t end) {
-    if (master == nullptr) {
-      sweep_float(static_cast<float*>(p) + begin, static_cast<const float*>(g) + begin, m + begin, v + begin,
-                  end - begin);
-    } else {
-      sweep_bf16(static_cast<uint16_t*>(p) + begin, static_cast<const uint16_t*>(g) + begin, m + begin, v + begin,
-                 master + begin, end - begin);
+// An array of `numel` elements, read, written or (both) updated.
+struct Stream {
+  char* data;
+  int64_t element_bytes;
+  int64_t reads;
+  int64_t writes;
+};
+
+// The sum keeps the compiler from leaving reads out.
+extern "C" uint32_t adam_sweep(const Stream* streams, int64_t count, int64_t numel, int threads) {
+  std::vector<uint32_t> sums(static_cast<size_t>(threads));
+  const auto part = [&](int thread) {
+    const int64_t blocks = numel / kBlockNumel;
+    uint32_t sum = 0;
+    for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; ++block) {
+      for (int64_t s = 0; s < count; ++s) {
+        const Stream& stream = streams[s];
+        char* data = stream.data + block * kBlockNumel * stream.element_bytes;
+        const int64_t bytes = kBlockNumel * stream.element_bytes;
+        for (int64_t line = 0; line < bytes; line += 64) {
+          __builtin_prefetch(data + kAheadNumel * stream.element_bytes + line);
+        }
+        auto* words = reinterpret_cast<uint32_t*>(data);
+        if (stream.writes == 0) {
+          read(words, bytes / 4, sum);
+        } else if (stream.reads == 0) {
+          write(words, bytes / 4);
+        } else {
+          update(words, bytes / 4);
+        }
+      }
     }
+    sums[static_cast<size_t>(thread)] = sum;
   };
   std::vector<std::thread> others;
   for (int t = 1; t < threads; ++t) {
-    others.emplace_back(part, numel * t / threads, numel * (t + 1) / threads);
+    others.emplace_back(part, t);
   }
-  part(0, numel / threads);
+  part(0);
   for (auto& other : others) {
     other.join();
   }
+  return sums[0];
 }

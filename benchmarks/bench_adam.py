@@ -3,12 +3,13 @@
     python benchmarks/bench_adam.py [--quick] [--json PATH] [--threads 1,2] [--kinds float32,...]
 
 Rows of adam, by what is float32 and what bfloat16:
-float32 (A): p, g, m, v float32. bfloat16 (C): p, g bfloat16 with float32 m, v and master. remainder (E): p, g bfloat16 with 16 bits
-more, float32 m, v. bf16-states (G): p, g float32, m, v bfloat16. all-bfloat16 (H): everything, v rounded stochastically;
-all-bfloat16-nearest: v to nearest, as torch does. torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element
-in bfloat16, where C moves 28. Both sides count their step tensors up. `table` is the same step
+float32 (A): p, g, m, v float32; also with amsgrad. bfloat16 (C): p, g bfloat16 with float32 m, v and master. remainder (E): p, g
+bfloat16 with 16 bits more, float32 m, v. bf16-states (G): p, g float32, m, v bfloat16. all-bfloat16 (H): everything, v rounded
+stochastically; all-bfloat16-nearest: v to nearest, which is what torch does in bfloat16. float16: as C. float64: everything.
+torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element
+in 16 bits, where C moves 28. Both sides count their step tensors up. `table` is the same step
 through the prebuilt table that the optimizer keeps. Limit: an in-place sweep that reads and writes the same streams with
-next to no arithmetic, on as many threads; only for A and C and working sets of at least 32 MiB, where memory is what limits.
+next to no arithmetic, on as many threads; only for working sets of at least 32 MiB, where memory is what limits.
 norm: sums of squares in double against `torch._foreach_norm` and the norm of the norms.
 """
 
@@ -43,10 +44,7 @@ class Kind:
     state_dtype: torch.dtype
     weight: str = "param"
     rounding: str = "stochastic"
-
-    @property
-    def has_sweep(self) -> bool:
-        return self.state_dtype == torch.float32 and self.weight != "remainder"
+    amsgrad: bool = False
 
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -57,12 +55,15 @@ KINDS = {
     "bf16-states": Kind(F32, BF16),
     "all-bfloat16": Kind(BF16, BF16),
     "all-bfloat16-nearest": Kind(BF16, BF16, rounding="nearest"),
+    "float32-amsgrad": Kind(F32, F32, amsgrad=True),
+    "float16": Kind(torch.float16, F32, "master"),
+    "float64": Kind(torch.float64, torch.float64),
 }
 
 
 @dataclass
 class Tensors:
-    """The tensors of one side: lists of p, g, m, v, masters or remainders (empty without) and step counts."""
+    """The tensors of one side: lists of p, g, m, v, masters, remainders, maxima (empty without) and step counts."""
 
     p: list[torch.Tensor]
     g: list[torch.Tensor]
@@ -70,6 +71,7 @@ class Tensors:
     v: list[torch.Tensor]
     masters: list[torch.Tensor] = field(default_factory=list)
     remainders: list[torch.Tensor] = field(default_factory=list)
+    vmaxs: list[torch.Tensor] = field(default_factory=list)
     steps: list[torch.Tensor] = field(default_factory=list)
 
     @staticmethod
@@ -87,24 +89,27 @@ class Tensors:
             out.masters = [p.float() for p in out.p]
         elif kind.weight == "remainder":
             out.remainders = [torch.zeros(n, dtype=torch.int16) for n in sizes]
+        if kind.amsgrad:
+            out.vmaxs = clone(out.v)
         out.steps = [torch.tensor(10.0) for _ in sizes]
         return out
 
     @property
     def size_bytes(self) -> int:
-        lists = (self.p, self.g, self.m, self.v, self.masters, self.remainders)
+        lists = (self.p, self.g, self.m, self.v, self.masters, self.remainders, self.vmaxs)
         return sum(x.numel() * x.element_size() for xs in lists for x in xs)
 
 
 def step_ours(t: Tensors, rounding: str = "stochastic") -> None:
     extra = {"master_params": t.masters or None, "remainders": t.remainders or None}
+    extra["max_exp_avg_sqs"] = t.vmaxs or None
     ops.adam_step(t.p, t.g, t.m, t.v, t.steps, state_rounding=rounding, **extra, **ADAM)
 
 
 def step_torch(t: Tensors) -> None:
     torch._foreach_add_(t.steps, 1)
     torch._fused_adamw_(
-        t.p, t.g, t.m, t.v, [], t.steps, beta1=0.9, beta2=0.999, amsgrad=False, maximize=False, **ADAM
+        t.p, t.g, t.m, t.v, t.vmaxs, t.steps, beta1=0.9, beta2=0.999, amsgrad=bool(t.vmaxs), maximize=False, **ADAM
     )  # fmt: skip
 
 
@@ -112,7 +117,8 @@ def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
     table = native().AdamTable()
     for i, p in enumerate(t.p):
         remainder = t.remainders[i] if t.remainders else None
-        table.add(p, t.g[i], t.m[i], t.v[i], t.masters[i] if t.masters else None, 0, remainder=remainder, param=i)
+        master, vmax = t.masters[i] if t.masters else None, t.vmaxs[i] if t.vmaxs else None
+        table.add(p, t.g[i], t.m[i], t.v[i], master, 0, max_exp_avg_sq=vmax, remainder=remainder, param=i)
     groups = [native().AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
     steps = torch.full((len(t.p),), 10, dtype=torch.int64)
 
@@ -123,15 +129,22 @@ def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
     return step
 
 
+class Stream(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("data", "element_bytes", "reads", "writes")]
+
+
 def sweep(t: Tensors, threads: int) -> Callable[[], None]:
     """One tensor of each role, however many there are on the other sides."""
     function = load_native("adam_sweep.cpp").adam_sweep
-    flat = [torch.cat(x) if x else None for x in (t.p, t.g, t.m, t.v, t.masters)]
-    pointers = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in flat]
-    numel = ctypes.c_int64(sum(p.numel() for p in t.p))
+    function.argtypes = [ctypes.POINTER(Stream), ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    roles = [(t.p, not t.masters, True), (t.g, True, False)]
+    roles += [(x, True, True) for x in (t.m, t.v, t.masters, t.remainders, t.vmaxs)]
+    flat = [(torch.cat(tensors), reads, writes) for tensors, reads, writes in roles if tensors]
+    streams = [Stream(x.data_ptr(), x.element_size(), reads, writes) for x, reads, writes in flat]
+    array, numel = (Stream * len(streams))(*streams), sum(p.numel() for p in t.p)
 
     def run(keep: Any = flat) -> None:
-        function(*pointers, numel, ctypes.c_int(threads))
+        function(array, len(streams), numel, threads)
 
     return run
 
@@ -171,13 +184,13 @@ def clone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def bench_adam(results: Results, name: str, sizes: list[int], kind_name: str, threads: int, quick: bool) -> None:
     kind = KINDS[kind_name]
     ours = Tensors.make(sizes, kind)
-    theirs = Tensors.make(sizes, Kind(kind.dtype, kind.dtype))
+    theirs = Tensors.make(sizes, Kind(kind.dtype, kind.dtype, amsgrad=kind.amsgrad))
     cases = {
         "ours": lambda: step_ours(ours, kind.rounding),
         "torch": lambda: step_torch(theirs),
         "table": table_step(ours, kind.rounding),
     }
-    if kind.has_sweep and ours.size_bytes >= LIMIT_FROM_BYTES:
+    if ours.size_bytes >= LIMIT_FROM_BYTES:
         cases["sweep"] = sweep(ours, threads)
     times = measure(cases, repeats=9 if quick else 31, min_sample_s=0.002, budget_s=3 if quick else 20)
     numel = sum(sizes)
