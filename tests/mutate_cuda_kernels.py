@@ -33,10 +33,11 @@ FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-W
 
 # name: (file in csrc/kernels/, text, replacement, test that must fail)
 MUTANTS = {
-    "blocks forget the chunks that are left over": ("launch_cuda.h", "chunks % blocks;", "0;", ADAM),
-    "blocks take a chunk of their neighbour": ("launch_cuda.h", "(block < more ? 1 : 0)", "1", NORM),
+    "every block takes every chunk of a norm": ("norm_cuda.cu", "index < launch.chunks; index += gridDim.x", "index < launch.chunks; ++index", NORM),
+    "a block takes one chunk only": ("adam_cuda.cu", "chunk < first + launch.chunks; chunk += gridDim.x", "chunk < first + gridDim.x; chunk += gridDim.x", ADAM),
+    "blocks of copies miss the last chunk": ("pack_cuda.cu", "chunk < launch.chunks; chunk += gridDim.x", "chunk < launch.chunks - 1; chunk += gridDim.x", PACK),
+    "the search starts at the row after": ("pack_cuda.cu", "row_of_chunk(launch.first_chunk, index, launch", "row_of_chunk(launch.first_chunk, index + 1, launch", PACK),
     "the row of the chunk after": ("launch_cuda.h", "first_chunk[middle] <= chunk", "first_chunk[middle] <= chunk + 1", ADAM),
-    "the walk over rows stops at empty ones": ("launch_cuda.h", "while (first_chunk[row + 1] <= chunk)", "if (first_chunk[row + 1] <= chunk)", ADAM),
     "an empty grid is launched": ("launch_cuda.h", "blocks <= 0", "blocks < 0", ADAM),
     "halves of a word are swapped": ("lanes_cuda.h", "word[i / 2] >> (i % 2 * 16)", "word[i / 2] >> ((i + 1) % 2 * 16)", ADAM),
     "a half overwrites its neighbour": ("lanes_cuda.h", "(word[i / 2] & (i % 2 == 0 ? 0xffff0000u : 0x0000ffffu)) | shifted", "shifted", ADAM),
@@ -61,7 +62,7 @@ MUTANTS = {
     "float16 gradients read as bfloat16": ("adam_cuda.cu", "lanes.set(i, widen_fp16(lanes.bits16(i)));", "lanes.set(i, widen_bf16(lanes.bits16(i)));", ADAM),
     "gradients widened upwards": ("adam_cuda.cu", "for (int i = K::kLanes - 1; i >= 0; --i) {\n          lanes.set(i, widen_bf16", "for (int i = 0; i < K::kLanes; ++i) {\n          lanes.set(i, widen_bf16", ADAM),
     "scalars of the first row": ("adam_cuda.cu", "launch.scalars[row];", "launch.scalars[launch.first_row];", ADAM),
-    "chunks from the start of the table": ("adam_cuda.cu", "chunk = first + range.begin; chunk < first + range.end;", "chunk = range.begin; chunk < range.end;", ADAM),
+    "chunks from the start of the table": ("adam_cuda.cu", "chunk = first + blockIdx.x; chunk < first + launch.chunks;", "chunk = blockIdx.x; chunk < launch.chunks;", ADAM),
     "an unknown state dtype is float32": ("adam_cuda.cu", "    default:\n      return nullptr;\n  }\n}\n\ntemplate <DType kP>", "    default:\n      return with_amsgrad<kP, DType::kFloat32, kWeight>(variant.amsgrad);\n  }\n}\n\ntemplate <DType kP>", ADAM),
     "no barrier after counting steps": ("adam_scalars_cuda.cu", "__syncthreads();", "", SCALARS),
     "steps counted in every launch": ("adam_scalars_cuda.cu", "launch.counts_steps && !is_noop", "!is_noop", SCALARS),

@@ -1,7 +1,7 @@
 // The fused Adam step on CUDA: adam_element() of adam_math.h for every element of a table of rows, in one launch for each
 // variant, and the one-block kernel that makes its scalars. Bitwise equal to the CPU (NaN payloads excepted).
 //
-// A block takes a range of chunks that are neighbours, and its threads kLanes elements at a time: every array is
+// A block takes a chunk at a time, and its threads kLanes elements at a time: every array is
 // read first, as a vector, and converted when all reads are under way. What lies before the first aligned element of
 // a row and after its last whole step goes element by element, and so do rows whose arrays are not aligned together.
 #include "kernels/adam_cuda.h"
@@ -323,10 +323,9 @@ __device__ __forceinline__ void step_chunk(const AdamCudaRow& row, int64_t chunk
 template <class K>
 __global__ void __launch_bounds__(kBlockThreads, K::kBlocks) adam_kernel(const __grid_constant__ AdamLaunch launch) {
   const int64_t first = launch.first_chunk[launch.first_row];
-  const ChunkRange range = chunks_of_block(launch.chunks);
-  int64_t row = row_of_chunk(launch.first_chunk, launch.first_row, launch.last_row, first + range.begin);
-  for (int64_t chunk = first + range.begin; chunk < first + range.end; ++chunk) {
-    row = next_row_of_chunk(launch.first_chunk, row, chunk);
+  int64_t row = launch.first_row;
+  for (int64_t chunk = first + blockIdx.x; chunk < first + launch.chunks; chunk += gridDim.x) {
+    row = row_of_chunk(launch.first_chunk, row, launch.last_row, chunk);
     const AdamCudaScalars& of_row = launch.scalars[row];
     if (of_row.is_active == 0) {
       continue;

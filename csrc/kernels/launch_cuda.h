@@ -36,28 +36,15 @@ int launch_kernel(void (*kernel)(P...), int64_t blocks, void* stream, const A&..
       values);
 }
 
-// One block for each chunk, or `max_blocks`, between which the chunks are divided: enough to fill the device, and a block
-// that goes from chunk to chunk costs less than one that starts. -1, which launch_kernel() refuses, for a bad table.
+// One block for each chunk, or `max_blocks`: enough to fill the device, and a block that goes on to another chunk costs less
+// than one that starts. Block b takes the chunks b, b + blocks, ...: those that run at one time are neighbours, so they share few
+// pages of memory. -1, which launch_kernel() refuses, for a bad table.
 inline int64_t blocks_for(int64_t chunks, int max_blocks) {
   return chunks < 0 || max_blocks < 1 ? -1 : chunks < max_blocks ? chunks : max_blocks;
 }
 
-// The chunks [begin, end) of the block, in a row: neighbours in memory, and few changes of row.
-struct ChunkRange {
-  int64_t begin;
-  int64_t end;
-};
-__device__ __forceinline__ ChunkRange chunks_of_block(int64_t chunks) {
-  const int64_t blocks = gridDim.x;
-  const int64_t block = blockIdx.x;
-  const int64_t each = chunks / blocks;
-  const int64_t more = chunks % blocks;  // as many blocks take one more
-  const int64_t begin = block * each + (block < more ? block : more);
-  return {begin, begin + each + (block < more ? 1 : 0)};
-}
-
 // The row in [first_row, last_row) that owns `chunk`: the last one that starts at or before it. Empty rows before it start
-// there too, and own nothing.
+// there too, and own nothing. Chunks that come in ascending order are found sooner from the row of the one before.
 __device__ __forceinline__ int64_t row_of_chunk(const int64_t* first_chunk, int64_t first_row, int64_t last_row,
                                                 int64_t chunk) {
   while (last_row - first_row > 1) {
@@ -69,15 +56,6 @@ __device__ __forceinline__ int64_t row_of_chunk(const int64_t* first_chunk, int6
     }
   }
   return first_row;
-}
-
-// The same for a chunk at or after the first one of `row`: cheaper than a search when chunks come in order. first_chunk has
-// an entry for the end of the last row, which is beyond every chunk.
-__device__ __forceinline__ int64_t next_row_of_chunk(const int64_t* first_chunk, int64_t row, int64_t chunk) {
-  while (first_chunk[row + 1] <= chunk) {
-    ++row;
-  }
-  return row;
 }
 
 }  // namespace bucketwheel

@@ -119,10 +119,9 @@ __device__ __forceinline__ void sum_chunk_of(const NormCudaRow& row, Chunk chunk
 
 __global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_constant__ SumsqLaunch launch) {
   BW_SHARED(double, sums, kWarps);
-  const ChunkRange range = chunks_of_block(launch.chunks);
-  int64_t r = row_of_chunk(launch.first_chunk, 0, launch.row_count, range.begin);
-  for (int64_t index = range.begin; index < range.end; ++index) {
-    r = next_row_of_chunk(launch.first_chunk, r, index);
+  int64_t r = 0;
+  for (int64_t index = blockIdx.x; index < launch.chunks; index += gridDim.x) {
+    r = row_of_chunk(launch.first_chunk, r, launch.row_count, index);
     const NormCudaRow& row = launch.rows[r];
     const Chunk chunk = chunk_of_row(row, index - launch.first_chunk[r]);
     double lanes[kFour] = {};
@@ -227,10 +226,9 @@ template <DType kType>
 __global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __grid_constant__ AccumulateLaunch launch) {
   BW_SHARED(double, block_sums, kWarps);
   const SumsqLaunch& sums = launch.sums;
-  const ChunkRange range = chunks_of_block(sums.chunks);
-  int64_t r = row_of_chunk(sums.first_chunk, 0, sums.row_count, range.begin);
-  for (int64_t index = range.begin; index < range.end; ++index) {
-    r = next_row_of_chunk(sums.first_chunk, r, index);
+  int64_t r = 0;
+  for (int64_t index = blockIdx.x; index < sums.chunks; index += gridDim.x) {
+    r = row_of_chunk(sums.first_chunk, r, sums.row_count, index);
     const NormCudaRow& row = sums.rows[r];
     const Chunk chunk = chunk_of_row(row, index - sums.first_chunk[r]);
     const int64_t first = row.begin + chunk.begin;

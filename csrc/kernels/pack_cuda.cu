@@ -105,10 +105,9 @@ __device__ __forceinline__ void cast_chunk_to(char* to, const char* from, DType 
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_constant__ CopyLaunch launch) {
-  const ChunkRange range = chunks_of_block(launch.chunks);
-  int64_t index = row_of_chunk(launch.first_chunk, 0, launch.item_count, range.begin);
-  for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
-    index = next_row_of_chunk(launch.first_chunk, index, chunk);
+  int64_t index = 0;
+  for (int64_t chunk = blockIdx.x; chunk < launch.chunks; chunk += gridDim.x) {
+    index = row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
     const CopyItem& item = launch.items[index];
     const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
@@ -169,8 +168,7 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_cons
   const ReduceLaunch& launch = reduce.launch;
   const Real divisor = static_cast<Real>(launch.divisor);
   const bool divides = launch.divisor != 1.0;
-  const ChunkRange range = chunks_of_block((launch.numel + kReduceCudaChunkNumel - 1) / kReduceCudaChunkNumel);
-  for (int64_t chunk = range.begin; chunk < range.end; ++chunk) {
+  for (int64_t chunk = blockIdx.x; chunk * kReduceCudaChunkNumel < launch.numel; chunk += gridDim.x) {
     const int64_t begin = chunk * kReduceCudaChunkNumel;
     const int64_t rest = launch.numel - begin;
     const int64_t offset = begin * kSizeOf<kType>;
