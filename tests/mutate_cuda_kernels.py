@@ -33,7 +33,7 @@ FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-W
 
 # name: (file in csrc/kernels/, text, replacement, test that must fail)
 MUTANTS = {
-    "every block takes every chunk of a norm": ("norm_cuda.cu", "index < launch.chunks; index += gridDim.x", "index < launch.chunks; ++index", NORM),
+    "every block accumulates every chunk": ("norm_cuda.cu", "index < sums.chunks; index += gridDim.x", "index < sums.chunks; ++index", NORM),
     "a block takes one chunk only": ("adam_cuda.cu", "chunk < first + launch.chunks; chunk += gridDim.x", "chunk < first + gridDim.x; chunk += gridDim.x", ADAM),
     "blocks of copies miss the last chunk": ("pack_cuda.cu", "chunk < launch.chunks; chunk += gridDim.x", "chunk < launch.chunks - 1; chunk += gridDim.x", PACK),
     "the search starts at the row after": ("pack_cuda.cu", "row_of_chunk(launch.first_chunk, index, launch", "row_of_chunk(launch.first_chunk, index + 1, launch", PACK),
