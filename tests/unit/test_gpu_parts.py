@@ -95,13 +95,20 @@ def test_the_benchmarks() -> None:
     assert not any(config.startswith(("A 16 M: ", "H 16 M: ")) for config in omitted)
     of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
     assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
-    for section, least in (("adam", 24), ("norm", 16), ("layouts", 12), ("host", 2), ("gpt", 4)):
+    for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8)):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
     for line in lines:
         assert line["peer"] is None or line["ratio"] == pytest.approx(line["peer_ms"] / line["ms"], rel=1e-2), line
-    by_config = {line["config"]: line for line in of("host")}
+    by_config = {line["config"]: line for line in lines}
     assert by_config["host time, 300 parameters"]["launches"] <= 8
+    for dtype in ("float32", "bfloat16"):  # only the sharded gradients have their sums of squares already
+        assert by_config[f"clip {dtype}"]["kernels"]["launch_sumsq"] == 1
+        assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
+        for config in (f"clip + step {dtype}", f"clip + step {dtype}, sharded"):
+            assert {"clipping_adds_us", "peers_clipping_adds_us"} <= by_config[config].keys()
+    for size_mb in (4, 128):
+        assert {f"norm on arrival, {place}, {size_mb} MB" for place in ("hot", "cold")} <= by_config.keys()
 
 
 class Clocks:
