@@ -90,11 +90,16 @@ def test_the_benchmarks() -> None:
     printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     lines = [line for line in printed if "omitted" not in line]
     omitted = {line["config"]: line["omitted"] for line in printed if "omitted" in line}
-    for config in "CDEFG":
-        assert "torch" in omitted[f"{config} 16 M: torch foreach"], config
-    assert not any(config.startswith(("A 16 M: ", "H 16 M: ")) for config in omitted)
+    sizes = ("16 M", "256 M", "1 G")
+    for config in "EFG":
+        assert all("torch" in omitted[f"{config} {size}: torch foreach"] for size in sizes), config
+    assert not any(config[0] in "ACDH" for config in omitted), omitted
     of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
     assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
+    for config, casts in {"A": "", "C": " + casts", "D": " + casts", "H": ""}.items():
+        for way in ("fused", "foreach", "for-loop"):
+            peers = [line for line in of("adam") if (line["config"], line["peer"]) == (config, f"torch {way}{casts}")]
+            assert len(peers) == len(sizes), (config, way)
     for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8)):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
