@@ -113,7 +113,8 @@ def test_the_benchmarks() -> None:
         for config in (f"clip + step {dtype}", f"clip + step {dtype}, sharded"):
             assert {"clipping_adds_us", "peers_clipping_adds_us"} <= by_config[config].keys()
     for size_mb in (4, 128):
-        assert {f"norm on arrival, {place}, {size_mb} MB" for place in ("hot", "cold")} <= by_config.keys()
+        for place in ("hot", "cold"):
+            assert by_config[f"norm on arrival, {place}, {size_mb} MB"]["copy_ms"] > 0
 
 
 class Clocks:
