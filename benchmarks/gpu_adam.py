@@ -14,9 +14,10 @@ from bucketwheel import ops
 from bucketwheel.rows_cuda import AdamRowsCuda
 from tests.gpu.device import DEVICE
 
-__all__ = ["CONFIGS", "Config", "Tensors", "omitted_peers", "peers_of"]
+__all__ = ["CONFIGS", "FOR_LOOP", "Config", "Tensors", "omitted_peers", "peers_of"]
 
 F32, BF16 = torch.float32, torch.bfloat16
+FUSED, FOREACH, FOR_LOOP = "torch fused", "torch foreach", "torch for-loop"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 
@@ -122,17 +123,16 @@ def fused(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) ->
     return step
 
 
-def by_class(tensors: Tensors, **options: bool) -> Callable[[], None]:
-    params = [torch.nn.Parameter(p) for p in tensors.p]
-    for p, g in zip(params, tensors.g, strict=True):
-        p.grad = g
-    return torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **options).step
+def by_class(p: list[Tensor], g: list[Tensor], *, foreach: bool) -> Callable[[], None]:
+    """The step of torch.optim.AdamW without its fused kernel; it has states of its own."""
+    params = [torch.nn.Parameter(x) for x in p]
+    for param, grad in zip(params, g, strict=True):
+        param.grad = grad
+    return torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=foreach).step
 
 
-def with_casts(tensors: Tensors) -> Callable[[], None]:
-    """What torch needs for float32 masters: gradients widened, its fused step, parameters rounded."""
-    grads = tensors.g if tensors.config.g == F32 else [g.float() for g in tensors.g]
-    step_masters = fused(tensors.master, grads, tensors.m, tensors.v)
+def with_casts(tensors: Tensors, grads: list[Tensor], step_masters: Callable[[], None]) -> Callable[[], None]:
+    """What torch needs for float32 masters: gradients widened into ``grads``, the masters' step, parameters rounded."""
 
     def step() -> None:
         if grads is not tensors.g:
@@ -143,28 +143,26 @@ def with_casts(tensors: Tensors) -> Callable[[], None]:
     return step
 
 
-def peers_of(tensors: Tensors, *, slow: bool = False) -> dict[str, Callable[[], None]]:
-    """torch's ways to do the same, by name. ``slow``: with those that take many passes one by one."""
+def peers_of(tensors: Tensors) -> dict[str, Callable[[], None]]:
+    """torch's ways to do the same, by name."""
     config = tensors.config
-    if config.weight == "master":
-        return {"torch fused + casts": with_casts(tensors)}
     if config.weight == "remainder":
         return {}
-    peers = {"torch fused": fused(tensors.p, tensors.g, tensors.m, tensors.v)}
-    if config.state == config.p:
-        peers["torch foreach"] = by_class(tensors, foreach=True)
-        if slow:
-            peers["torch for-loop"] = by_class(tensors, foreach=False)
+    has_masters = config.weight == "master"
+    p = tensors.master if has_masters else tensors.p
+    g = [x.float() for x in tensors.g] if has_masters and config.g != F32 else tensors.g
+    peers = {FUSED: fused(p, g, tensors.m, tensors.v)}
+    if has_masters or config.state == config.p:
+        peers |= {FOREACH: by_class(p, g, foreach=True), FOR_LOOP: by_class(p, g, foreach=False)}
+    if has_masters:
+        return {f"{name} + casts": with_casts(tensors, g, step) for name, step in peers.items()}
     return peers
 
 
-def omitted_peers(config: Config, *, slow: bool = False) -> dict[str, str]:
+def omitted_peers(config: Config) -> dict[str, str]:
     """Why torch's other ways are not among `peers_of`, by name."""
-    names = ["torch foreach", "torch for-loop"]
     if config.weight == "remainder":
-        return dict.fromkeys(["torch fused", *names], "torch keeps no remainders")
-    if config.weight == "master":
-        return dict.fromkeys(names, "torch has no one call that keeps float32 masters")
-    if config.state != config.p:
-        return dict.fromkeys(names, "torch's states have the parameter's dtype")
-    return {} if slow else {names[1]: "many passes, one by one: at 16 M only"}
+        return dict.fromkeys([FUSED, FOREACH, FOR_LOOP], "torch keeps no remainders")
+    if config.weight == "param" and config.state != config.p:
+        return dict.fromkeys([FOREACH, FOR_LOOP], "torch's states have the parameter's dtype")
+    return {}

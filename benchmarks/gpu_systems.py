@@ -1,73 +1,127 @@
-"""What bench_gpu.py compares as a whole: ours and torch's optimizer on equal parameters, and on a GPT's training step."""
+"""What bench_gpu.py compares as a whole: optimizers on equal parameters, and on a GPT's training step.
+
+Three systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which buckets,
+reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from clip_step import Inject
 from gpt_systems import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Gpt, GptConfig
 from gpu_timing import random
 from torch import Tensor, nn
 
 import bucketwheel as bw
+from bucketwheel.comm import Communicator, LocalWorld
 from tests.gpu.device import DEVICE
 
-__all__ = ["GPT_MEDIUM", "GPT_TINY", "OptimizerPair", "TrainingStep"]
+__all__ = [
+    "GPT_MEDIUM",
+    "GPT_TINY",
+    "OURS",
+    "SHARDED",
+    "SYSTEMS",
+    "TORCH",
+    "GivenGrads",
+    "TrainingStep",
+    "make_systems",
+]
 
+OURS, SHARDED, TORCH = SYSTEMS = ("ours", "ours, sharded", "clip_grad_norm_ + torch fused")
 GPT_MEDIUM = GptConfig(layers=24, width=1024, heads=16, context=512, vocabulary=50257)
 GPT_TINY = GptConfig(layers=2, width=32, heads=2, context=8, vocabulary=97)
-_OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
 
-class OptimizerPair:
-    """ShardedAdamW in one process and torch's fused AdamW over parameters of the same sizes, with gradients that stay."""
+class _Optimizer:
+    """The optimizer of one system. Its state is fp32 for ours, with masters for bfloat16; torch's is of the parameters' dtype."""
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype) -> None:
-        self._params = [[nn.Parameter(random(n, dtype)) for n in numels] for _ in range(2)]
-        self._grads = [[random(n, dtype, scale=1e-2) for n in numels] for _ in range(2)]
-        self.ours = bw.ShardedAdamW(self._params[0], **_OPTIONS)
-        self.torchs = torch.optim.AdamW(self._params[1], fused=True, **_OPTIONS)
-        self.numel = sum(numels)
-        self.step_bytes = 28 * self.numel
+    def __init__(self, name: str, params: Iterable[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._is_ours = name != TORCH
+        self._comm = Communicator(LocalWorld(1).rank(0), device="cuda") if name == SHARDED else None
+        options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        self._optimizer: Any = (
+            bw.ShardedAdamW(self._params, process_group=self._comm, **options)
+            if self._is_ours
+            else torch.optim.AdamW(self._params, fused=True, **options)
+        )
+        dtype = self._params[0].dtype
+        self.numel = sum(p.numel() for p in self._params)
+        # Of ours: configuration A or C; sharded gradients are fp32 shards, which makes D of C, and their norm is there already.
+        self.step_bytes = self.numel * (30 if name == SHARDED and dtype == torch.bfloat16 else 28)
+        self.clip_bytes = 0 if name == SHARDED else self.numel * dtype.itemsize
+
+    def clip(self) -> None:
+        if self._is_ours:
+            self._optimizer.clip_grad_norm_(MAX_NORM)
+        else:
+            nn.utils.clip_grad_norm_(self._params, MAX_NORM)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def clip_and_step(self) -> None:
+        self.clip()
+        self.step()
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._optimizer.close()
+        if self._comm is not None:
+            self._comm.close()
+
+
+class GivenGrads(_Optimizer):
+    """A system whose parameters get ``grads`` with every `refresh`."""
+
+    def __init__(self, name: str, values: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        self._grads = grads
+        self._is_sharded = name == SHARDED
+        super().__init__(name, map(nn.Parameter, values))
         self.refresh()
 
     def refresh(self) -> None:
-        """Gradients as after a backward: other tensor objects, the same memory."""
-        for params, grads in zip(self._params, self._grads, strict=True):
-            for p, g in zip(params, grads, strict=True):
+        """Gradients as after a backward: other tensor objects in the same memory, or, sharded, reduced into the shards."""
+        if self._is_sharded:
+            self._optimizer.zero_grad()
+            Inject.apply(self._grads, *self._params).backward()
+            self._optimizer.grad_sync()
+        else:
+            for p, g in zip(self._params, self._grads, strict=True):
                 p.grad = g.detach()
 
-    def ours_clip_and_step(self) -> None:
-        self.ours.clip_grad_norm_(MAX_NORM)
-        self.ours.step()
-
-    def torchs_clip_and_step(self) -> None:
-        nn.utils.clip_grad_norm_(self._params[1], MAX_NORM)
-        self.torchs.step()
-
-    def close(self) -> None:
-        self.ours.close()
+    def values(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self._params])
 
 
-class TrainingStep:
-    """One GPT with one optimizer. ``weights``: "float32, autocast" or "bfloat16" (ours then keeps float32 masters, torch none)."""
+def make_systems(numels: Sequence[int], dtype: torch.dtype) -> dict[str, GivenGrads]:
+    """All three, with equal parameters and gradients."""
+    values = [random(n, dtype) for n in numels]
+    grads = [random(n, dtype, scale=1e-2) for n in numels]
+    copies = lambda tensors: [x.clone() for x in tensors]  # noqa: E731
+    return {
+        # torch's clipping scales gradients where they are.
+        name: GivenGrads(name, copies(values), copies(grads) if name == TORCH else grads)
+        for name in SYSTEMS
+    }
+
+
+class TrainingStep(_Optimizer):
+    """One GPT with one system. ``weights``: "float32, autocast" or "bfloat16" (ours then keeps float32 masters, torch none)."""
 
     def __init__(self, name: str, weights: str, config: GptConfig, batch: int) -> None:
         self._autocasts = weights != "bfloat16"
         dtype = torch.float32 if self._autocasts else torch.bfloat16
         self._model = Gpt(config).to(DEVICE.tensors, dtype)  # seeds itself: every one starts equal
-        self._ours = name == "ours"
-        params = list(self._model.parameters())
-        self._optimizer: Any = (
-            bw.ShardedAdamW(params, **_OPTIONS) if self._ours else torch.optim.AdamW(params, fused=True, **_OPTIONS)
-        )
+        super().__init__(name, self._model.parameters())
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
         self._tokens = tokens.to(DEVICE.tensors)
-        self.numel = sum(p.numel() for p in params)
-        self.optimizer_bytes = self.numel * (dtype.itemsize + 28)  # of ours: the norm's pass, and configuration A or C
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(DEVICE.tensors.type, torch.bfloat16) if self._autocasts else nullcontext()
@@ -79,18 +133,10 @@ class TrainingStep:
         return loss.detach()
 
     def finish(self) -> None:
-        if self._ours:
-            self._optimizer.clip_grad_norm_(MAX_NORM)
-        else:
-            nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
-        self._optimizer.step()
+        self.clip_and_step()
         self._optimizer.zero_grad()
 
-    def step(self) -> Tensor:
+    def train(self) -> Tensor:
         loss = self.backward()
         self.finish()
         return loss
-
-    def close(self) -> None:
-        if self._ours:
-            self._optimizer.close()

@@ -1,7 +1,9 @@
 """What the sections of bench_gpu.py share: device time of interleaved cases, the ceilings of this run, and JSON lines.
 
-A sample is the time between two events in the stream. The stream is held up before the first one, so that the host is ahead and
-what it needs to launch is not counted (the section `host` counts that alone). A result is the median of its samples, with
+A sample is the time between two events in the stream. The stream is held up before the first one, 1.5 times as long as the host
+needs for the case (at least 1 ms, at most 50), so that the host is ahead and what it needs to launch is not counted (the section
+`host` counts that alone). Where the host needed longer than the hold all the same, in half of the samples, the line has
+`host_bound: true` (`peer_host_bound` for the peer): that time may be the host's. A result is the median of its samples, with
 spread = (75th - 25th percentile) / median; `of_copy` is its rate over the rate of a 4 GB copy in the same run, counting what
 must be read and written; `ratio` is peer / ours, so more than 1 means that ours is faster.
 """
@@ -12,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,12 @@ from torch import Tensor  # noqa: E402
 
 from tests.gpu.device import DEVICE  # noqa: E402
 
-__all__ = ["Bench", "random"]
+__all__ = ["Bench", "DeviceTiming", "random"]
 
 REPEATS = 30
 WARM_UP = 3
-HOLD_S = 0.001
+LEAST_HOLD_S, MOST_HOLD_S = 0.001, 0.05
+HOLD_OF_HOST = 1.5
 COPY_BYTES = 4 << 30
 
 
@@ -36,6 +40,13 @@ def random(numel: int, dtype: torch.dtype, *, scale: float = 1.0, positive: bool
     """Normal random numbers on the device; never zeros, which can be faster than data."""
     tensor = torch.empty(numel, dtype=dtype, device=DEVICE.tensors).normal_(0.0, scale)
     return tensor.abs_() if positive else tensor
+
+
+@dataclass(frozen=True)
+class DeviceTiming(Timing):
+    """``host_bound``: the host was not ahead of the device."""
+
+    host_bound: bool
 
 
 class Bench:
@@ -63,7 +74,7 @@ class Bench:
         *,
         repeats: int = REPEATS,
         before: Callable[[str], object] | None = None,
-    ) -> dict[str, Timing]:
+    ) -> dict[str, DeviceTiming]:
         """Device time of the cases, interleaved; ``before(name)`` runs before each sample, not counted.
 
         Fewer repeats, but at least 5, when the section's time is almost over.
@@ -74,22 +85,38 @@ class Bench:
             for name, call in cases.items():
                 prepare(name)
                 call()
-        DEVICE.synchronize()
+        holds_s = {name: self._hold_s(name, call, prepare) for name, call in cases.items()}
         samples: dict[str, list[float]] = {name: [] for name in cases}
+        behind = dict.fromkeys(cases, 0)  # samples in which the host needed longer than the hold
         for repeat in range(repeats):
             if repeat >= 5 and self.time_left() < 2.0:
                 break
             marks = {}
+            hosts_s = {}
             for name in rotation(list(cases), repeat):
                 prepare(name)
-                DEVICE.hold(HOLD_S)
+                begin = time.perf_counter()
+                held = DEVICE.mark()
+                DEVICE.hold(holds_s[name])
                 start = DEVICE.mark()
                 cases[name]()
-                marks[name] = (start, DEVICE.mark())
+                marks[name] = (held, start, DEVICE.mark())
+                hosts_s[name] = time.perf_counter() - begin
             DEVICE.synchronize()
-            for name, (start, end) in marks.items():
+            for name, (held, start, end) in marks.items():
                 samples[name].append(DEVICE.between_s(start, end))
-        return {name: Timing(tuple(values)) for name, values in samples.items()}
+                behind[name] += hosts_s[name] > DEVICE.between_s(held, start)
+        return {name: DeviceTiming(tuple(values), 2 * behind[name] >= len(values)) for name, values in samples.items()}
+
+    def _hold_s(self, name: str, call: Callable[[], object], prepare: Callable[[str], object]) -> float:
+        """How long to hold the stream up for one call: the host's time for it, measured on an idle device, and a half more."""
+        prepare(name)
+        DEVICE.synchronize()
+        begin = time.perf_counter()
+        call()
+        host_s = time.perf_counter() - begin
+        DEVICE.synchronize()
+        return min(max(LEAST_HOLD_S, HOLD_OF_HOST * host_s), MOST_HOLD_S)
 
     def ceilings(self) -> None:
         """Copy, read-modify-write and read-only rates: what the other lines are compared with."""
@@ -139,6 +166,7 @@ class Bench:
             "peer_spread": _rounded(peer_timing.spread if peer_timing else None),
             "ratio": _rounded(peer_s / ours_s if peer_s is not None and ours_s else None),
             "samples": len(ours.samples_s) if ours else None,
+            **_host_bound(ours, peer_timing),
             **more,
             **self._facts,
         }
@@ -167,10 +195,28 @@ def _machine() -> str:
     return machine() if DEVICE.is_simulated else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
+def _host_bound(ours: Timing | None, peer: Timing | None) -> dict[str, bool]:
+    pairs = (("host_bound", ours), ("peer_host_bound", peer))
+    return {name: True for name, timing in pairs if isinstance(timing, DeviceTiming) and timing.host_bound}
+
+
 def _rounded(value: float | None, scale: float = 1.0) -> float | None:
     return None if value is None else float(f"{value * scale:.4g}")
 
 
 def _row(line: Mapping[str, Any]) -> str:
-    shown = ("bench", "config", "numel", "ms", "spread", "gbps", "of_copy", "peer", "peer_ms", "ratio", "omitted")
+    shown = (
+        "bench",
+        "config",
+        "numel",
+        "ms",
+        "spread",
+        "gbps",
+        "of_copy",
+        "peer",
+        "peer_ms",
+        "ratio",
+        "host_bound",
+        "omitted",
+    )
     return "  ".join(f"{name}={line[name]}" for name in shown if line.get(name) is not None)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from adam_cases import KINDS
 from tests.gpu import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_timing  # noqa: E402
+
 TIMEOUT_S = 100.0
 
 pytestmark = [
@@ -85,18 +90,83 @@ def test_the_benchmarks() -> None:
     printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     lines = [line for line in printed if "omitted" not in line]
     omitted = {line["config"]: line["omitted"] for line in printed if "omitted" in line}
-    for config in "CDEFG":
-        assert "torch" in omitted[f"{config} 16 M: torch foreach"], config
-    assert not any(config.startswith(("A 16 M: ", "H 16 M: ")) for config in omitted)
+    sizes = ("16 M", "256 M", "1 G")
+    for config in "EFG":
+        assert all("torch" in omitted[f"{config} {size}: torch foreach"] for size in sizes), config
+    assert not any(config[0] in "ACDH" for config in omitted), omitted
     of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
     assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
-    for section, least in (("adam", 24), ("norm", 16), ("layouts", 12), ("host", 2), ("gpt", 4)):
+    for config, casts in {"A": "", "C": " + casts", "D": " + casts", "H": ""}.items():
+        for way in ("fused", "foreach", "for-loop"):
+            peers = [line for line in of("adam") if (line["config"], line["peer"]) == (config, f"torch {way}{casts}")]
+            assert len(peers) == len(sizes), (config, way)
+    for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8)):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
     for line in lines:
         assert line["peer"] is None or line["ratio"] == pytest.approx(line["peer_ms"] / line["ms"], rel=1e-2), line
-    by_config = {line["config"]: line for line in of("host")}
+    by_config = {line["config"]: line for line in lines}
     assert by_config["host time, 300 parameters"]["launches"] <= 8
+    for dtype in ("float32", "bfloat16"):  # only the sharded gradients have their sums of squares already
+        assert by_config[f"clip {dtype}"]["kernels"]["launch_sumsq"] == 1
+        assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
+        for config in (f"clip + step {dtype}", f"clip + step {dtype}, sharded"):
+            assert {"clipping_adds_us", "peers_clipping_adds_us"} <= by_config[config].keys()
+    for size_mb in (4, 128):
+        for place in ("hot", "cold"):
+            assert by_config[f"norm on arrival, {place}, {size_mb} MB"]["copy_ms"] > 0
+
+
+class Clocks:
+    """A device and a host with a clock each: what a launch costs them is given."""
+
+    is_simulated = True
+
+    def __init__(self) -> None:
+        self.host_s = 100.0
+        self.device_s = 0.0
+        self.holds_s: list[float] = []
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        self.host_s += host_s
+        self.device_s = max(self.device_s, self.host_s) + device_s
+
+    def hold(self, seconds: float) -> None:
+        self.holds_s.append(seconds)
+        self.launch(0.0, seconds)
+
+    def mark(self) -> float:
+        return max(self.device_s, self.host_s)
+
+    def between_s(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        self.host_s = max(self.host_s, self.device_s)
+
+
+def test_the_hold_is_as_long_as_the_host_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One launch, 100, and 100 that take the host longer than any hold: those are told apart from the device's time."""
+    clocks = Clocks()
+    monkeypatch.setattr(gpu_timing, "DEVICE", clocks)
+    monkeypatch.setattr(gpu_timing.time, "perf_counter", lambda: clocks.host_s)
+    bench = gpu_timing.Bench("any", quick=False, path=tmp_path / "lines", deadline_s=60.0)
+
+    def launching(count: int, host_s: float) -> Callable[[], None]:
+        return lambda: [clocks.launch(host_s, 1e-6) for _ in range(count)][0]
+
+    timings = bench.measure({"one": launching(1, 1e-5), "many": launching(100, 5e-5), "slow": launching(100, 1e-3)})
+    assert timings["one"].median_s == pytest.approx(1e-6)
+    assert timings["many"].median_s == pytest.approx(1e-4)
+    assert [timing.host_bound for timing in timings.values()] == [False, False, True]
+    assert sorted(set(clocks.holds_s)) == pytest.approx([1e-3, 7.5e-3, 0.05])
+
+    bench.add("both", 1, timings["slow"], peer="many", peer_timing=timings["many"])
+    bench.add("both", 1, timings["many"], peer="slow", peer_timing=timings["slow"])
+    bench.add("alone", 1, timings["one"])
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    found = [(line.get("host_bound"), line.get("peer_host_bound")) for line in lines]
+    assert found == [(True, None), (None, True), (None, None)]
 
 
 def test_every_part_has_its_file() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,40 @@ def test_a_run_goes_on_past_failures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert logs.index("==== fails:") < logs.index("about to fail") < logs.index("==== hangs:") < logs.index("hanging")
 
 
+REFUSAL = "========= Error: Device not supported. See the supported devices"
+
+
+def test_a_sanitizer_that_refuses_the_device_is_left_out(tmp_path: Path) -> None:
+    """Whatever it ends with then; other parts that say so have failed."""
+    for code in (0, 1, 9):
+        part = python("memcheck", f"print({REFUSAL!r}); print('more'); raise SystemExit({code})")
+        outcome = run_all.run_part(replace(part, unfit="Device not supported"), tmp_path / "log", 30.0)
+        assert (outcome.outcome, outcome.last_line, outcome.ok) == ("left out", REFUSAL, True)
+        assert run_all.run_part(part, tmp_path / "log", 30.0).ok == (code == 0)
+    found = replace(python("memcheck", "print('an invalid read'); raise SystemExit(9)"), unfit="Device not supported")
+    assert run_all.run_part(found, tmp_path / "log", 30.0).outcome == "failed"
+    parts = {part.name: part for part in run_all.all_parts()}
+    assert all(parts[tool].unfit in REFUSAL and parts[tool].unfit for tool in ("memcheck", "racecheck"))
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ('print(\'{"status": 1, "warnings": ["the cache is far away"]}\'); raise SystemExit(1)', "ok"),
+        ('print(\'{"status": 2, "warnings": []}\'); raise SystemExit(2)', "failed"),
+        ("print('{\"status\": 2}'); raise SystemExit(1)", "failed"),
+        ("raise RuntimeError('no verdict')", "failed"),
+    ],
+)
+def test_a_build_with_warnings_is_no_failure(tmp_path: Path, code: str, outcome: str) -> None:
+    """The doctor says 1 of itself then; a crash ends with 1 and says nothing."""
+    build = run_all.all_parts()[0]
+    part = replace(build, argv=(sys.executable, "-c", code))
+    done = run_all.run_part(part, tmp_path / "log", 30.0)
+    assert done.outcome == outcome, done
+    assert ("the cache is far away" in done.last_line) == (outcome == "ok")
+
+
 def test_processes_left_behind_are_ended(tmp_path: Path) -> None:
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid)"
     outcome = run_all.run_part(python("leaves", code), tmp_path / "log", 30.0)
@@ -158,6 +193,8 @@ def test_the_parts_fit_and_are_named_once() -> None:
     parts = run_all.all_parts("python3")
     assert len({part.name for part in parts}) == len(parts)
     assert parts[0].name == "build" and run_all.LIMIT_S <= 480
+    order = [part.name for part in parts]
+    assert order.index("bench adam") < order.index("bench norm") < order.index("memcheck")
     assert all(part.timeout_s < run_all.LIMIT_S for part in parts)
 
 
