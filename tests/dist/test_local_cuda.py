@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, posing
+from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.errors import ClosedError, CommError, CommTimeout, MismatchError, PeerError
+from bucketwheel.errors import CaptureError, ClosedError, CommError, CommTimeout, MismatchError, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.pool import Pool
 from bucketwheel.testing import run_threads
@@ -135,6 +135,35 @@ def test_bucket_memory_is_given_on_without_waiting_for_the_device() -> None:
         assert made["launch_reduce"] >= 10
         assert "event_synchronize" not in made
         assert len(places) == 1
+
+    on_ranks(2, body)
+
+
+def test_a_collective_is_not_captured(simulated: Any) -> None:
+    """It is refused before anything is issued: afterwards the ranks go on together."""
+
+    def expect_refusals(comm: Communicator) -> None:
+        out, given = torch.zeros(8), torch.ones(4)
+        for call in (lambda: all_gather(out, given, comm), lambda: reduce_scatter(given, out, comm)):
+            with pytest.raises(CaptureError, match="the local backend cannot be captured in a CUDA graph"):
+                call()
+
+    def body(comm: Communicator) -> None:
+        comm.exchange(b"begin")
+        if comm.rank == 0:
+            with Graph(simulated):  # of the default stream, which is every rank's
+                comm.exchange(b"capturing")
+                expect_refusals(comm)
+                comm.exchange(b"refused")
+        else:
+            comm.exchange(b"capturing")
+            expect_refusals(comm)
+            comm.exchange(b"refused")
+        comm.exchange(b"over")
+        out = torch.zeros(8)
+        handle = all_gather(out, torch.full((4,), comm.rank + 1.0), comm).wait()
+        assert handle.seq == 1
+        assert out.tolist() == [1.0] * 4 + [2.0] * 4
 
     on_ranks(2, body)
 
