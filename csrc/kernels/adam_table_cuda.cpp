@@ -16,7 +16,9 @@ uint8_t head_of(const AdamRow& row) {
   const size_t p_bytes = size_of(row.p_dtype);
   const size_t state_bytes = size_of(row.state_dtype);
   const size_t master_bytes = row.weight == AdamWeight::kMaster ? sizeof(float) : sizeof(uint16_t);
-  const bool is_random = row.state_dtype == DType::kBFloat16 || row.weight == AdamWeight::kParam;
+  // What may be rounded stochastically: v, and a parameter without anything beside it.
+  const bool is_random =
+      row.state_dtype == DType::kBFloat16 || (row.weight == AdamWeight::kParam && row.p_dtype == DType::kBFloat16);
   for (uintptr_t head = 0; head < 8; ++head) {
     const auto is_aligned = [head](const void* array, size_t element_bytes) {
       return (reinterpret_cast<uintptr_t>(array) + head * element_bytes) % kAlignBytes == 0;  // null is
