@@ -38,7 +38,7 @@ PYTHON_LAYERS = [
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device"],
     ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
-    ["schedule", "bucket", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
+    ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],
     ["optim", "shard", "state_dict"],

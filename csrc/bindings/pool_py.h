@@ -27,7 +27,7 @@ inline DType dtype_named(const std::string& name) {
     }
   }
   throw TypeError("unsupported dtype " + name +
-                  ": float32, bfloat16, float16, float64, int64, int32 and uint8 are supported");
+                  ": float32, bfloat16, float16, float64, int64, int32, int16 and uint8 are supported");
 }
 
 // Slabs that are torch tensors (uint8), so that torch's own accounting of memory sees them.
@@ -135,6 +135,12 @@ inline void bind_pool(py::module_& m) {
             const StreamRef caller = event == nullptr ? current_stream(self.device()) : nullptr;
             py::gil_scoped_release unlocked;
             if (caller != nullptr && self.is_live()) {
+              if (is_capturing(*caller)) {
+                throw CaptureError(
+                    "release of lease '" + self.key() +
+                    "' while a CUDA graph is captured in the current stream: replays would use its bytes; "
+                    "release it after the capture, when the graph is not replayed any more");
+              }
               event = caller->record();  // CUDA: what the caller has enqueued may not have run yet
             }
             self.release(std::move(event));

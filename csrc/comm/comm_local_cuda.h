@@ -50,6 +50,8 @@ class LocalCudaBoard {
 
  private:
   using Meeting = std::vector<std::unique_ptr<Arrival>>;  // by rank
+  // With the lock held, so nothing here or in a sink may allocate device memory: emptying caches may wait for operations that
+  // have yet to come in here, and for locks of whoever is waiting here.
   void launch(Meeting& meeting);
   void enqueue(const Meeting& meeting);
   void launch_all_gather(const Meeting& meeting);

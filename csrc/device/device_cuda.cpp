@@ -75,6 +75,7 @@ class CudaEvent final : public Event {
     expect_usable("synchronize");
     if (!deadline) {
       CudaGuard guard(device_.index_);
+      const RelaxedCapture relaxed;
       BW_CUDA_TRY(event_synchronize, event_);
       is_done_.store(true, std::memory_order_release);
       return true;
@@ -294,6 +295,7 @@ void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {
     BW_CUDA_TRY(memset_async, data, byte, size_bytes, native_stream(*stream, "fill"));
     return;
   }
+  const RelaxedCapture relaxed;
   const StreamRef own = new_stream("bw-fill");
   BW_CUDA_TRY(memset_async, data, byte, size_bytes, native_stream(*own, "fill"));
   own->synchronize();
@@ -301,6 +303,7 @@ void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {
 
 void CudaDevice::read(void* to, const void* from, size_t size_bytes) {
   CudaGuard guard(index_);
+  const RelaxedCapture relaxed;
   BW_CUDA_TRY(memcpy_blocking, to, from, size_bytes);
 }
 

@@ -16,7 +16,9 @@ uint8_t head_of(const AdamRow& row) {
   const size_t p_bytes = size_of(row.p_dtype);
   const size_t state_bytes = size_of(row.state_dtype);
   const size_t master_bytes = row.weight == AdamWeight::kMaster ? sizeof(float) : sizeof(uint16_t);
-  const bool is_random = row.state_dtype == DType::kBFloat16 || row.weight == AdamWeight::kParam;
+  // What may be rounded stochastically: v, and a parameter without anything beside it.
+  const bool is_random =
+      row.state_dtype == DType::kBFloat16 || (row.weight == AdamWeight::kParam && row.p_dtype == DType::kBFloat16);
   for (uintptr_t head = 0; head < 8; ++head) {
     const auto is_aligned = [head](const void* array, size_t element_bytes) {
       return (reinterpret_cast<uintptr_t>(array) + head * element_bytes) % kAlignBytes == 0;  // null is
@@ -112,21 +114,8 @@ void AdamCudaTable::validate(const AdamCudaStep& step) const {
   }
 }
 
-// The tables belong to one stream at a time.
-void AdamCudaTable::enter(Stream& stream) {
-  void* const native = native_stream(stream, "AdamCudaTable");
-  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
-    stream.wait(last_use_);  // a graph cannot wait for what is outside; whoever captures has synchronised before
-  }
-  last_stream_ = native;
-}
-
-void AdamCudaTable::leave(Stream& stream) {
-  last_use_ = is_capturing(stream) ? nullptr : stream.record();  // nothing outside a graph can wait for what is inside
-}
-
-void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream) {
-  was_captured_ = was_captured_ || is_capturing(stream);
+void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream, bool is_captured) {
+  was_captured_ = was_captured_ || is_captured;
   if (was_captured_) {
     are_rows_new_ = are_chunks_new_ = true;
     uploaded_rows_.clear();
@@ -159,8 +148,13 @@ void AdamCudaTable::begin(const AdamCudaStep& step, Stream& stream) {
   flags_.lr = {};
   flags_.used = {};
   CudaGuard guard(device_.id().index);
-  enter(stream);
-  upload_tables(step, stream);
+  last_use_.in(stream, "AdamCudaTable", [&](void* native, bool is_captured) {
+    upload_tables(step, stream, is_captured);
+    launch_scalars(step, native);
+  });
+}
+
+void AdamCudaTable::launch_scalars(const AdamCudaStep& step, void* native) {
   AdamScalarsLaunch launch;
   launch.rows = device_rows_.as<const AdamCudaRow>();
   launch.scalars = device_scalars_.as<AdamCudaScalars>();
@@ -182,9 +176,8 @@ void AdamCudaTable::begin(const AdamCudaStep& step, Stream& stream) {
       launch.groups[i] = step.groups[first + i];
       launch.lr[i] = step.lr.empty() ? nullptr : step.lr[first + i];
     }
-    BW_CUDA_TRY(launch_adam_scalars, launch, last_stream_);
+    BW_CUDA_TRY(launch_adam_scalars, launch, native);
   }
-  leave(stream);
 }
 
 void AdamCudaTable::step(int64_t first_row, int64_t last_row, Stream& stream) {
@@ -192,7 +185,10 @@ void AdamCudaTable::step(int64_t first_row, int64_t last_row, Stream& stream) {
              "rows [" + std::to_string(first_row) + ", " + std::to_string(last_row) + ") of " + std::to_string(rows()));
   BW_EXPECTS(!are_rows_new_, "step() before begin()");
   CudaGuard guard(device_.id().index);
-  enter(stream);
+  last_use_.in(stream, "AdamCudaTable", [&](void* native, bool) { launch_rows(first_row, last_row, native); });
+}
+
+void AdamCudaTable::launch_rows(int64_t first_row, int64_t last_row, void* native) {
   AdamLaunch launch;
   launch.rows = device_rows_.as<const AdamCudaRow>();
   launch.first_chunk = device_chunks_.as<const int64_t>();
@@ -211,10 +207,9 @@ void AdamCudaTable::step(int64_t first_row, int64_t last_row, Stream& stream) {
     }
     launch.chunks = segments_.first_chunk(launch.last_row) - segments_.first_chunk(first);
     if (launch.chunks > 0) {
-      BW_CUDA_TRY(launch_adam, launch, last_stream_);
+      BW_CUDA_TRY(launch_adam, launch, native);
     }
   }
-  leave(stream);
 }
 
 }  // namespace bucketwheel

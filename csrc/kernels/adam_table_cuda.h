@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/cuda_buffer.h"
+#include "device/last_use.h"
 #include "kernels/adam_cuda.h"
 #include "kernels/adam_variant.h"
 #include "kernels/segment_table.h"
@@ -56,9 +57,9 @@ class AdamCudaTable {
 
  private:
   void validate(const AdamCudaStep& step) const;
-  void upload_tables(const AdamCudaStep& step, Stream& stream);
-  void enter(Stream& stream);
-  void leave(Stream& stream);
+  void upload_tables(const AdamCudaStep& step, Stream& stream, bool is_captured);
+  void launch_scalars(const AdamCudaStep& step, void* native);
+  void launch_rows(int64_t first_row, int64_t last_row, void* native);
 
   CudaDevice& device_;
   SegmentTable segments_;
@@ -78,8 +79,7 @@ class AdamCudaTable {
   CudaBuffer device_chunks_;
   CudaBuffer device_used_;
   CudaBuffer device_scalars_;
-  void* last_stream_ = nullptr;
-  EventRef last_use_;
+  LastUse last_use_;
 };
 
 }  // namespace bucketwheel

@@ -17,19 +17,15 @@ void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
     return;
   }
   CudaGuard guard(device_.id().index);
-  void* const native = native_stream(stream, "copy");
-  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
-    stream.wait(last_use_);
-  }
-  CopyLaunch launch;
-  launch.items = device_items_.upload<CopyItem>(items, stream);
-  launch.first_chunk = device_chunks_.upload<int64_t>(first_chunk, stream);
-  launch.item_count = segments.rows();
-  launch.chunks = segments.chunks();
-  launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
-  BW_CUDA_TRY(launch_copy, launch, native);
-  last_stream_ = native;
-  last_use_ = is_capturing(stream) ? nullptr : stream.record();
+  last_use_.in(stream, "copy", [&](void* native, bool) {
+    CopyLaunch launch;
+    launch.items = device_items_.upload<CopyItem>(items, stream);
+    launch.first_chunk = device_chunks_.upload<int64_t>(first_chunk, stream);
+    launch.item_count = segments.rows();
+    launch.chunks = segments.chunks();
+    launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
+    BW_CUDA_TRY(launch_copy, launch, native);
+  });
 }
 
 }  // namespace bucketwheel

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/cuda_buffer.h"
+#include "device/last_use.h"
 #include "kernels/pack_cuda.h"
 
 namespace bucketwheel {
@@ -21,8 +22,7 @@ class CopyCudaTable {
   CudaDevice& device_;
   CudaBuffer device_items_;
   CudaBuffer device_chunks_;
-  void* last_stream_ = nullptr;
-  EventRef last_use_;
+  LastUse last_use_;
 };
 
 }  // namespace bucketwheel

@@ -14,6 +14,8 @@ bool is_equal(const NormCudaRow& a, const NormCudaRow& b) {
          a.is_summed == b.is_summed;
 }
 
+size_t partial_bytes(int64_t chunks) { return static_cast<size_t>(std::max<int64_t>(1, chunks)) * sizeof(double); }
+
 }  // namespace
 
 SumsqCudaTable::SumsqCudaTable(CudaDevice& device)
@@ -35,36 +37,38 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
   const auto row_count = static_cast<int64_t>(rows.size());
   first_chunk.insert(first_chunk.end(), {0, row_count});  // of the total, whose chunks are the rows
   CudaGuard guard(device_.id().index);
-  void* const native = native_stream(stream, "sums of squares");
-  if (last_use_ != nullptr && native != last_stream_ && !is_capturing(stream)) {
-    stream.wait(last_use_);  // a graph cannot wait for what is outside; whoever captures has synchronised before
+  last_use_.in(stream, "sums of squares", [&](void* native, bool is_captured) {
+    was_captured_ = was_captured_ || is_captured;
+    upload_tables(std::move(cuda_rows), first_chunk, segments.chunks(), stream);
+    SumsqLaunch launch;
+    launch.rows = device_rows_.as<const NormCudaRow>();
+    launch.first_chunk = device_chunks_.as<const int64_t>();
+    launch.row_count = row_count;
+    launch.chunks = segments.chunks();
+    launch.partial = partial_.as<double>();
+    launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
+    if (launch.chunks > 0) {
+      BW_CUDA_TRY(launch_sumsq, launch, native);
+    }
+    const FoldLaunch fold{launch.rows, launch.first_chunk, row_count, launch.partial, sums};
+    BW_CUDA_TRY(launch_fold, fold, native);
+    if (total != nullptr) {
+      const FoldLaunch fold_rows{launch.rows, launch.first_chunk + row_count + 1, 1, sums, total};
+      BW_CUDA_TRY(launch_fold, fold_rows, native);
+    }
+  });
+}
+
+void SumsqCudaTable::upload_tables(std::vector<NormCudaRow> rows, std::span<const int64_t> first_chunk, int64_t chunks,
+                                   Stream& stream) {
+  if (!was_captured_ && std::equal(rows.begin(), rows.end(), rows_.begin(), rows_.end(), is_equal)) {
+    return;
   }
-  was_captured_ = was_captured_ || is_capturing(stream);
-  if (was_captured_ || !std::equal(cuda_rows.begin(), cuda_rows.end(), rows_.begin(), rows_.end(), is_equal)) {
-    rows_.clear();
-    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, segments.chunks())) * sizeof(double), was_captured_);
-    device_rows_.upload<NormCudaRow>(cuda_rows, stream, was_captured_);
-    device_chunks_.upload<int64_t>(first_chunk, stream, was_captured_);
-    rows_ = std::move(cuda_rows);  // noted after it was uploaded
-  }
-  SumsqLaunch launch;
-  launch.rows = device_rows_.as<const NormCudaRow>();
-  launch.first_chunk = device_chunks_.as<const int64_t>();
-  launch.row_count = segments.rows();
-  launch.chunks = segments.chunks();
-  launch.partial = partial_.as<double>();
-  launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
-  if (launch.chunks > 0) {
-    BW_CUDA_TRY(launch_sumsq, launch, native);
-  }
-  const FoldLaunch fold{launch.rows, launch.first_chunk, launch.row_count, launch.partial, sums};
-  BW_CUDA_TRY(launch_fold, fold, native);
-  if (total != nullptr) {
-    const FoldLaunch fold_rows{launch.rows, launch.first_chunk + row_count + 1, 1, sums, total};
-    BW_CUDA_TRY(launch_fold, fold_rows, native);
-  }
-  last_stream_ = native;
-  last_use_ = is_capturing(stream) ? nullptr : stream.record();
+  rows_.clear();
+  partial_.reserve(partial_bytes(chunks), was_captured_);
+  device_rows_.upload<NormCudaRow>(rows, stream, was_captured_);
+  device_chunks_.upload<int64_t>(first_chunk, stream, was_captured_);
+  rows_ = std::move(rows);  // noted after it was uploaded
 }
 
 ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel,
@@ -95,6 +99,11 @@ ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, float* shard, int
   if (last < numel) {
     add_span(last, numel, false);
   }
+  if (!rows_.empty()) {
+    device_rows_.reserve(rows_.size() * sizeof(NormCudaRow));
+    device_chunks_.reserve(first_chunk_.size() * sizeof(int64_t));
+    partial_.reserve(partial_bytes(spans_.chunks()));
+  }
 }
 
 void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) {
@@ -111,8 +120,7 @@ void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype
   if (!is_uploaded_) {
     device_rows_.upload<NormCudaRow>(rows_, stream);
     device_chunks_.upload<int64_t>(first_chunk_, stream);
-    partial_.reserve(static_cast<size_t>(std::max<int64_t>(1, spans_.chunks())) * sizeof(double));
-    is_uploaded_ = true;
+    is_uploaded_ = !is_capturing(stream);
   }
   AccumulateLaunch launch;
   launch.shard = shard_;

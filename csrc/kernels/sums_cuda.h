@@ -1,6 +1,7 @@
 // Sums of squares on CUDA: of lists of tensors, and of gradient shards as they are filled. The host side of norm_cuda.h.
 //
-// Results stay on the device, as doubles; nothing blocks the host, and nothing is allocated after the first use.
+// Results stay on the device, as doubles; nothing blocks the host. Lists allocate device memory at their first use, and when they
+// grow; shards when they are made.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "device/cuda_buffer.h"
+#include "device/last_use.h"
 #include "kernels/norm.h"
 #include "kernels/norm_cuda.h"
 #include "kernels/segment_table.h"
@@ -23,14 +25,16 @@ class SumsqCudaTable {
   void run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream);
 
  private:
+  void upload_tables(std::vector<NormCudaRow> rows, std::span<const int64_t> first_chunk, int64_t chunks,
+                     Stream& stream);
+
   CudaDevice& device_;
   std::vector<NormCudaRow> rows_;  // what device_rows_ holds
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;
   bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more
-  void* last_stream_ = nullptr;
-  EventRef last_use_;
+  LastUse last_use_;
 };
 
 // ShardAccumulator (norm.h) on CUDA: what a reduce-scatter does with a rank's part of the sum, in one pass over it. Its work is
@@ -40,7 +44,9 @@ class ShardAccumulatorCuda {
   using Segment = ShardAccumulator::Segment;
   // The shard's segments and the padding between them are its *spans*; so many at most.
   static int64_t max_spans(size_t segments) { return 2 * static_cast<int64_t>(segments) + 1; }
-  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's.
+  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the device has no
+  // memory for the tables. All of that is asked for here: run() is called under the lock of a communicator, and whoever gives
+  // memory back when there is none left may wait for the very operations that this lock holds up.
   ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel, const std::vector<Segment>& segments,
                        double* sums);
 
@@ -62,7 +68,7 @@ class ShardAccumulatorCuda {
   std::vector<NormCudaRow> rows_;
   std::vector<int64_t> span_of_;  // by segment
   std::vector<int64_t> first_chunk_{0};
-  bool is_uploaded_ = false;
+  bool is_uploaded_ = false;  // other than by a graph, which may never be replayed
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;

@@ -90,7 +90,10 @@ Lease::~Lease() {
       std::fprintf(stderr, "[bucketwheel] %s\n", fault.c_str());
     }
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "[bucketwheel] dropping lease '%s': %s\n", state_->key.c_str(), error.what());
+    // Where its stream is being captured, replays will use the bytes. The pool's block refers to the state.
+    std::fprintf(stderr, "[bucketwheel] dropping lease '%s', which stays live: %s\n", state_->key.c_str(),
+                 error.what());
+    new std::shared_ptr<State>(state_);
   }
 }
 

@@ -14,7 +14,9 @@ class Pool;
 
 class Lease {
  public:
-  ~Lease();  // a lease dropped without release() is released now and counted as dropped
+  // A lease dropped without release() is released now and counted as dropped; but while a CUDA graph is captured in its
+  // stream, it stays live for good.
+  ~Lease();
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
@@ -28,7 +30,7 @@ class Lease {
 
   // Ends the lease. Its bytes may be given to the next owner at once; the next owner's stream waits for `after` (the
   // completion of the last use) before touching them. No event: the caller says that all use has ended.
-  // ReleasedTwice when called again.
+  // ReleasedTwice when called again. CaptureError, and the lease stays live, for an event that is part of a CUDA graph.
   void release(EventRef after = nullptr);
 
  private:

@@ -8,6 +8,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fork.h"
+#include "device/device_cuda.h"
 #include "pool/pool_state.h"
 
 namespace bucketwheel {
@@ -24,6 +25,16 @@ bool wait_for(const std::vector<Fence>& fences, const Deadline& deadline) {
     }
   }
   return true;
+}
+
+bool has_pending(const std::vector<Fence>& fences) {
+  return std::ranges::any_of(fences, [](const Fence& fence) { return !fence.event->query(); });
+}
+
+[[noreturn]] void refuse_captured(const std::string& key, size_t size_bytes, const char* why) {
+  throw CaptureError("acquire of key '" + key + "' (" + std::to_string(size_bytes) +
+                     " bytes) while a CUDA graph is captured in its stream: " + why +
+                     "; acquire it before the capture");
 }
 
 // Keeps the slab mapped until the process ends: unmapping memory that a stream still uses would be a crash.
@@ -123,7 +134,7 @@ void Pool::Impl::grow(size_t block_bytes) {
   blocks.add(std::move(slab));
 }
 
-std::vector<EventRef> Pool::Impl::take(Lease::State& state) {
+std::vector<EventRef> Pool::Impl::take(Lease::State& state, bool is_captured) {
   bool is_reused = false;
   std::vector<Fence> dropped;  // before the lock, so destroyed after it: a fence may own the last handle on a lease
   std::unique_lock lock(mutex);
@@ -139,9 +150,17 @@ std::vector<EventRef> Pool::Impl::take(Lease::State& state) {
     if (state.block != nullptr) {
       break;
     }
+    if (is_captured) {
+      refuse_captured(state.key, state.size_bytes, "the pool would have to grow");
+    }
     lock.unlock();
     grow(state.block_bytes);
     lock.lock();
+  }
+  if (is_captured && has_pending(state.block->fences)) {
+    blocks.give(std::exchange(state.block, nullptr));
+    refuse_captured(state.key, state.size_bytes,
+                    "the last users of these bytes are not done, and a graph cannot wait for what is outside");
   }
   FreeList::Block& block = *state.block;
   block.owner = &state;
@@ -190,8 +209,13 @@ LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stre
   if (options.poison) {
     state->block_bytes += options.align_bytes;
   }
+  const bool is_on_host = impl_->device.id().kind == DeviceId::Kind::kCpu;
+  const bool is_captured = !is_on_host && stream != nullptr && is_capturing(*stream);
+  if (is_captured && options.poison) {
+    refuse_captured(state->key, size_bytes, "every replay would write the poison again");
+  }
   const LeaseRef lease(new Lease(state));  // once it has a block, an exception gives that back with its fences
-  const std::vector<EventRef> events = impl_->take(*state);
+  const std::vector<EventRef> events = impl_->take(*state, is_captured);
   for (const EventRef& event : events) {
     if (stream != nullptr) {
       stream->wait(event);
@@ -202,7 +226,6 @@ LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stre
   if (stream == nullptr) {
     state->inherited.clear();
   }
-  const bool is_on_host = impl_->device.id().kind == DeviceId::Kind::kCpu;
   if (!is_on_host) {
     state->home = stream;
   }

@@ -41,7 +41,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // A range of `size_bytes` (0 is legal), aligned. Fences of the bytes' last users: with a stream, the stream is made to
   // wait for them; without one, the host waits. On CUDA a stream should be given: a lease that is dropped without release()
   // counts as used until what is in that stream by then is done. `key` names the lease in messages; the same key may be
-  // live twice only if `key` is empty, else KeyBusy.
+  // live twice only if `key` is empty, else KeyBusy. A stream that is being captured into a CUDA graph can only have bytes that
+  // are there and that nothing uses any more, without poison; else CaptureError, and nothing has changed.
   LeaseRef acquire(std::string key, size_t size_bytes, const StreamRef& stream = nullptr);
 
   // The slab that contains [data, data + size_bytes) and the offset in it; null when it is not pool memory.

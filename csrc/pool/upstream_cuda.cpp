@@ -17,6 +17,7 @@ class CudaUpstream final : public Upstream {
 
   SlabRef allocate(size_t size_bytes) override {
     auto slab = std::make_shared<CudaSlab>(index_, reserved_bytes_);
+    const RelaxedCapture relaxed;  // somebody may be capturing something else
     try {
       slab->data = static_cast<std::byte*>(device_.allocate(size_bytes));
     } catch (const OutOfMemory& error) {

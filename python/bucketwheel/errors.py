@@ -38,7 +38,7 @@ class DeviceError(Error):
 
 
 class CaptureError(DeviceError):
-    """The outcome of work that was captured into a CUDA graph was asked for outside the graph."""
+    """What a CUDA graph cannot have was asked for: during a capture, or, of work that was captured, outside the graph."""
 
 
 class CommError(Error):

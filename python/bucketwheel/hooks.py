@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,15 +26,11 @@ from .comm import Communicator
 from .device import CPU
 from .flat import ParamInfo
 from .grad import ShardedGrad
-from .handle import Handle
-from .pool import Lease
+from .inflight import Inflight
 from .reduced import ReducedGrads
 from .schedule import Agreement, Drop, Launch, Schedule, Store
 
 __all__ = ["GradSync"]
-
-# How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never come.
-_MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
 
 
 class GradSync:
@@ -57,10 +52,7 @@ class GradSync:
         self.reduced = reduced
         self.held = [False] * len(self.infos)  # agreed when the last window closed
         self._overlap = overlap
-        self._max_inflight = max_inflight
-        self._inflight: list[tuple[Handle, Lease]] = []
-        self._patience_s = _MOST_PATIENCE_S
-        self._is_patient = True  # this window has not waited in vain
+        self._inflight = Inflight(comm.device, max_inflight)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
         self._no_sync_depth = 0
@@ -144,27 +136,10 @@ class GradSync:
             bucket = self.buckets[action.bucket]
             if isinstance(action, Store):
                 if not bucket.has_memory(action.late):
-                    self._wait_for_memory()
+                    self._inflight.make_room()
                 bucket.store(self.comm.pool, action.param, flat, late=action.late, add=action.add)
             else:
                 self._launch(action)
-
-    def _wait_for_memory(self) -> None:
-        """[Note: soft bound] Waits until fewer than ``max_inflight`` reduce-scatters run, but only for a moment.
-
-        A peer that runs another graph may launch its half of them only when it closes its window, and it may wait for this
-        rank before it does (a loss all-reduce before ``step``). So after a moment the hook takes more memory instead, and does
-        not wait again in this window. Each window that has waited in vain halves the patience of the next. For the same reason
-        a bucket's lease ends when its handle has completed and not before: an acquire never waits for it.
-        """
-        self._retire()
-        if not self._is_patient:
-            return
-        deadline = time.monotonic() + self._patience_s
-        while len(self._inflight) >= self._max_inflight and time.monotonic() < deadline:
-            self._inflight[0][0].await_order(max(deadline - time.monotonic(), 0.0))
-            self._retire()
-        self._is_patient = len(self._inflight) < self._max_inflight
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use several.
@@ -175,27 +150,12 @@ class GradSync:
             if stream is not None:
                 join(stream.device, stream)
 
-    def _retire(self) -> None:
-        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for."""
-        running = []
-        for handle, lease in self._inflight:
-            if handle.is_ordered():
-                lease.release(after=handle)
-            else:
-                running.append((handle, lease))
-        self._inflight = running
-
     def _launch(self, action: Launch) -> None:
         bucket = self.buckets[action.bucket]
         self._join_streams(bucket)
         lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
-        self._inflight.append((self.comm.reduce_scatter_into(flat, bucket.sink), lease))
-
-    def _wait_inflight(self) -> None:
-        for handle, _ in self._inflight:
-            handle.wait()  # CUDA: the current stream waits, not this thread
-        self._retire()
+        self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), lease)
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
@@ -217,17 +177,15 @@ class GradSync:
                     self.reduced.set_factor(index, factor)
                 for launch in first:
                     self._launch(launch)
-                self._wait_inflight()
+                self._inflight.wait()
                 self.reduced.mark_reduced()
                 for index in agreement.void:
                     self.reduced.zero(index)
                 for launch in late:
                     self._launch(launch)
-                self._wait_inflight()
+                self._inflight.wait()
                 self._is_open = False
-                self._patience_s *= 2.0 if self._is_patient else 0.5
-                self._patience_s = min(max(self._patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
-                self._is_patient = True
+                self._inflight.end_window()
             self._settle(agreement)
             return agreement
 

@@ -66,8 +66,9 @@ class ShardedAdamW(Optimizer):
         static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process only, so
             far).
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read learning
-            rates that are tensors anew. Needs ``static_graph=True`` and CUDA.
-        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once (a soft bound).
+            rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
+        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that a peer has
+            not issued yet come on top, for backward waits for nobody.
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.

@@ -17,7 +17,7 @@ import torch
 
 from bucketwheel._build import native
 from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
-from bucketwheel.errors import PoolError
+from bucketwheel.errors import CaptureError, PoolError
 
 __all__ = ["Lease", "Pool", "PoolStats"]
 
@@ -90,7 +90,8 @@ class Lease:
 
         ``after`` says when the last use ends: a handle, a native event, or a stream, native or torch's (everything enqueued
         in it so far); TypeError for anything else. The next owner waits for that. None: all use has ended (CPU), or is in
-        torch's current stream (CUDA).
+        torch's current stream (CUDA). `CaptureError`, and the lease stays live, while that stream is captured in a CUDA
+        graph, and for an event that was.
         """
         self._native.release(_event_of(after))
 
@@ -176,6 +177,9 @@ class Pool:
         Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
         thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is live
         already (the empty key may be live any number of times). `PoolError` when the system has no memory.
+
+        While ``stream`` is captured in a CUDA graph it can only have bytes that are there and whose last users are done,
+        without poison: else `CaptureError`, and nothing has changed. What replays use must not be released before them.
         """
         return Lease(self._native.acquire(key, nbytes, native_stream(stream)))
 
@@ -220,6 +224,10 @@ def _event_of(after: Any) -> Any:
 
 def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
     """Zeroed bytes on a device, allocated by torch."""
+    if native().is_capturing(index):  # the memory and its zeros would belong to the graph
+        raise CaptureError(
+            f"a slab of {nbytes} bytes while a CUDA graph is captured in the current stream; acquire it before the capture"
+        )
     device = torch_device(index)
     try:
         return _zeros(nbytes, device)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, posing
+from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator, LocalWorld
-from bucketwheel.errors import ClosedError, CommError, CommTimeout, MismatchError, PeerError
+from bucketwheel.errors import CaptureError, ClosedError, CommError, CommTimeout, DeviceError, MismatchError, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.pool import Pool
 from bucketwheel.testing import run_threads
@@ -139,6 +139,35 @@ def test_bucket_memory_is_given_on_without_waiting_for_the_device() -> None:
     on_ranks(2, body)
 
 
+def test_a_collective_is_not_captured(simulated: Any) -> None:
+    """It is refused before anything is issued: afterwards the ranks go on together."""
+
+    def expect_refusals(comm: Communicator) -> None:
+        out, given = torch.zeros(8), torch.ones(4)
+        for call in (lambda: all_gather(out, given, comm), lambda: reduce_scatter(given, out, comm)):
+            with pytest.raises(CaptureError, match="the local backend cannot be captured in a CUDA graph"):
+                call()
+
+    def body(comm: Communicator) -> None:
+        comm.exchange(b"begin")
+        if comm.rank == 0:
+            with Graph(simulated):  # of the default stream, which is every rank's
+                comm.exchange(b"capturing")
+                expect_refusals(comm)
+                comm.exchange(b"refused")
+        else:
+            comm.exchange(b"capturing")
+            expect_refusals(comm)
+            comm.exchange(b"refused")
+        comm.exchange(b"over")
+        out = torch.zeros(8)
+        handle = all_gather(out, torch.full((4,), comm.rank + 1.0), comm).wait()
+        assert handle.seq == 1
+        assert out.tolist() == [1.0] * 4 + [2.0] * 4
+
+    on_ranks(2, body)
+
+
 def test_ranks_that_call_different_things_are_told() -> None:
     def body(comm: Communicator) -> None:
         out, given = torch.zeros(8), torch.zeros(4)
@@ -253,6 +282,35 @@ def test_a_cpu_sink_is_refused() -> None:
             handle.synchronize(10.0)
 
     on_ranks(1, body)
+
+
+def test_a_sink_has_its_memory_before_its_first_operation() -> None:
+    """Operations are enqueued under a lock, and emptying caches for memory may wait for operations that need it."""
+
+    def sink_of(shard: torch.Tensor) -> Any:
+        accumulator = native().ShardAccumulatorCuda(shard, [(0, 4)], torch.zeros(3, dtype=torch.float64))
+        return native().ShardSinkCuda(accumulator)
+
+    def body(comm: Communicator) -> None:
+        shard = torch.zeros(4)
+        sink = sink_of(shard)
+        comm.exchange(b"made")
+        calls = Calls()  # of both ranks: the counters are the process's
+        comm.exchange(b"begin")
+        sink.begin(False)
+        comm.reduce_scatter_into(torch.ones(8), sink).synchronize(10.0)
+        comm.exchange(b"reduced")
+        made = calls.since()
+        comm.exchange(b"end")
+        assert made["launch_accumulate"] == 2 and "malloc_device" not in made
+        assert shard.tolist() == [2.0] * 4
+        if comm.rank == 0:
+            for nth in (1, 2):  # again after the caches were emptied
+                native().plan_cuda_fault("malloc_device", countdown=nth, error=2)
+            with pytest.raises(DeviceError, match="out of memory .*; pools gave back"):
+                sink_of(shard)
+
+    on_ranks(2, body)
 
 
 def test_a_world_is_of_one_device_and_each_rank_joins_once() -> None:

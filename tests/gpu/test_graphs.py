@@ -166,6 +166,26 @@ def test_a_captured_norm_follows_its_tensors() -> None:
         assert torch.equal(DEVICE.get(out), expected)
 
 
+def test_a_captured_step_is_left_out_where_the_norm_is_not_finite() -> None:
+    """The flag of `l2_norm` stays on the device and decides in each replay, on the step counts too."""
+    params, grads, m, v = ([DEVICE.put(torch.full((n,), x)) for n in (1000, 33)] for x in (1.0, 1.0, 0.0, 0.0))
+    steps = [DEVICE.put(torch.tensor(4.0)) for _ in params]
+
+    def step() -> None:
+        nonfinite = ops.l2_norm(grads, return_nonfinite=True)[1]
+        ops.adam_step(params, grads, m, v, steps, lr=1e-2, noop=nonfinite)
+
+    DEVICE.warm_up(step)
+    replay = DEVICE.capture(step)
+    changing = [*params, *m, *v, *steps]
+    for value in (math.inf, 2.0, math.nan, 3.0):
+        grads[1][5].fill_(value)
+        before = [x.clone() for x in changing]
+        replay()
+        for x, old in zip(changing, before, strict=True):
+            assert torch.equal(x, old) != math.isfinite(value)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_a_whole_training_step_is_captured(dtype: torch.dtype) -> None:
     """Forward, backward, clip and step in one graph; it follows eager training."""

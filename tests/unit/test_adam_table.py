@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 from reference import bits
+from simulated_cuda import Calls, posing
 
 from bucketwheel import ops
 from bucketwheel._build import native
@@ -142,6 +144,32 @@ def test_noop_of_a_bool_tensor() -> None:
     rows = rows_of([8])
     ops.adam_step(*zip(*rows, strict=True), 1, lr=LR, noop=torch.tensor(True))
     assert_equal(rows, rows_of([8]))
+
+
+@pytest.mark.parametrize("poses", [False, True], ids=["cpu", "simulated cuda"])
+def test_what_the_norm_says_of_the_gradients_decides_on_a_step(poses: bool) -> None:
+    """The flag of `l2_norm` goes into `adam_step` as it is. Nothing changes where it is set, the step counts neither."""
+
+    def spoiled(value: float) -> list[list[torch.Tensor]]:
+        rows = rows_of([100, CHUNK + 1])
+        rows[1][1][5] = value
+        return rows
+
+    for value, is_finite in ((float("inf"), False), (2.0, True), (float("nan"), False)):
+        expected, rows = spoiled(value), spoiled(value)
+        counts = [torch.tensor(4.0), torch.tensor(7)]
+        if is_finite:
+            for row, step in zip(expected, (5, 8), strict=True):
+                ops.adam_step(*([x] for x in row), step, lr=LR)
+        with posing() if poses else contextlib.nullcontext():
+            calls = Calls()
+            nonfinite = ops.l2_norm([row[1] for row in rows], return_nonfinite=True)[1]
+            assert nonfinite.dtype == torch.bool and nonfinite.shape == ()
+            ops.adam_step(*zip(*rows, strict=True), counts, lr=LR, noop=nonfinite)
+            assert calls.since().get("launch_adam", 0) == int(poses)
+        assert bool(nonfinite) == (not is_finite)
+        assert [int(count) for count in counts] == ([5, 8] if is_finite else [4, 7])
+        assert_equal(rows, expected)
 
 
 def test_gradients_can_be_exchanged() -> None:

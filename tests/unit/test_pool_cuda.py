@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, posing
+from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
 from bucketwheel.device import keep_as_cache
-from bucketwheel.errors import DeviceError, PoolError, UseAfterRelease
+from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
 from bucketwheel.pool import Pool
 
 SLAB = 8 << 20
@@ -123,6 +123,100 @@ def test_acquire_and_release_neither_wait_nor_allocate(pool: Pool) -> None:
     for _ in range(50):
         pool.acquire("warm", 1 << 20).release()
     calls.expect_free_running()
+
+
+def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
+    """Nothing has changed then; memory that is there and not in use can be had."""
+    elsewhere = native().Stream("elsewhere", 0)
+    graph, calls, before = Graph(library), Calls(), pool.stats()
+    with graph:
+        with pytest.raises(CaptureError, match=r"acquire of key 'x' \(4096 bytes\) while .* would have to grow"):
+            pool.acquire("x", 4096)
+    assert pool.stats() == before
+    assert not {"malloc_device", "stream_synchronize"} & set(calls.since())
+    pool.acquire("x", 4096, elsewhere).release()
+    with graph:
+        lease = pool.acquire("x", 4096)
+    assert lease.is_live
+    lease.release()
+    pool.check()
+    pool.expect_no_leases()
+
+
+def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any) -> None:
+    """torch's memory would belong to the graph; ours does not."""
+    beside = native().Stream("beside", 0)
+    ours, torchs = Pool("cuda"), Pool("torch")
+    with Graph(library):
+        lease = ours.acquire("x", 4096, beside)
+        with pytest.raises(CaptureError, match="a slab of .* while a CUDA graph is captured in the current stream"):
+            torchs.acquire("x", 4096, beside)
+    assert torch.equal(lease.tensor(torch.uint8, 4096), torch.zeros(4096, dtype=torch.uint8))
+    lease.release(after=beside)
+    assert torchs.stats().reserved_bytes == torchs.stats().acquires == 0
+    assert ours.trim() == SLAB
+
+
+def test_a_capture_cannot_wait_for_the_last_users(pool: Pool, library: Any) -> None:
+    late = native().Stream("late", 0)
+    lease = pool.acquire("first", 4096)
+    late.pause(0.2)
+    lease.release(after=late)
+    before = pool.stats()
+    with Graph(library), pytest.raises(CaptureError, match="last users of these bytes are not done"):
+        pool.acquire("second", 4096)
+    assert pool.stats() == before
+    pool.check()
+    calls = Calls()
+    pool.acquire("second", 4096).release()
+    assert calls.since()["stream_wait_event"] == 1, "the fence is still there"
+
+
+def test_a_capture_and_poison_exclude_each_other(library: Any) -> None:
+    pool = Pool("cuda", poison=True)
+    pool.acquire("x", 4096).release()
+    native().current_stream(0).synchronize()
+    before = pool.stats()
+    with Graph(library), pytest.raises(CaptureError, match="every replay would write the poison again"):
+        pool.acquire("x", 4096)
+    assert pool.stats() == before
+    pool.check()
+
+
+def test_a_lease_is_not_released_in_a_capture_but_after_it(pool: Pool, library: Any) -> None:
+    """A captured event would never complete for the next owner."""
+    current = native().current_stream(0)
+    lease, other = pool.acquire("x", 4096), pool.acquire("y", 4096)
+    place, done = lease.place, current.record()
+    with Graph(library):
+        with pytest.raises(CaptureError, match="release of lease 'x' while a CUDA graph is captured"):
+            lease.release()
+        for after in (current, current.record()):
+            with pytest.raises(CaptureError, match="no completion outside the graph"):
+                lease.release(after=after)
+        other.release(after=done)  # was over before the capture
+    assert lease.is_live and not other.is_live
+    lease.release()
+    again = pool.acquire("x", 4096)
+    assert again.place == place
+    again.release()
+    pool.check()
+    pool.expect_no_leases()
+
+
+def test_a_lease_dropped_in_a_capture_stays(pool: Pool, library: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Replays use its bytes, and nobody can know until when."""
+    lease = pool.acquire("dropped", 4096)
+    place = lease.place
+    with Graph(library):
+        del lease
+    assert "dropping lease 'dropped', which stays live: event query" in capfd.readouterr().err
+    pool.check()
+    with pytest.raises(LeaseLeak, match="1 leases are live: 'dropped'"):
+        pool.expect_no_leases()
+    other = pool.acquire("other", 4096)
+    assert other.place != place
+    other.release()
 
 
 def test_poison_marks_what_is_free_and_finds_writes_past_the_end() -> None:

@@ -1,0 +1,78 @@
+"""In flight: the reduce-scatters that are launched, the bucket memory they hold, and how much of that there may be."""
+
+from __future__ import annotations
+
+import time
+
+from .device import CPU
+from .handle import Handle
+from .pool import Lease
+
+__all__ = ["Inflight"]
+
+# How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never come.
+_MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
+
+
+class Inflight:
+    """The reduce-scatters of one rank. Not thread-safe."""
+
+    def __init__(self, device: int, limit: int) -> None:
+        self._is_on_cpu = device == CPU
+        self._limit = limit
+        self._running: list[tuple[Handle, Lease]] = []
+        self.patience_s = _MOST_PATIENCE_S
+        self.is_patient = True  # this window has not waited in vain
+
+    def add(self, handle: Handle, lease: Lease) -> None:
+        self._running.append((handle, lease))
+
+    def make_room(self) -> None:
+        """[Note: soft bound] Before a bucket takes memory: fewer than ``limit`` reduce-scatters should hold some.
+
+        On the CPU the hook waits for that, but only for a moment. A peer that runs another graph may launch its half of them
+        only when it closes its window, and it may wait for this rank before it does (a loss all-reduce before ``step``). So
+        after a moment the hook takes more memory instead, and does not wait again in this window. Each window that has waited
+        in vain halves the patience of the next. For the same reason a bucket's lease ends when its handle has completed and
+        not before: an acquire never waits for it.
+
+        On CUDA nobody waits. What is in a stream gives its memory on behind itself. What peers have yet to issue keeps it, so
+        a rank that is ahead holds as many buckets as it has launched in this window; at the window's end it waits for its
+        peers.
+        """
+        if not self._is_on_cpu:
+            self._retire(self._limit - 1)
+            return
+        self._retire()
+        if not self.is_patient:
+            return
+        deadline = time.monotonic() + self.patience_s
+        while len(self._running) >= self._limit and time.monotonic() < deadline:
+            self._running[0][0].await_order(max(deadline - time.monotonic(), 0.0))
+            self._retire()
+        self.is_patient = len(self._running) < self._limit
+
+    def wait(self) -> None:
+        """Waits for all of them. CUDA: the current stream waits, and this thread until all ranks have issued them."""
+        for handle, _ in self._running:
+            handle.wait()
+        self._retire()
+
+    def end_window(self) -> None:
+        self.patience_s *= 2.0 if self.is_patient else 0.5
+        self.patience_s = min(max(self.patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+        self.is_patient = True
+
+    def _retire(self, keep: int = 0) -> None:
+        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for.
+
+        The last ``keep`` stay: the next owner of their memory would wait for what has only just begun.
+        """
+        last = max(len(self._running) - keep, 0)
+        left = []
+        for handle, lease in self._running[:last]:
+            if handle.is_ordered():
+                lease.release(after=handle)
+            else:
+                left.append((handle, lease))
+        self._running = left + self._running[last:]

@@ -1,0 +1,80 @@
+// kernels/sums_cuda.h: the order of uses, and what is uploaded and allocated when. Run by test_native.py.
+// needs: base device kernels
+#include "kernels/sums_cuda.h"
+
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "recorded_cuda.h"
+
+using namespace bucketwheel;
+using namespace recorded_cuda;
+
+namespace {
+
+using Actions = std::vector<std::string>;
+
+float values[64];
+double sums[8];
+
+}  // namespace
+
+TEST(sums_that_fail_are_waited_for_too) {
+  SumsqCudaTable table(CudaDevice::at(0));
+  const NormRow row = {values, 64, DType::kFloat32};
+  const StreamRef a = stream_named('A'), b = stream_named('B'), c = stream_named('C');
+  table.run({&row, 1}, sums, nullptr, *a);
+  CHECK(take_actions() == Actions({"A: upload", "A: upload", "A: launch_sumsq", "A: launch_fold"}));
+  plan_cuda_fault({CudaCall::launch_fold, 1, 719, 0});
+  CHECK_THROWS(DeviceError, "launch_fold", table.run({&row, 1}, sums, nullptr, *b));
+  CHECK(take_actions() == Actions({"B: wait for A", "B: launch_sumsq"}));
+  table.run({&row, 1}, sums, nullptr, *c);
+  CHECK(take_actions() == Actions({"C: wait for B", "C: launch_sumsq", "C: launch_fold"}));
+}
+
+TEST(a_shard_allocates_when_it_is_made_and_never_again) {
+  const uint64_t before = cuda_calls(CudaCall::malloc_device);
+  ShardAccumulatorCuda shard(CudaDevice::at(0), values, 64, {{0, 10}, {20, 40}}, sums);
+  const uint64_t made = cuda_calls(CudaCall::malloc_device);
+  CHECK(made > before);
+  const void* source = values;
+  const StreamRef a = stream_named('A');
+  for (int turn = 0; turn < 2; ++turn) {
+    shard.run({&source, 1}, DType::kFloat32, 64, *a);
+  }
+  CHECK(cuda_calls(CudaCall::malloc_device) == made);
+  CHECK(take_actions() == Actions({"A: upload", "A: upload", "A: launch_accumulate", "A: launch_fold",
+                                   "A: launch_accumulate", "A: launch_fold"}));
+}
+
+// A graph's uploads happen in its replays, which may never come.
+TEST(what_a_graph_uploads_is_uploaded_outside_too) {
+  ShardAccumulatorCuda shard(CudaDevice::at(0), values, 64, {{0, 64}}, sums);
+  const void* source = values;
+  const StreamRef a = stream_named('A');
+  const Actions first = {"A: upload", "A: upload", "A: launch_accumulate", "A: launch_fold"};
+  captured = native_stream(*a, "test");
+  shard.run({&source, 1}, DType::kFloat32, 64, *a);
+  CHECK(take_actions() == first);
+  captured = nullptr;
+  shard.run({&source, 1}, DType::kFloat32, 64, *a);
+  CHECK(take_actions() == first);
+  shard.run({&source, 1}, DType::kFloat32, 64, *a);
+  CHECK(take_actions() == Actions({"A: launch_accumulate", "A: launch_fold"}));
+}
+
+TEST(an_empty_shard_needs_nothing) {
+  const uint64_t before = cuda_calls(CudaCall::malloc_device);
+  ShardAccumulatorCuda shard(CudaDevice::at(0), nullptr, 0, {}, sums);
+  const void* source = values;
+  const StreamRef a = stream_named('A');
+  shard.run({&source, 1}, DType::kFloat32, 0, *a);
+  CHECK(cuda_calls(CudaCall::malloc_device) == before && take_actions().empty());
+}
+
+int main(int argc, char** argv) {
+  install();
+  return run_tests(argc, argv);
+}
