@@ -16,73 +16,117 @@
 namespace bucketwheel {
 namespace {
 
-// The arrays of some elements, computed in T. A parameter that is not a T is rounded from its T master.
-template <class T, class P, class G>
+// What is beside a parameter: its master, or the 16 bits that it lacks to one.
+template <class T, AdamWeight kWeight>
+struct BesideParam {
+  using Type = T;
+};
+template <class T>
+struct BesideParam<T, AdamWeight::kRemainder> {
+  using Type = uint16_t;
+};
+
+// The arrays of some elements, computed in T, with states of type S.
+template <class T, class P, class G, class S, AdamWeight kWeightIn>
 struct AdamArrays {
+  static constexpr AdamWeight kWeight = kWeightIn;
   P* p;
   const G* g;
-  T* m;
-  T* v;
-  T* vmax;
-  T* master;
+  S* m;
+  S* v;
+  S* vmax;
+  typename BesideParam<T, kWeight>::Type* master;
 
   BW_HD AdamArrays from(int64_t i) const {
     return {p + i, g + i, m + i, v + i, vmax == nullptr ? nullptr : vmax + i, master == nullptr ? nullptr : master + i};
   }
 };
 
-template <bool kDecoupled, bool kAmsgrad, class T, class P, class G>
-BW_HD void adam_range(const AdamArrays<T, P, G>& at, int64_t n, const AdamScalarsOf<T>& s) {
-  constexpr bool kHasMaster = sizeof(P) != sizeof(T);
+// What a loop is compiled for. kRandom: v is rounded by the bits in `random`.
+template <bool kDecoupledMode, bool kAmsgradOn, bool kRandomOn>
+struct RangeKind {
+  static constexpr bool kDecoupled = kDecoupledMode;
+  static constexpr bool kAmsgrad = kAmsgradOn;
+  static constexpr bool kRandom = kRandomOn;
+};
+
+template <class Kind, class T, class P, class G, class S, AdamWeight kWeight>
+BW_HD void adam_range(const AdamArrays<T, P, G, S, kWeight>& at, int64_t n, const AdamScalarsOf<T>& s,
+                      const uint16_t* random) {
   P* p = at.p;
   const G* g = at.g;
-  T* m = at.m;
-  T* v = at.v;
-  T* vmax = at.vmax;
-  T* master = at.master;
+  S* m = at.m;
+  S* v = at.v;
+  S* vmax = at.vmax;
+  auto* master = at.master;
   BW_ELEMENTWISE
   for (int64_t i = 0; i < n; ++i) {
-    T mi = m[i];
-    T vi = v[i];
-    T xi = kAmsgrad ? vmax[i] : T{0};
+    T mi = widened(m[i]);
+    T vi = widened(v[i]);
+    T xi = Kind::kAmsgrad ? widened(vmax[i]) : T{0};
     T weight;
-    if constexpr (kHasMaster) {
+    if constexpr (kWeight == AdamWeight::kMaster) {
       weight = master[i];
+    } else if constexpr (kWeight == AdamWeight::kRemainder) {
+      weight = join_master({p[i].bits, master[i]});
     } else {
       weight = p[i];
     }
-    adam_element<T>(weight, widened(g[i]), mi, vi, kAmsgrad ? &xi : nullptr, s, kDecoupled);
-    if constexpr (kHasMaster) {
-      master[i] = weight;
+    adam_element<T>(weight, widened(g[i]), mi, vi, Kind::kAmsgrad ? &xi : nullptr, s, Kind::kDecoupled);
+    if constexpr (kWeight == AdamWeight::kRemainder) {
+      const SplitMaster split = split_master(weight);
+      p[i].bits = split.high;
+      master[i] = split.low;
+    } else {
+      if constexpr (kWeight == AdamWeight::kMaster) {
+        master[i] = weight;
+      }
+      put(p[i], weight);
     }
-    put(p[i], weight);
-    m[i] = mi;
-    v[i] = vi;
-    if constexpr (kAmsgrad) {
-      vmax[i] = xi;
+    put(m[i], mi);
+    if constexpr (Kind::kRandom) {
+      v[i].bits = round_to_bf16_stochastic(vi, random[i]);
+    } else {
+      put(v[i], vi);
+    }
+    if constexpr (Kind::kAmsgrad) {
+      put(vmax[i], xi);
     }
   }
 }
 
-template <bool kDecoupled, bool kAmsgrad, class T, class P, class G>
-void adam_blocks(const AdamArrays<T, P, G>& at, int64_t n, const AdamScalarsOf<T>& scalars) {
+// The elements of the pass from `begin` on. kRandom: there a block of random bits begins. A block of bits is made right before its
+// elements, where the processor makes it while it waits for the divisions of those before.
+template <class Kind, class T, class P, class G, class S, AdamWeight kWeight>
+void adam_blocks(const AdamArrays<T, P, G, S, kWeight>& at, const AdamRow& row, const AdamPass& pass, int64_t begin,
+                 const AdamScalarsOf<T>& scalars) {
   const AdamScalarsOf<T> s = scalars;
+  const int64_t n = pass.begin + pass.numel - begin;
+  alignas(64) uint16_t random[kBlockNumel];
+  const auto make_random = [&](int64_t i, int64_t numel) {
+    if constexpr (Kind::kRandom) {
+      fill_random(random, random_blocks(numel), pass.seed, row.param, (row.param_begin + begin + i) / kRandomBlockNumel,
+                  pass.step, RandomUse::kExpAvgSq);
+    }
+  };
   int64_t i = 0;
   for (; i + kBlockNumel <= n; i += kBlockNumel) {
-    const AdamArrays<T, P, G> ahead = at.from(i + kAhead);
+    const auto ahead = at.from(i + kAhead);
     prefetch_block(ahead.p);
     prefetch_block(ahead.g);
     prefetch_block(ahead.m);
     prefetch_block(ahead.v);
-    if constexpr (kAmsgrad) {
+    if constexpr (Kind::kAmsgrad) {
       prefetch_block(ahead.vmax);
     }
-    if constexpr (sizeof(P) != sizeof(T)) {
+    if constexpr (kWeight != AdamWeight::kParam) {
       prefetch_block(ahead.master);
     }
-    adam_range<kDecoupled, kAmsgrad>(at.from(i), kBlockNumel, s);
+    make_random(i, kBlockNumel);
+    adam_range<Kind>(at.from(i), kBlockNumel, s, random);
   }
-  adam_range<kDecoupled, kAmsgrad>(at.from(i), n - i, s);
+  make_random(i, n - i);
+  adam_range<Kind>(at.from(i), n - i, s, random);
 }
 
 template <class T>
@@ -90,14 +134,15 @@ T* place(void* base, int64_t i) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + i;
 }
 
-template <bool kAmsgrad, class T, class P, class G>
-void adam_arrays(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<T>& scalars) {
-  const int64_t i = pass.begin;
-  const AdamArrays<T, P, G> at = {place<P>(row.p, i),    static_cast<const G*>(row.g) + i,
-                                  place<T>(row.m, i),    place<T>(row.v, i),
-                                  place<T>(row.vmax, i), place<T>(row.master, i)};
-  pass.decoupled ? adam_blocks<true, kAmsgrad>(at, pass.numel, scalars)
-                 : adam_blocks<false, kAmsgrad>(at, pass.numel, scalars);
+// `begin`: of the row's elements, the first of the pass or one after it.
+template <bool kAmsgrad, bool kRandom, class T, class P, class G, class S, AdamWeight kWeight>
+void adam_arrays(const AdamRow& row, const AdamPass& pass, int64_t i, const AdamScalarsOf<T>& scalars) {
+  const AdamArrays<T, P, G, S, kWeight> at = {
+      place<P>(row.p, i),    static_cast<const G*>(row.g) + i,
+      place<S>(row.m, i),    place<S>(row.v, i),
+      place<S>(row.vmax, i), place<typename BesideParam<T, kWeight>::Type>(row.master, i)};
+  pass.decoupled ? adam_blocks<RangeKind<true, kAmsgrad, kRandom>>(at, row, pass, i, scalars)
+                 : adam_blocks<RangeKind<false, kAmsgrad, kRandom>>(at, row, pass, i, scalars);
 }
 
 // ---- stages
@@ -105,6 +150,7 @@ void adam_arrays(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<T
 inline constexpr int64_t kStageNumel = 256;
 inline constexpr int64_t kStageAhead = 512;
 static_assert(kStageNumel % (kRandomGroup * kRandomBlockNumel) == 0, "fill_random() fills a stage exactly");
+static_assert(kBlockNumel % (kRandomGroup * kRandomBlockNumel) == 0, "and a block");
 
 BW_HD void* advanced(void* base, DType dtype, int64_t i) {
   return static_cast<char*>(base) + i * (dtype == DType::kFloat32 ? 4 : 2);
@@ -153,8 +199,7 @@ void store_stochastic(void* to, const float* from, int64_t n, const AdamRow& row
                       RandomUse use) {
   alignas(64) uint16_t random[kStageNumel];
   const int64_t skipped = element % kRandomBlockNumel;
-  fill_random(random, (skipped + n + kRandomBlockNumel - 1) / kRandomBlockNumel, pass.seed, row.param,
-              element / kRandomBlockNumel, pass.step, use);
+  fill_random(random, random_blocks(skipped + n), pass.seed, row.param, element / kRandomBlockNumel, pass.step, use);
   narrow_stochastic(static_cast<uint16_t*>(to), from, random + skipped, n);
 }
 
@@ -186,11 +231,14 @@ void adam_stage(const AdamRow& row, const AdamPass& pass, const AdamScalars& s, 
   float* v_floats = as_floats(v, row.state_dtype, n, rooms[3]);
   float* vmax_floats = vmax == nullptr ? nullptr : as_floats(vmax, row.state_dtype, n, rooms[4]);
 
-  const AdamArrays<float, float, float> at = {weight, g, m_floats, v_floats, vmax_floats, nullptr};
+  const AdamArrays<float, float, float, float, AdamWeight::kParam> at = {weight,   g,           m_floats,
+                                                                         v_floats, vmax_floats, nullptr};
   if (vmax == nullptr) {
-    pass.decoupled ? adam_range<true, false>(at, n, s) : adam_range<false, false>(at, n, s);
+    pass.decoupled ? adam_range<RangeKind<true, false, false>>(at, n, s, nullptr)
+                   : adam_range<RangeKind<false, false, false>>(at, n, s, nullptr);
   } else {
-    pass.decoupled ? adam_range<true, true>(at, n, s) : adam_range<false, true>(at, n, s);
+    pass.decoupled ? adam_range<RangeKind<true, true, false>>(at, n, s, nullptr)
+                   : adam_range<RangeKind<false, true, false>>(at, n, s, nullptr);
   }
 
   const int64_t element = row.param_begin + i;
@@ -251,29 +299,71 @@ void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   }
 }
 
+// Rows without amsgrad that have a loop of their own. With states in bfloat16, up to where a block of random bits begins by stages.
+template <class P, class G, class S, AdamWeight kWeight>
+void adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
+  constexpr bool kMayBeRandom = sizeof(S) == 2;
+  if constexpr (kMayBeRandom) {
+    if (pass.stochastic) {
+      const int64_t lead = (kRandomBlockNumel - (row.param_begin + pass.begin) % kRandomBlockNumel) % kRandomBlockNumel;
+      const int64_t head = lead < pass.numel ? lead : pass.numel;
+      if (head > 0) {
+        adam_stage(row, pass, s, pass.begin, head);
+      }
+      return adam_arrays<false, true, float, P, G, S, kWeight>(row, pass, pass.begin + head, s);
+    }
+  }
+  adam_arrays<false, false, float, P, G, S, kWeight>(row, pass, pass.begin, s);
+}
+
+// As adam_direct, for gradients of float32 or bfloat16. False: there is no such loop.
+template <class P, class S, AdamWeight kWeight>
+bool adam_direct_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
+  if (row.g_dtype == DType::kFloat32) {
+    adam_direct<P, float, S, kWeight>(row, pass, s);
+  } else if (row.g_dtype == DType::kBFloat16) {
+    adam_direct<P, BFloat16, S, kWeight>(row, pass, s);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
+  if (row.vmax != nullptr || row.p_dtype == DType::kFloat16) {
+    return false;
+  }
+  const bool has_float_states = row.state_dtype == DType::kFloat32;
+  if (row.p_dtype == DType::kFloat32) {
+    return has_float_states ? adam_direct_of<float, float, AdamWeight::kParam>(row, pass, s)
+                            : adam_direct_of<float, BFloat16, AdamWeight::kParam>(row, pass, s);
+  }
+  switch (row.weight) {
+    case AdamWeight::kMaster:
+      return has_float_states ? adam_direct_of<BFloat16, float, AdamWeight::kMaster>(row, pass, s)
+                              : adam_direct_of<BFloat16, BFloat16, AdamWeight::kMaster>(row, pass, s);
+    case AdamWeight::kRemainder:
+      return has_float_states ? adam_direct_of<BFloat16, float, AdamWeight::kRemainder>(row, pass, s)
+                              : adam_direct_of<BFloat16, BFloat16, AdamWeight::kRemainder>(row, pass, s);
+    case AdamWeight::kParam:
+      break;
+  }
+  if (has_float_states || row.g_dtype != DType::kBFloat16 || (pass.stochastic_param && !pass.stochastic)) {
+    return false;
+  }
+  adam_bf16(row, pass, s);
+  return true;
+}
+
 void adam(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>& scalars) {
   if (row.p_dtype == DType::kFloat64) {
-    return row.vmax == nullptr ? adam_arrays<false, double, double, double>(row, pass, scalars)
-                               : adam_arrays<true, double, double, double>(row, pass, scalars);
+    constexpr AdamWeight kParam = AdamWeight::kParam;
+    return row.vmax == nullptr
+               ? adam_arrays<false, false, double, double, double, double, kParam>(row, pass, pass.begin, scalars)
+               : adam_arrays<true, false, double, double, double, double, kParam>(row, pass, pass.begin, scalars);
   }
   const AdamScalars s = scalars.rounded<float>();
-  const bool has_float_states = row.state_dtype == DType::kFloat32 && row.vmax == nullptr;
-  const bool is_float = row.p_dtype == DType::kFloat32;
-  const bool is_all_bf16 = row.p_dtype == DType::kBFloat16 && row.g_dtype == DType::kBFloat16 &&
-                           row.state_dtype == DType::kBFloat16 && row.vmax == nullptr &&
-                           row.weight == AdamWeight::kParam;
-  const bool is_master = row.p_dtype == DType::kBFloat16 && row.weight == AdamWeight::kMaster;
-  if (has_float_states && is_float && row.g_dtype == DType::kFloat32) {
-    adam_arrays<false, float, float, float>(row, pass, s);
-  } else if (has_float_states && is_float && row.g_dtype == DType::kBFloat16) {
-    adam_arrays<false, float, float, BFloat16>(row, pass, s);
-  } else if (has_float_states && is_master && row.g_dtype == DType::kFloat32) {
-    adam_arrays<false, float, BFloat16, float>(row, pass, s);
-  } else if (has_float_states && is_master && row.g_dtype == DType::kBFloat16) {
-    adam_arrays<false, float, BFloat16, BFloat16>(row, pass, s);
-  } else if (is_all_bf16 && (pass.stochastic || !pass.stochastic_param)) {
-    adam_bf16(row, pass, s);
-  } else {
+  if (!adam_direct(row, pass, s)) {
     adam_staged(row, pass, s);
   }
 }

@@ -35,14 +35,17 @@ BW_HD RandomLanes multiply_low(RandomLanes a, RandomLanes b) {
 }
 
 inline constexpr int64_t kRandomLanes = kVectorBytes / 8;
-inline constexpr int kRandomChains = 4;  // computed side by side: one alone waits for its multiplications
 // fill_random() writes whole groups of so many blocks.
-inline constexpr int64_t kRandomGroup = kRandomChains * kRandomLanes;
+inline constexpr int64_t kRandomGroup = 8;
+inline constexpr int kRandomChains = kRandomGroup / kRandomLanes;  // computed side by side
+
+// How many blocks hold the bits of the first `n` elements.
+BW_HD int64_t random_blocks(int64_t n) { return (n + kRandomBlockNumel - 1) / kRandomBlockNumel; }
 
 // random_block() of the blocks [first_block, first_block + blocks), 16 bits an element; up to kRandomGroup - 1 blocks more are
 // written.
-void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, int64_t first_block, int64_t step,
-                 RandomUse use) {
+BW_HD void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, int64_t first_block, int64_t step,
+                       RandomUse use) {
   RandomLanes lane_index;
   for (int64_t i = 0; i < kRandomLanes; ++i) {
     lane_index[i] = static_cast<uint64_t>(i);
