@@ -133,6 +133,7 @@ enum class Isa : uint8_t { kPlain, kAvx2, kAvx512 };
 inline Isa processor_isa() {
 #if BW_X86_64
   __builtin_cpu_init();
+  // F16C is older than AVX2: every processor with the one has the other.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {

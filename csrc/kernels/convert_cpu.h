@@ -42,6 +42,55 @@ void from_floats(T* __restrict__ to, const float* __restrict__ from, int64_t n) 
   }
 }
 
+// float16 by the processor's conversions where it has them; the results are those of float16.h, NaN payloads excepted.
+#if defined(__AVX512F__)
+inline constexpr int64_t kHalves = 16;
+BW_HD void widen_halves(float* to, const Float16* from) {
+  _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from))));
+}
+BW_HD void round_halves(Float16* to, const float* from) {
+  const __m512 x = _mm512_loadu_ps(from);
+  const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), _mm256_mask_set1_epi16(halves, is_nan, 0x7e00));
+}
+#elif defined(__F16C__)
+inline constexpr int64_t kHalves = 8;
+BW_HD void widen_halves(float* to, const Float16* from) {
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from))));
+}
+BW_HD void round_halves(Float16* to, const float* from) {
+  const __m256 x = _mm256_loadu_ps(from);
+  const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(is_nan), _mm256_extracti128_si256(is_nan, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i_u*>(to), _mm_blendv_epi8(halves, _mm_set1_epi16(0x7e00), narrow));
+}
+#else
+inline constexpr int64_t kHalves = 1;
+BW_HD void widen_halves(float* to, const Float16* from) { *to = widened(*from); }
+BW_HD void round_halves(Float16* to, const float* from) { put(*to, *from); }
+#endif
+
+void to_floats(float* __restrict__ to, const Float16* __restrict__ from, int64_t n) {
+  int64_t i = 0;
+  for (; i + kHalves <= n; i += kHalves) {
+    widen_halves(to + i, from + i);
+  }
+  for (; i < n; ++i) {
+    to[i] = widened(from[i]);
+  }
+}
+void from_floats(Float16* __restrict__ to, const float* __restrict__ from, int64_t n) {
+  int64_t i = 0;
+  for (; i + kHalves <= n; i += kHalves) {
+    round_halves(to + i, from + i);
+  }
+  for (; i < n; ++i) {
+    put(to[i], from[i]);
+  }
+}
+
 // Of any float type but float32; other dtypes do not come here.
 void widen(float* to, const void* from, DType dtype, int64_t n) {
   if (dtype == DType::kBFloat16) {
