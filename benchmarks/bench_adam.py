@@ -124,7 +124,7 @@ def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
 
     def step() -> None:
         steps.add_(1)
-        table.step(groups, steps, stochastic=rounding == "stochastic")
+        table.step(groups, steps, None, None, 0, -1, True, False, rounding == "stochastic")
 
     return step
 

@@ -42,8 +42,8 @@ class PyAdamTable : public PyAdamRows<AdamTable> {
   PyAdamTable() : PyAdamRows(DeviceId{}) {}
 
   void step(const std::vector<AdamGroup>& groups, py::handle steps, py::handle used, py::handle gscale,
-            int64_t first_row, int64_t last_row, bool decoupled, bool maximize, py::handle noop, bool stochastic,
-            bool stochastic_param, uint64_t seed) {
+            int64_t first_row, int64_t last_row, bool decoupled, bool maximize, bool stochastic, bool stochastic_param,
+            uint64_t seed, py::handle noop) {
     AdamStep step;
     step.groups = groups;
     step.steps = span_of<int64_t>(steps, DType::kInt64, "steps");
@@ -218,9 +218,9 @@ inline void bind_adam(py::module_& m) {
       .def("set_grads", &PyAdamTable::set_grads, py::arg("grads"), py::arg("first_row") = 0)
       .def("clear_grads", &PyAdamTable::clear_grads)
       .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("steps"), py::arg("used") = py::none(),
-           py::arg("gscale") = py::none(), py::arg("first_row") = 0, py::arg("last_row") = -1, py::kw_only(),
-           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("noop") = py::none(),
-           py::arg("stochastic") = true, py::arg("stochastic_param") = false, py::arg("seed") = 0)
+           py::arg("gscale") = py::none(), py::arg("first_row") = 0, py::arg("last_row") = -1,
+           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
+           py::arg("stochastic_param") = false, py::arg("seed") = 0, py::arg("noop") = py::none())
       .def_property_readonly("rows", &PyAdamTable::rows)
       .def_property_readonly("numel", &PyAdamTable::numel);
   m.def("adam_step", [](py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,

@@ -30,7 +30,7 @@ def native_group(group: dict[str, Any], lr: float) -> Any:
 
 
 def native_flags(param_groups: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """The flags that all groups share, as the kernel takes them."""
+    """The flags that all groups share, as the kernel takes them, in its order."""
     expect_uniform_flags(param_groups)
     return {
         "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
@@ -127,4 +127,6 @@ class AdamRows:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
         assert self._scalars is not None
         steps, used, factors = self._scalars
-        self.table.step(self._groups, steps, used, factors, first_row, last_row, **self._flags, **self._rounding)
+        # by position: a call with names takes twice as long
+        flags = (*self._flags.values(), *self._rounding.values())
+        self.table.step(self._groups, steps, used, factors, first_row, last_row, *flags)
