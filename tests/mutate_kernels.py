@@ -61,7 +61,7 @@ MUTANTS = {
     "bfloat16 truncated": ("kernels/float16.h", "bits + 0x7fffu + ((bits >> 16) & 1u)", "bits", [*PACK, *ADAM]),
     "bfloat16 ties away from even": ("kernels/float16.h", "0x7fffu + ((bits >> 16) & 1u)", "0x8000u", PACK),
     "bfloat16 NaN becomes infinity": ("kernels/float16.h", "value != value ? 0x7fc00000u : rounded", "rounded", PACK),
-    "bfloat16 parameter not rounded from its master": ("kernels/adam_cpu.h", "put(p[i], weight);", "put(p[i], kHasMaster ? widened(p[i]) + (weight - master[i]) : weight);", ADAM),
+    "bfloat16 parameter not rounded from its master": ("kernels/adam_cpu.h", "put(p[i], weight);", "put(p[i], kWeight == AdamWeight::kMaster ? widened(p[i]) + (weight - master[i]) : weight);", ADAM),
     "denormals depend on the thread": ("base/thread_pool.cpp", "IeeeFloats ieee;", "", [*ADAM, *NORM]),
     "norm accumulates in float": ("kernels/norm_cpu.h", "return __builtin_fma(value, value, sum);", "return static_cast<float>(sum) + static_cast<float>(value * value);", NORM),
     "norm forgets a row of lanes": ("kernels/norm_cpu.h", "i + kGroup <= n", "i + kGroup < n", []),
