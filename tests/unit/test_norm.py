@@ -141,6 +141,7 @@ def test_one_bad_element_anywhere_is_seen(value: float, dtype: torch.dtype) -> N
         x[place] = value
         norms, bad = ops.l2_norm([torch.ones(5), x, torch.ones(0)], per_tensor=True, return_nonfinite=True)
         assert bad.tolist() == [False, True, False]
+        assert [bit for _, bit in native().sumsq([torch.ones(5), x, torch.ones(0)])] == [False, True, False]
         assert torch.isnan(norms[1]) if math.isnan(value) else torch.isposinf(norms[1])
         norm, any_bad = ops.l2_norm([torch.ones(5), x], return_nonfinite=True)
         assert any_bad.item() is True
