@@ -93,7 +93,7 @@ MUTANTS = {
     "pairs skip the odd last element": ("kernels/adam_cpu.h", "if (head + even < pass.numel)", "if (false)", MATRIX),
     "pairs skip the weights of the last run": ("kernels/adam_pairs_cpu.h", "i < n || before > 0;", "i < n;", MATRIX),
     "nearest v rounded stochastically": ("kernels/adam_cpu.h", "if (pass.stochastic) {\n      store_stochastic", "if (true) {\n      store_stochastic", MATRIX),
-    "nearest v rounded stochastically in a loop": ("kernels/adam_cpu.h", "if (pass.stochastic) {\n      const int64_t lead", "if (true) {\n      const int64_t lead", MATRIX),
+    "nearest v rounded stochastically in a loop": ("kernels/adam_cpu.h", "if (pass.stochastic) {\n      const int64_t head", "if (true) {\n      const int64_t head", MATRIX),
     "random bits of a loop by the place in the row": ("kernels/adam_cpu.h", "(row.param_begin + begin + i) / kRandomBlockNumel", "(begin + i) / kRandomBlockNumel", MATRIX),
     "a loop steps its head again": ("kernels/adam_cpu.h", "(row, pass, pass.begin + head, s);", "(row, pass, pass.begin, s);", MATRIX),
     "remainder not stored by a loop": ("kernels/adam_cpu.h", "      master[i] = split.low;\n", "", MATRIX),

@@ -134,15 +134,15 @@ T* place(void* base, int64_t i) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + i;
 }
 
-// `begin`: of the row's elements, the first of the pass or one after it.
+// From element `begin` of the row, which is of the pass, to the end of that.
 template <bool kAmsgrad, bool kRandom, class T, class P, class G, class S, AdamWeight kWeight>
-void adam_arrays(const AdamRow& row, const AdamPass& pass, int64_t i, const AdamScalarsOf<T>& scalars) {
+void adam_arrays(const AdamRow& row, const AdamPass& pass, int64_t begin, const AdamScalarsOf<T>& scalars) {
   const AdamArrays<T, P, G, S, kWeight> at = {
-      place<P>(row.p, i),    static_cast<const G*>(row.g) + i,
-      place<S>(row.m, i),    place<S>(row.v, i),
-      place<S>(row.vmax, i), place<typename BesideParam<T, kWeight>::Type>(row.master, i)};
-  pass.decoupled ? adam_blocks<RangeKind<true, kAmsgrad, kRandom>>(at, row, pass, i, scalars)
-                 : adam_blocks<RangeKind<false, kAmsgrad, kRandom>>(at, row, pass, i, scalars);
+      place<P>(row.p, begin),    static_cast<const G*>(row.g) + begin,
+      place<S>(row.m, begin),    place<S>(row.v, begin),
+      place<S>(row.vmax, begin), place<typename BesideParam<T, kWeight>::Type>(row.master, begin)};
+  pass.decoupled ? adam_blocks<RangeKind<true, kAmsgrad, kRandom>>(at, row, pass, begin, scalars)
+                 : adam_blocks<RangeKind<false, kAmsgrad, kRandom>>(at, row, pass, begin, scalars);
 }
 
 // ---- stages
@@ -284,15 +284,21 @@ void adam_pairs_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& 
   }
 }
 
-void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
-  // Up to where a block of random bits begins, an even number, and the last one.
+// The elements of the pass up to where a block of random bits begins; how many they are.
+int64_t adam_head(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   const int64_t lead = (kRandomBlockNumel - (row.param_begin + pass.begin) % kRandomBlockNumel) % kRandomBlockNumel;
   const int64_t head = lead < pass.numel ? lead : pass.numel;
-  const int64_t even = (pass.numel - head) / 2 * 2;
-  const int64_t begin = pass.begin + head;
   if (head > 0) {
     adam_stage(row, pass, s, pass.begin, head);
   }
+  return head;
+}
+
+void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
+  // The head, an even number, and the last one.
+  const int64_t head = adam_head(row, pass, s);
+  const int64_t even = (pass.numel - head) / 2 * 2;
+  const int64_t begin = pass.begin + head;
   pass.decoupled ? adam_pairs_of<true>(row, pass, s, begin, even) : adam_pairs_of<false>(row, pass, s, begin, even);
   if (head + even < pass.numel) {
     adam_stage(row, pass, s, begin + even, 1);
@@ -305,11 +311,7 @@ void adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s)
   constexpr bool kMayBeRandom = sizeof(S) == 2;
   if constexpr (kMayBeRandom) {
     if (pass.stochastic) {
-      const int64_t lead = (kRandomBlockNumel - (row.param_begin + pass.begin) % kRandomBlockNumel) % kRandomBlockNumel;
-      const int64_t head = lead < pass.numel ? lead : pass.numel;
-      if (head > 0) {
-        adam_stage(row, pass, s, pass.begin, head);
-      }
+      const int64_t head = adam_head(row, pass, s);
       return adam_arrays<false, true, float, P, G, S, kWeight>(row, pass, pass.begin + head, s);
     }
   }
