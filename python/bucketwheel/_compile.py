@@ -82,15 +82,18 @@ def units(recipe: Recipe) -> list[tuple[Source, ...]]:
     """
     found: list[tuple[Source, ...]] = []
     for source in recipe.sources:
-        before = found[-1] if found else ()
-        folder = os.path.dirname(source.path)
-        joins = folder and all(os.path.dirname(other.path) == folder for other in before[:1])
-        plain = all(other.path.endswith(".cpp") and not other.flags for other in (source, *before))
-        if joins and plain and 0 < len(before) < _UNIT_SOURCES:
-            found[-1] = (*before, source)
+        last = found[-1] if found else ()
+        if 0 < len(last) < _UNIT_SOURCES and _fit(last[0], source):
+            found[-1] = (*last, source)
         else:
             found.append((source,))
     return found
+
+
+def _fit(first: Source, second: Source) -> bool:
+    folder = os.path.dirname(first.path)
+    is_plain = all(source.path.endswith(".cpp") and not source.flags for source in (first, second))
+    return is_plain and folder != "" and folder == os.path.dirname(second.path)
 
 
 def command(recipe: Recipe, toolchain: Toolchain, *unit: Source, out: Path) -> tuple[str, ...]:
