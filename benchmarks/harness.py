@@ -257,6 +257,7 @@ def load_native(name: str) -> ctypes.CDLL:
     ctypes releases the interpreter lock during calls, so two threads may run two calls at once.
     """
     flags = ["-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"]
+    flags += ["-shared", "-fPIC", "-pthread", "-fopenmp"]
     source = HERE / name
     key = hashlib.sha256(source.read_bytes() + " ".join(flags).encode() + platform.node().encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"bw-bench-{os.getuid()}-{key}" / f"{source.stem}.so"
@@ -264,7 +265,7 @@ def load_native(name: str) -> ctypes.CDLL:
         library.parent.mkdir(mode=0o700, exist_ok=True)
         draft = library.with_suffix(f".{os.getpid()}")
         compiler = os.environ.get("CXX", "g++")
-        subprocess.run([compiler, *flags, "-shared", "-fPIC", "-pthread", str(source), "-o", str(draft)], check=True)
+        subprocess.run([compiler, *flags, str(source), "-o", str(draft)], check=True)
         draft.replace(library)  # atomic: ranks that compile at once each publish the same bytes
     return ctypes.CDLL(str(library))
 

@@ -2,8 +2,12 @@
 //
 // One pool per process, sized by set_num_threads() (Python passes torch.get_num_threads()). Callable from several host
 // threads at once: each caller works on its own loop, and helpers join whatever loop has ranges left, so a caller never
-// waits for a free helper. With one thread, or one range, the loop runs inline and touches no lock. Idle helpers spin
-// for at most kSpinNs, then sleep. A forked child starts with a fresh pool of the same size.
+// waits for a free helper. With one thread, or one range, the loop runs inline and touches no lock. Idle helpers spin for
+// at most kSpin, then sleep. A forked child starts with a fresh pool of the same size.
+//
+// A thread that computes with torch has threads that wait for it already: its OpenMP team, which spins for milliseconds
+// after each of torch's kernels. Helpers of ours would fight with them for the same cores (a step right after backward
+// took 1.5 times as long), so such a thread's loops run on its team.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +19,9 @@ namespace bucketwheel {
 inline constexpr int kMaxThreads = 256;
 void set_num_threads(int threads);
 int num_threads();
+
+// From now on the loops of the calling thread run on its OpenMP team, where the process has one (base/openmp.h).
+void use_openmp_team();
 
 // Calls fn(begin, end) for the ranges [k * grain, min((k + 1) * grain, count)) that cover [0, count), in any order and
 // at the same time. Returns after all of them. `fn` must not throw. It runs under IeeeFloats.

@@ -198,7 +198,13 @@ inline void adam_step(const AdamLists& lists, const py::object& steps, const Ada
 }
 
 inline void bind_adam(py::module_& m) {
-  m.def("set_num_threads", &set_num_threads, py::arg("threads"));
+  m.def(
+      "set_num_threads",
+      [](int threads) {
+        set_num_threads(threads);
+        use_openmp_team();  // whoever calls this computes with torch
+      },
+      py::arg("threads"));
   m.def("num_threads", &num_threads);
   py::class_<AdamGroup>(m, "AdamGroup")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay) {

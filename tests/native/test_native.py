@@ -2,8 +2,9 @@
 
 Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``// with:
 fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with the
-emulation of fake_cuda/; ``// runs: address`` names the only runs that say something about this test, and has them in the
-default run. Objects and binaries are kept in build/native for as long as their sources do not change.
+emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs that say
+something about this test, and has them in the default run. Objects and binaries are kept in build/native for as long as
+their sources do not change.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def build(test: str, sanitizer: str) -> Path:
         main = pool.submit(stored, f"{test}-{sanitizer}", seen, [*own_argv, str(source)])
         objects = [*pool.map(compile_extra, extra), *pool.map(lambda part: compile_part(*part), parts)]
         objects.append(main.result())
-    return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects)])
+    return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects), *words(test, "link"), "-ldl"])
 
 
 def run(test: str, sanitizer: str, **env: str) -> None:

@@ -43,6 +43,43 @@ void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 }  // namespace
 
+// The first two know how many helpers there are: none of a larger pool that are about to leave.
+
+TEST(each_thread_begins_with_a_part_of_its_own) {
+  set_num_threads(2);
+  for (int i = 0; i < 50; ++i) {
+    const auto self = std::this_thread::get_id();
+    std::atomic<int64_t> first_of_helper{-1};
+    parallel_for(8, 1, [&](int64_t begin, int64_t) {
+      if (std::this_thread::get_id() != self) {
+        int64_t none = -1;
+        first_of_helper.compare_exchange_strong(none, begin);
+      }
+      while (first_of_helper < 0) {  // the caller stays in its first range
+        CHECK(begin == 0);
+        std::this_thread::yield();
+      }
+    });
+    CHECK(first_of_helper == 4);
+  }
+}
+
+TEST(what_a_late_thread_leaves_is_done_by_the_others) {
+  set_num_threads(2);
+  const auto self = std::this_thread::get_id();
+  std::atomic<int> done_by_caller{0};
+  parallel_for(8, 1, [&](int64_t, int64_t) {
+    if (std::this_thread::get_id() == self) {
+      ++done_by_caller;
+      return;
+    }
+    while (done_by_caller < 7) {  // the helper stays in its first range
+      std::this_thread::yield();
+    }
+  });
+  CHECK(done_by_caller >= 7);
+}
+
 TEST(every_range_runs_once) {
   for (int threads : {1, 2, 3, 8}) {
     set_num_threads(threads);
