@@ -101,9 +101,10 @@ class Tensors:
 
 
 def step_ours(t: Tensors, rounding: str = "stochastic") -> None:
-    extra = {"master_params": t.masters or None, "remainders": t.remainders or None}
-    extra["max_exp_avg_sqs"] = t.vmaxs or None
-    ops.adam_step(t.p, t.g, t.m, t.v, t.steps, state_rounding=rounding, **extra, **ADAM)
+    ops.adam_step(
+        t.p, t.g, t.m, t.v, t.steps, max_exp_avg_sqs=t.vmaxs or None, master_params=t.masters or None,
+        remainders=t.remainders or None, state_rounding=rounding, **ADAM
+    )  # fmt: skip
 
 
 def step_torch(t: Tensors) -> None:

@@ -231,9 +231,10 @@ inline void bind_adam(py::module_& m) {
       .def_property_readonly("numel", &PyAdamTable::numel);
   m.def("adam_step", [](py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
                         std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
-                        std::optional<py::sequence> remainders, const py::object& steps, const AdamGroup& group,
-                        double grad_scale, bool noop, const std::optional<std::vector<uint32_t>>& param_ids,
-                        bool decoupled, bool maximize, bool stochastic, bool stochastic_param, uint64_t seed) {
+                        std::optional<py::sequence> remainders, const py::object& steps, double lr, double beta1,
+                        double beta2, double eps, double weight_decay, double grad_scale, bool noop,
+                        const std::optional<std::vector<uint32_t>>& param_ids, bool decoupled, bool maximize,
+                        bool stochastic, bool stochastic_param, uint64_t seed) {
     AdamStep step;
     step.decoupled = decoupled;
     step.maximize = maximize;
@@ -242,7 +243,7 @@ inline void bind_adam(py::module_& m) {
     step.seed = seed;
     adam_step({std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
                std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
-              steps, group, grad_scale, param_ids, noop, step);
+              steps, {lr, beta1, beta2, eps, weight_decay}, grad_scale, param_ids, noop, step);
   });  // by position: names cost a microsecond for each dozen
 }
 

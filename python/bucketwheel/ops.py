@@ -6,6 +6,7 @@ Every function checks all its arguments before it changes anything, and names th
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -98,41 +99,41 @@ def adam_step(
     module = native()
     device = device_of(params)
     stochastic = _is_stochastic("state_rounding", state_rounding)
-    if not stochastic and 1 - betas[1] < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
-        _warn_of_nearest(betas[1])
-    flags: Any = {  # in the order of the native call
-        "decoupled": decoupled,
-        "maximize": maximize,
-        "stochastic": stochastic,
-        "stochastic_param": _is_stochastic("param_rounding", param_rounding),
-        "seed": seed,
-    }
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_params, remainders)
+    beta1, beta2 = betas
+    if not stochastic and 1 - beta2 < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
+        _warn_of_nearest(beta2)
+    stochastic_param = _is_stochastic("param_rounding", param_rounding)
+    optional = (max_exp_avg_sqs, master_params, remainders)
     if device != CPU:
         adam_step_cuda(
             device,
-            lists,
+            (params, grads, exp_avgs, exp_avg_sqs, *optional),
             steps,
             lr=lr,
-            betas=betas,
+            betas=(beta1, beta2),
             eps=eps,
             weight_decay=weight_decay,
             grad_scale=grad_scale,
             noop=noop,
             param_ids=param_ids,
-            **flags,
+            decoupled=decoupled,
+            maximize=maximize,
+            stochastic=stochastic,
+            stochastic_param=stochastic_param,
+            seed=seed,
         )
-    else:
+    else:  # by position throughout: for small tensors the call is what takes the time
         module.set_num_threads(torch.get_num_threads())
-        group = module.AdamGroup(float(lr), betas[0], betas[1], eps, weight_decay)
+        factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
         skip = noop is not None and bool(noop.item() != 0)
-        factor = float(grad_scale)
-        module.adam_step(*lists, steps, group, factor, skip, param_ids, *flags.values())
+        choices = (decoupled, maximize, stochastic, stochastic_param, seed)
+        module.adam_step(params, grads, exp_avgs, exp_avg_sqs, *optional, steps, *factors, skip, param_ids, *choices)
         if skip:
             return
     written = [*params, *exp_avgs, *exp_avg_sqs]
-    for extra in (max_exp_avg_sqs, master_params, remainders):
-        written += [tensor for tensor in extra or () if tensor is not None]
+    for tensors in optional:
+        if tensors is not None:
+            written += [tensor for tensor in tensors if tensor is not None]
     if not isinstance(steps, int):
         written += [step for step in steps if isinstance(step, torch.Tensor)]
     torch.autograd.graph.increment_version(written)
@@ -187,14 +188,19 @@ def l2_norm(
     """
     device = device_of(tensors)
     if device != CPU:
-        sums, total = sums_of_squares_cuda(device, tensors)
-        squared = sums if per_tensor else total[0]
+        each, total = sums_of_squares_cuda(device, tensors)
+        squared = each if per_tensor else total[0]
+        norm = squared.sqrt()
+        return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
+    native().set_num_threads(torch.get_num_threads())
+    sums = [sumsq for sumsq, _ in native().sumsq(tensors)]
+    like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
+    if per_tensor:
+        norm = torch.tensor([math.sqrt(x) for x in sums], **like)
     else:
-        native().set_num_threads(torch.get_num_threads())
-        each = [sumsq for sumsq, _ in native().sumsq(tensors)]
-        squared = torch.tensor(each if per_tensor else native().fold(each), dtype=torch.float64)
-    norm = squared.sqrt()
-    return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
+        sums = native().fold(sums)
+        norm = torch.scalar_tensor(math.sqrt(sums), **like)
+    return (norm, ~torch.isfinite(torch.tensor(sums, **like))) if return_nonfinite else norm
 
 
 # ------------------------------------------------------------------------------------------------------ collectives

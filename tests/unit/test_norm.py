@@ -96,6 +96,13 @@ def test_error_against_the_exact_sum() -> None:
         assert math.isclose(got, math.sqrt(want), rel_tol=4e-15)
 
 
+def test_a_norm_is_where_its_tensors_are() -> None:
+    with torch.device("meta"):  # the default of what is made here
+        for result in ops.l2_norm([torch.ones(3, device="cpu")], return_nonfinite=True):
+            assert result.device.type == "cpu"
+        assert ops.l2_norm([torch.ones(3, device="cpu")], per_tensor=True).tolist() == [math.sqrt(3)]
+
+
 def test_no_overflow_and_no_underflow_of_finite_elements() -> None:
     big = torch.full((100_000,), 1e30)
     largest = torch.full((10,), torch.finfo(torch.float32).max)
