@@ -5,7 +5,6 @@ Every function checks all its arguments before it changes anything, and names th
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -100,8 +99,8 @@ def adam_step(
     device = device_of(params)
     stochastic = _is_stochastic("state_rounding", state_rounding)
     beta1, beta2 = betas
-    if not stochastic and 1 - beta2 < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
-        _warn_of_nearest(beta2)
+    if not stochastic and beta2 not in _warned_of:
+        _warn_of_nearest(beta2, exp_avg_sqs)
     stochastic_param = _is_stochastic("param_rounding", param_rounding)
     optional = (max_exp_avg_sqs, master_params, remainders)
     if device != CPU:
@@ -145,13 +144,18 @@ def _is_stochastic(name: str, rounding: str) -> bool:
     return rounding == "stochastic"
 
 
-@functools.cache  # so once for each beta2
-def _warn_of_nearest(beta2: float) -> None:
+_warned_of: set[float] = set()  # each beta2 once
+
+
+def _warn_of_nearest(beta2: float, exp_avg_sqs: Sequence[torch.Tensor]) -> None:
+    if 1 - beta2 >= 2**-8 or not any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
+        return
     warnings.warn(
         f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its last "
         "place. Use state_rounding='stochastic', or float32 states",
         stacklevel=3,
     )
+    _warned_of.add(beta2)  # not where the warning is an error: nothing has been done then
 
 
 @overload
