@@ -92,9 +92,13 @@ def slowest(timings: Sequence[Timing]) -> Timing:
 
 
 def rotation(names: Sequence[str], repeat: int) -> list[str]:
-    """The order in which repeat number `repeat` runs the cases: each case comes first, last and after each place equally often."""
+    """The order in which repeat number `repeat` runs the cases.
+
+    Over 2 * len(names) repeats each case comes at each place equally often, and after its neighbour as often as before it.
+    """
     shift = repeat % len(names)
-    return [*names[shift:], *names[:shift]]
+    order = [*names[shift:], *names[:shift]]
+    return order if repeat // len(names) % 2 == 0 else order[::-1]
 
 
 def measure(

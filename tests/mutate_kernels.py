@@ -28,6 +28,7 @@ NORM = [UNIT + "test_norm.py"]
 PACK = [UNIT + "test_pack.py"]
 MATRIX = [UNIT + "test_adam_matrix.py"]
 CODECS = [UNIT + "test_float16.py"]
+THREADS = [UNIT + "test_threads.py"]
 
 # name: (file below csrc/, text, replacement, tests that must fail)
 MUTANTS = {
@@ -62,6 +63,12 @@ MUTANTS = {
     "bfloat16 ties away from even": ("kernels/float16.h", "0x7fffu + ((bits >> 16) & 1u)", "0x8000u", PACK),
     "bfloat16 NaN becomes infinity": ("kernels/float16.h", "value != value ? 0x7fc00000u : rounded", "rounded", PACK),
     "bfloat16 parameter not rounded from its master": ("kernels/adam_cpu.h", "put(p[i], weight);", "put(p[i], kWeight == AdamWeight::kMaster ? widened(p[i]) + (weight - master[i]) : weight);", ADAM),
+    "float16 NaN as the processor has it, AVX-512": ("kernels/convert_cpu.h", "_mm256_mask_set1_epi16(halves, is_nan, 0x7e00)", "halves", [*CODECS, *PACK]),
+    "float16 rounded towards zero, AVX-512": ("kernels/convert_cpu.h", "_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)", "_mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC)", [*CODECS, *PACK]),
+    "the tail of float16 stays": ("kernels/convert_cpu.h", "  for (; i < n; ++i) {\n    put(to[i], from[i]);\n  }", "", [*CODECS, *PACK]),
+    "no loop on torch's threads": ("base/openmp.cpp", "if (!openmp.has_team())", "if (openmp.has_team() || true)", THREADS),
+    "a team that the fork took": ("base/openmp.cpp", "!was_forked && fork_generation() == 0", "true", THREADS),
+    "a team that a fork before took": ("base/openmp.cpp", "was_forked(fork_generation() != 0 || is_forked_without_exec())", "was_forked(false)", THREADS),
     "denormals depend on the thread": ("base/thread_pool.cpp", "IeeeFloats ieee;", "", [*ADAM, *NORM]),
     "norm accumulates in float": ("kernels/norm_cpu.h", "return __builtin_fma(value, value, sum);", "return static_cast<float>(sum) + static_cast<float>(value * value);", NORM),
     "norm forgets a row of lanes": ("kernels/norm_cpu.h", "i + kGroup <= n", "i + kGroup < n", []),

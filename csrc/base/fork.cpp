@@ -2,7 +2,11 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <fstream>
+#include <sstream>
+#include <string>
 
 namespace bucketwheel {
 namespace {
@@ -20,5 +24,20 @@ std::atomic<uint64_t>& count() {
 }  // namespace
 
 uint64_t fork_generation() { return count().load(std::memory_order_relaxed); }
+
+bool is_forked_without_exec() {
+  std::ifstream stat("/proc/self/stat");
+  std::string line;
+  std::getline(stat, line);
+  // Field 9, flags, of which proc(5) says that they are the kernel's PF_*; field 2, a name, ends at the last parenthesis.
+  constexpr unsigned kForkNoExec = 0x40;
+  std::istringstream fields(line.substr(std::min(line.size(), line.rfind(')') + 1)));
+  std::string skipped;
+  unsigned flags = 0;
+  for (int field = 3; field < 9; ++field) {
+    fields >> skipped;
+  }
+  return !(fields >> flags) || (flags & kForkNoExec) != 0;
+}
 
 }  // namespace bucketwheel

@@ -12,4 +12,8 @@ namespace bucketwheel {
 // The first call installs the handler that counts: objects call it when they are made.
 uint64_t fork_generation();
 
+// True in a process that was made by fork() and has not called exec() since, whoever had loaded the library then; true also
+// where the kernel does not say (no /proc).
+bool is_forked_without_exec();
+
 }  // namespace bucketwheel

@@ -2,8 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <cstdint>
-
 #include "base/fork.h"
 
 namespace bucketwheel {
@@ -18,13 +16,17 @@ Function* find(const char* name) {
 struct OpenMp {
   void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
   int (*thread_num)();
+  bool was_forked;  // by the first call; forks from there on are counted
 
   OpenMp()
       : parallel(find<void(void (*)(void*), void*, unsigned, unsigned)>("GOMP_parallel")),
-        thread_num(find<int()>("omp_get_thread_num")) {}
-};
+        thread_num(find<int()>("omp_get_thread_num")),
+        was_forked(fork_generation() != 0 || is_forked_without_exec()) {}
 
-[[maybe_unused]] const uint64_t counted_from_here_on = fork_generation();
+  bool has_team() const {
+    return parallel != nullptr && thread_num != nullptr && !was_forked && fork_generation() == 0;
+  }
+};
 
 struct Call {
   void (*function)(void* context, int thread);
@@ -36,7 +38,7 @@ struct Call {
 
 bool run_on_openmp_team(int threads, void (*function)(void* context, int thread), void* context) {
   static const OpenMp openmp;
-  if (openmp.parallel == nullptr || openmp.thread_num == nullptr || fork_generation() != 0) {
+  if (!openmp.has_team()) {
     return false;
   }
   Call call = {function, context, openmp.thread_num};

@@ -12,6 +12,7 @@
 
 #if defined(__x86_64__)
 #define BW_X86_64 1
+#include <cpuid.h>
 #include <immintrin.h>
 #else
 #define BW_X86_64 0
@@ -133,8 +134,9 @@ enum class Isa : uint8_t { kPlain, kAvx2, kAvx512 };
 inline Isa processor_isa() {
 #if BW_X86_64
   __builtin_cpu_init();
-  // F16C is older than AVX2: every processor with the one has the other.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;  // f16c by hand: not every compiler knows its name
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       return Isa::kAvx512;

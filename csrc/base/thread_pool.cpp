@@ -16,8 +16,8 @@
 namespace bucketwheel {
 namespace {
 
-// How long a thread looks for the next event before it sleeps. Waking a sleeper costs 50 us and more on a virtual machine;
-// the Python code between two optimizer steps takes 20 to 30 us when the step has emptied the caches.
+// How long a thread looks for the next event before it sleeps. Waking a sleeper can take longer than a small loop; with a
+// cold cache the Python code between two optimizer steps takes half as long as this.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
 template <class Condition>
@@ -41,7 +41,7 @@ thread_local bool has_openmp_team = false;
 
 // A loop in progress. Lives on its caller's stack; a helper may touch it only while `helpers` counts it.
 //
-// Each thread has a home, an equal part of the ranges. It takes those first, in order, and then what is left in other
+// Each thread has a home, an equal part of the ranges (beyond kMaxHomes threads several share one). It takes those first, in order, and then what is left in other
 // homes: repeated loops over the same memory find it in the cache of the same core, and a thread that comes late leaves
 // its part to the others.
 class Loop {
@@ -49,15 +49,17 @@ class Loop {
   Loop(int64_t count, int64_t grain, RangeFunction function, void* context)
       : count_(count), grain_(grain), function_(function), context_(context) {
     const int64_t ranges = (count - 1) / grain + 1;
-    homes_ = static_cast<int>(std::min<int64_t>({ranges, num_threads(), kMaxHomes}));
+    const int64_t threads = std::min<int64_t>(ranges, num_threads());
+    spare_ = static_cast<int>(threads) - 1;
+    homes_ = static_cast<int>(std::min(threads, kMaxHomes));
     for (int64_t h = 0; h < homes_; ++h) {
       home_[h].next.store(ranges * h / homes_, std::memory_order_relaxed);
       home_[h].end = ranges * (h + 1) / homes_;
     }
   }
 
-  // Threads besides the caller that find work.
-  int64_t spare() const { return homes_ - 1; }
+  // How many threads besides the caller can have a range each.
+  int spare() const { return spare_; }
   bool has_work() const {
     return std::any_of(home_.begin(), home_.begin() + homes_, [](const Home& home) { return home.has_work(); });
   }
@@ -91,6 +93,7 @@ class Loop {
   int64_t grain_;
   RangeFunction function_;
   void* context_;
+  int spare_;
   int homes_;
   std::array<Home, kMaxHomes> home_;
 };
@@ -120,7 +123,7 @@ class Pool {
       posted_.fetch_add(1, std::memory_order_release);
       sleepers = sleeping_;
     }
-    for (int64_t i = std::min<int64_t>(sleepers, loop.spare()); i > 0; --i) {
+    for (int i = std::min(sleepers, loop.spare()); i > 0; --i) {
       wake_.notify_one();
     }
     loop.work(0);

@@ -1,13 +1,13 @@
-// Thread pool of the CPU kernels: loops over ranges on the caller and a few helpers.
+// The threads of the CPU kernels: loops over ranges on the caller and a few more.
 //
-// One pool per process, sized by set_num_threads() (Python passes torch.get_num_threads()). Callable from several host
-// threads at once: each caller works on its own loop, and helpers join whatever loop has ranges left, so a caller never
-// waits for a free helper. With one thread, or one range, the loop runs inline and touches no lock. Idle helpers spin for
-// at most kSpin, then sleep. A forked child starts with a fresh pool of the same size.
+// Which threads: a loop of one range, or with set_num_threads(1), runs on the caller alone and touches no lock. A thread
+// that has called use_openmp_team() loops on its own OpenMP team (base/openmp.h): torch's kernels have such a team already,
+// which spins for milliseconds after each of them, and helpers of ours would fight with it for the cores. All other
+// threads, and all threads of a process that has no team, share one pool of helpers.
 //
-// A thread that computes with torch has threads that wait for it already: its OpenMP team, which spins for milliseconds
-// after each of torch's kernels. Helpers of ours would fight with them for the same cores (a step right after backward
-// took 1.5 times as long), so such a thread's loops run on its team.
+// The pool: callable from several threads at once. Each caller works on its own loop, and helpers join whatever loop has
+// ranges left, so a caller never waits for a free helper. Idle helpers spin for at most kSpin, then sleep. A forked child
+// starts with a fresh pool of the same size.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ inline constexpr int kMaxThreads = 256;
 void set_num_threads(int threads);
 int num_threads();
 
-// From now on the loops of the calling thread run on its OpenMP team, where the process has one (base/openmp.h).
+// From now on the loops of the calling thread run on its OpenMP team, where the process has a runtime. For threads that
+// compute with torch.
 void use_openmp_team();
 
 // Calls fn(begin, end) for the ranges [k * grain, min((k + 1) * grain, count)) that cover [0, count), in any order and

@@ -198,13 +198,14 @@ inline void adam_step(const AdamLists& lists, const py::object& steps, const Ada
 }
 
 inline void bind_adam(py::module_& m) {
+  m.def("set_num_threads", &set_num_threads, py::arg("threads"));
   m.def(
-      "set_num_threads",
+      "use_torch_threads",
       [](int threads) {
         set_num_threads(threads);
-        use_openmp_team();  // whoever calls this computes with torch
+        use_openmp_team();
       },
-      py::arg("threads"));
+      py::arg("threads"));  // torch.get_num_threads(), from a thread that computes with torch
   m.def("num_threads", &num_threads);
   py::class_<AdamGroup>(m, "AdamGroup")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay) {
@@ -244,7 +245,7 @@ inline void bind_adam(py::module_& m) {
     adam_step({std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
                std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
               steps, {lr, beta1, beta2, eps, weight_decay}, grad_scale, param_ids, noop, step);
-  });  // by position: names cost a microsecond for each dozen
+  });  // by position: names take longer than a small step
 }
 
 }  // namespace bucketwheel

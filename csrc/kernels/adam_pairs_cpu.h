@@ -95,7 +95,7 @@ BW_HD void pair_weights(PairRun& run, int64_t i, const AdamScalars& s) {
 template <class Kind>
 void start_run(PairRun& run, const AdamRow& row, const AdamPass& pass, int64_t i, int64_t pairs) {
   const int64_t first_block = (row.param_begin + i) / kRandomBlockNumel;
-  const int64_t blocks = (2 * pairs + kRandomBlockNumel - 1) / kRandomBlockNumel;
+  const int64_t blocks = random_blocks(2 * pairs);
   if constexpr (Kind::kRandomV) {
     fill_random(reinterpret_cast<uint16_t*>(run.random_v), blocks, pass.seed, row.param, first_block, pass.step,
                 RandomUse::kExpAvgSq);

@@ -30,12 +30,12 @@ bool is_finite(double value) {
 
 SumSquares with_bit(double sum) { return {sum, !is_finite(sum)}; }
 
-double chunk_sumsq(const NormRow& row, int64_t begin, int64_t numel) {
+double chunk_sumsq(const CpuKernels& kernels, const NormRow& row, int64_t begin, int64_t numel) {
   const int64_t used = std::min(numel, kNormLanes);
   alignas(64) double lanes[kNormLanes];
   std::fill_n(lanes, round_to_warp(used), 0.0);
   const std::byte* x = static_cast<const std::byte*>(row.data) + begin * static_cast<int64_t>(size_of(row.dtype));
-  cpu_kernels().sumsq(x, row.dtype, numel, 0, lanes);
+  kernels.sumsq(x, row.dtype, numel, 0, lanes);
   return fold_lanes(lanes, used);
 }
 
@@ -75,10 +75,12 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   const int64_t chunks = segments.chunks();
   std::vector<double> partial(static_cast<size_t>(chunks));
   const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kNormGrainNumel);
+  const CpuKernels& kernels = cpu_kernels();
   parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const SegmentTable::Chunk chunk = segments.chunk(i);
-      partial[static_cast<size_t>(i)] = chunk_sumsq(rows[static_cast<size_t>(chunk.row)], chunk.begin, chunk.numel);
+      partial[static_cast<size_t>(i)] =
+          chunk_sumsq(kernels, rows[static_cast<size_t>(chunk.row)], chunk.begin, chunk.numel);
     }
   });
   std::vector<SumSquares> results(rows.size());

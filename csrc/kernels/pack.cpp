@@ -14,14 +14,14 @@ namespace {
 constexpr int64_t kChunkNumel = 32768;
 constexpr int64_t kPackGrainNumel = 65536;  // about 20 us of work
 
-void copy_chunk(const CopyItem& item, int64_t begin, int64_t numel) {
+void copy_chunk(const CpuKernels& kernels, const CopyItem& item, int64_t begin, int64_t numel) {
   std::byte* to = static_cast<std::byte*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
   const std::byte* from =
       static_cast<const std::byte*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
   if (item.to_dtype == item.from_dtype) {
     std::memcpy(to, from, static_cast<size_t>(numel) * size_of(item.to_dtype));
   } else {
-    cpu_kernels().convert(to, item.to_dtype, from, item.from_dtype, numel);
+    kernels.convert(to, item.to_dtype, from, item.from_dtype, numel);
   }
 }
 
@@ -42,10 +42,11 @@ void copy_all(std::span<const CopyItem> items) {
   }
   const int64_t chunks = segments.chunks();
   const int64_t grain = SegmentTable::grain(chunks, segments.first_element(segments.rows()), kPackGrainNumel);
+  const CpuKernels& kernels = cpu_kernels();
   parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const SegmentTable::Chunk chunk = segments.chunk(i);
-      copy_chunk(items[static_cast<size_t>(chunk.row)], chunk.begin, chunk.numel);
+      copy_chunk(kernels, items[static_cast<size_t>(chunk.row)], chunk.begin, chunk.numel);
     }
   });
 }

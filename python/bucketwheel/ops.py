@@ -98,7 +98,7 @@ def adam_step(
     module = native()
     device = device_of(params)
     stochastic = _is_stochastic("state_rounding", state_rounding)
-    beta1, beta2 = betas
+    beta1, beta2 = _pair_of_betas(betas)
     if not stochastic and beta2 not in _warned_of:
         _warn_of_nearest(beta2, exp_avg_sqs)
     stochastic_param = _is_stochastic("param_rounding", param_rounding)
@@ -122,11 +122,17 @@ def adam_step(
             seed=seed,
         )
     else:  # by position throughout: for small tensors the call is what takes the time
-        module.set_num_threads(torch.get_num_threads())
-        factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
+        module.use_torch_threads(torch.get_num_threads())
         skip = noop is not None and bool(noop.item() != 0)
+        lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
         choices = (decoupled, maximize, stochastic, stochastic_param, seed)
-        module.adam_step(params, grads, exp_avgs, exp_avg_sqs, *optional, steps, *factors, skip, param_ids, *choices)
+        try:
+            factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
+            module.adam_step(*lists, steps, *factors, skip, param_ids, *choices)
+        except (TypeError, ValueError):
+            _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+            _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
+            raise
         if skip:
             return
     written = [*params, *exp_avgs, *exp_avg_sqs]
@@ -142,6 +148,32 @@ def _is_stochastic(name: str, rounding: str) -> bool:
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"{name} is {rounding!r}, expected 'stochastic' or 'nearest'")
     return rounding == "stochastic"
+
+
+def _pair_of_betas(betas: Any) -> tuple[float, float]:
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise ValueError(f"betas is {betas!r}, expected two numbers") from None
+    return beta1, beta2
+
+
+# Of what the native call does not take it says only that it does not, after printing every tensor.
+def _expect_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name} is {value!r}, expected a number")
+
+
+def _expect_choices(param_ids: Any, seed: Any, **flags: Any) -> None:
+    if not hasattr(seed, "__index__") or not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2**64 - 1")
+    ids: Sequence[Any] = param_ids if isinstance(param_ids, Sequence) else () if param_ids is None else (None,)
+    if not all(hasattr(i, "__index__") and 0 <= i < 2**30 for i in ids):
+        raise ValueError(f"param_ids is {param_ids!r}, expected ints from 0 to 2**30 - 1")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected a bool")
 
 
 _warned_of: set[float] = set()  # each beta2 once
@@ -196,7 +228,7 @@ def l2_norm(
         squared = each if per_tensor else total[0]
         norm = squared.sqrt()
         return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
-    native().set_num_threads(torch.get_num_threads())
+    native().use_torch_threads(torch.get_num_threads())
     sums = [sumsq for sumsq, _ in native().sumsq(tensors)]
     like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
     if per_tensor:

@@ -30,7 +30,7 @@ def native_group(group: dict[str, Any], lr: float) -> Any:
 
 
 def native_flags(param_groups: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """The flags that all groups share, as the kernel takes them, in its order."""
+    """The flags that all groups share, as the kernel takes them."""
     expect_uniform_flags(param_groups)
     return {
         "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
@@ -110,7 +110,7 @@ class AdamRows:
         ``factors``, one a parameter, are folded into the gradients with ``average``.
         """
         flags = native_flags(param_groups)
-        native().set_num_threads(torch.get_num_threads())
+        native().use_torch_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
         is_used = torch.tensor(used, dtype=torch.uint8)
@@ -127,6 +127,17 @@ class AdamRows:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
         assert self._scalars is not None
         steps, used, factors = self._scalars
-        # by position: a call with names takes twice as long
-        flags = (*self._flags.values(), *self._rounding.values())
-        self.table.step(self._groups, steps, used, factors, first_row, last_row, *flags)
+        flags, rounding = self._flags, self._rounding
+        self.table.step(  # by position: names take longer than a small step
+            self._groups,
+            steps,
+            used,
+            factors,
+            first_row,
+            last_row,
+            flags["decoupled"],
+            flags["maximize"],
+            rounding["stochastic"],
+            rounding["stochastic_param"],
+            rounding["seed"],
+        )

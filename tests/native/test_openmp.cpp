@@ -1,4 +1,4 @@
-// base/openmp and the loops that use it, with an OpenMP runtime that only counts. Run by test_native.py.
+// base/openmp and the loops that use it, with an OpenMP runtime of the test's own. Run by test_native.py.
 // needs: base
 // link: -rdynamic
 #include <sys/wait.h>
@@ -9,7 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.h"
 #include "base/openmp.h"
+#include "base/platform.h"
 #include "base/thread_pool.h"
 #include "check.h"
 
@@ -22,8 +24,16 @@ std::atomic<unsigned> last_threads{0};
 std::atomic<unsigned> team_limit{100};
 thread_local int thread_num = 0;
 
+// Denormals are zero from here on, in this thread: as torch.set_flush_denormal() does.
+void flush_denormals() {
+#if BW_X86_64
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+}
+
 }  // namespace
 
+// Starts its threads anew each time; they flush denormals.
 extern "C" __attribute__((visibility("default"))) void GOMP_parallel(void (*function)(void*), void* data,
                                                                      unsigned threads, unsigned flags) {
   CHECK(flags == 0);
@@ -33,6 +43,7 @@ extern "C" __attribute__((visibility("default"))) void GOMP_parallel(void (*func
   for (int t = 1; t < static_cast<int>(std::min<unsigned>(threads, team_limit)); ++t) {
     team.emplace_back([=] {
       thread_num = t;
+      flush_denormals();
       function(data);
     });
   }
@@ -45,6 +56,20 @@ extern "C" __attribute__((visibility("default"))) void GOMP_parallel(void (*func
 extern "C" __attribute__((visibility("default"))) int omp_get_thread_num() { return thread_num; }
 
 namespace {
+
+template <class Function>
+void in_child(Function&& function) {
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(20);
+    function();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
 
 // The number of parallel regions that a loop over 100 elements took; each element must have been visited once.
 int regions_of_a_loop() {
@@ -62,6 +87,20 @@ int regions_of_a_loop() {
 }
 
 }  // namespace
+
+// The child is the first to ask for a team: its parent may have had one all the same.
+TEST(a_child_forked_before_all_else_uses_no_team) {
+  CHECK(!is_forked_without_exec());
+  in_child([] { CHECK(is_forked_without_exec() && !run_on_openmp_team(2, [](void*, int) {}, nullptr)); });
+}
+
+TEST(a_child_forked_after_loading_uses_no_team) {
+  set_num_threads(2);
+  in_child([] {
+    use_openmp_team();
+    CHECK(regions_of_a_loop() == 0);
+  });
+}
 
 TEST(a_team_has_the_threads_asked_for) {
   for (int threads : {1, 2, 5}) {
@@ -104,20 +143,28 @@ TEST(a_forked_child_uses_no_team) {
   set_num_threads(3);
   use_openmp_team();
   CHECK(regions_of_a_loop() == 1);
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    alarm(20);
+  in_child([] {
     set_num_threads(kMayStartThreadsAfterFork ? 3 : 1);
     use_openmp_team();
     CHECK(regions_of_a_loop() == 0);
     CHECK(!run_on_openmp_team(2, [](void*, int) {}, nullptr));
-    _exit(0);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  });
   CHECK(regions_of_a_loop() == 1);
+}
+
+TEST(a_team_computes_by_ieee_rules) {
+  set_num_threads(3);
+  use_openmp_team();
+  volatile float small = 1e-30F;
+  std::atomic<int> started{0};
+  parallel_for(3, 1, [&](int64_t, int64_t) {  // each range waits for all: one a thread
+    started.fetch_add(1);
+    while (started < 3) {
+      std::this_thread::yield();
+    }
+    CHECK(small * 1e-10F != 0.0F);
+  });
+  CHECK(started == 3);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/openmp.h"
 #include "base/platform.h"
 #include "base/thread_pool.h"
 #include "check.h"
@@ -213,11 +214,43 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
 }
 
 TEST(ranges_compute_by_ieee_rules_on_every_thread) {
-  set_num_threads(3);
+#if BW_X86_64
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);  // denormals are zero, as torch.set_flush_denormal() has it; new threads inherit that
+#endif
   volatile float small = 1e-30F;
-  std::atomic<int> kept{0};
-  parallel_for(64, 1, [&](int64_t, int64_t) { kept.fetch_add(small * 1e-10F != 0.0F ? 1 : 0); });
-  CHECK(kept == 64);
+  for (int threads : {1, 9}) {
+    set_num_threads(threads);  // more than any test before: new helpers
+    std::atomic<int> kept{0};
+    parallel_for(64, 1, [&](int64_t, int64_t) { kept.fetch_add(small * 1e-10F != 0.0F ? 1 : 0); });
+    CHECK(kept == 64);
+  }
+#if BW_X86_64
+  CHECK(_mm_getcsr() == (before | 0x8040));
+  _mm_setcsr(before);
+#endif
+}
+
+TEST(without_a_runtime_a_thread_that_asks_for_a_team_uses_the_pool) {
+  use_openmp_team();
+  CHECK(!run_on_openmp_team(2, [](void*, int) {}, nullptr));
+  set_num_threads(3);
+  check_loop(100, 3);
+}
+
+TEST(all_sleeping_helpers_are_woken_for_a_loop_that_has_work_for_them) {
+  constexpr int kThreads = 80;
+  set_num_threads(kThreads);
+  nap(200);
+  std::atomic<int> started{0};
+  parallel_for(kThreads, 1, [&](int64_t, int64_t) {  // each range waits for all
+    started.fetch_add(1);
+    while (started < kThreads) {
+      std::this_thread::yield();
+    }
+  });
+  CHECK(started == kThreads);
+  set_num_threads(1);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -140,5 +140,28 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     assert "BW_CPU_ISA='avx1024': expected 'plain', 'avx2' or 'avx512'" in message
 
 
+LARGE = """
+import torch
+from bucketwheel import ops
+from bucketwheel._build import native
+x = torch.ones(3_000_000)
+{call}
+"""
+
+
+@pytest.mark.parametrize("call", ["ops.l2_norm([x])", "native().copy_all([x.bfloat16()], [x])"])
+def test_an_unknown_instruction_set_is_refused_before_threads_start(call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE.format(call=call)],
+        env={**os.environ, "BW_CPU_ISA": "avx1024", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ValueError: environment variable BW_CPU_ISA='avx1024': expected" in done.stderr
+
+
 if __name__ == "__main__":
     json.dump(digests(), sys.stdout)

@@ -13,6 +13,7 @@ from reference import Adam, bits
 from reference_rows import bits_of, join, split, tensor_of, to_bf16_stochastic
 
 from bucketwheel import _toolchain, ops
+from bucketwheel._build import native
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
@@ -104,3 +105,16 @@ def test_every_float(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=100)
     done = subprocess.run([str(binary)], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == f"{2**32} right"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(400)
+def test_every_float_by_the_processor() -> None:
+    """All 2^32 through the casts of the kernels in use, against torch's."""
+    block = 1 << 24
+    to = torch.empty(block, dtype=torch.float16)
+    for begin in range(-(2**31), 2**31, block):
+        x = torch.arange(begin, begin + block, dtype=torch.int32).view(torch.float32)
+        native().copy_all([to], [x])
+        expected = torch.where(x.isnan(), 0x7E00, x.half().view(torch.int16))
+        assert torch.equal(to.view(torch.int16), expected), hex(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -42,10 +43,12 @@ def test_slowest_rank_counts_sample_by_sample() -> None:
     assert harness.slowest([Timing((1.0, 5.0)), Timing((2.0, 3.0))]).samples_s == (2.0, 5.0)
 
 
-def test_rotation_gives_every_case_every_place() -> None:
-    orders = [harness.rotation(["a", "b", "c"], repeat) for repeat in range(3)]
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
-    assert harness.rotation(["a", "b", "c"], 3) == orders[0]
+def test_rotation_gives_every_case_every_place_and_every_neighbour() -> None:
+    orders = ["".join(harness.rotation("abc", repeat)) for repeat in range(6)]
+    assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
+    assert "".join(harness.rotation("abc", 6)) == orders[0]
+    for first, second in itertools.permutations("abc", 2):
+        assert sum(first + second in order for order in orders) == 2
 
 
 def test_measure_interleaves_and_prepares_each_sample() -> None:
@@ -53,7 +56,7 @@ def test_measure_interleaves_and_prepares_each_sample() -> None:
     cases = {name: (lambda name=name: log.append(name)) for name in "ab"}
     timings = harness.measure(cases, repeats=3, warmup=1, inner=2, before=lambda name: log.append(f"before {name}"))
     a, b = ["before a", "a", "a"], ["before b", "b", "b"]
-    assert log == [*a, *b, *a, *b, *b, *a, *a, *b]
+    assert log == [*a, *b, *a, *b, *b, *a, *b, *a]
     assert {name: len(t.samples_s) for name, t in timings.items()} == {"a": 3, "b": 3}
 
 

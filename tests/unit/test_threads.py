@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, signal, sys
 import torch
@@ -44,8 +46,34 @@ assert all(torch.equal(a, b) for a, b in zip(in_parent, alone))
 """
 
 
-def test_a_step_uses_the_threads_that_torch_has_and_its_own_in_a_forked_child() -> None:
+# A child that is the first to load the library, after its parent made torch's team.
+FIRST_IN_CHILD = """
+import os, signal, sys
+import torch
+{imports}
+torch.set_num_threads(2)
+torch.exp(torch.ones(1 << 22))
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    from bucketwheel import ops
+    os._exit(0 if ops.l2_norm([torch.ones(8192) for _ in range(50)]).item() == 640.0 else 3)
+_, status = os.waitpid(child, 0)
+assert status == 0, f"the child ended with {{status}}"
+"""
+
+
+def run(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=os.environ, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=os.environ, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_step_uses_the_threads_that_torch_has_and_its_own_in_a_forked_child() -> None:
+    run(SCRIPT)
+
+
+@pytest.mark.parametrize("imports", ["import bucketwheel", ""])
+def test_a_forked_child_may_be_the_first_to_use_the_library(imports: str) -> None:
+    run(FIRST_IN_CHILD.format(imports=imports))
