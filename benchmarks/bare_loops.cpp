@@ -6,8 +6,9 @@
 //   4. Adam    AdamW with decoupled weight decay on this rank's half (formula of torch.optim.AdamW)
 //   5. copy    the new half is copied into the peer's parameters, block by block while it is still in the cache
 //
-// Compiled by the benchmark for the machine at hand (-O3 -march=native) and called through ctypes. fp32 only, no tails to peel
-// (the caller pads to 16 floats), no checks: this is what the optimizer is compared with, not something to train with.
+// Compiled by the benchmark for the machine at hand (-O3 -march=native) and called through ctypes. fp32 only, no
+// tails to peel (the caller pads to 16 floats), no checks: this is what the optimizer is compared with, not something
+// to train with.
 #include <sched.h>
 #include <algorithm>
 #include <atomic>
@@ -91,9 +92,9 @@ void bare_adam(float* p, float* m, float* v, const float* g, int64_t numel, cons
   adam(p, m, v, g, numel, *scalars);
 }
 
-// Steps 2 to 5 for one of two ranks, after bare_pack. All pointers are to this rank's half of `numel` floats: `own` and `peer`
-// of the flat gradient buffers (the sum is left in `own`), `p` of this rank's parameters, `peer_p` of the peer's.
-// scalars->grad_factor comes in as 1 / world. Returns the norm of the averaged gradients.
+// Steps 2 to 5 for one of two ranks, after bare_pack. All pointers are to this rank's half of `numel` floats: `own`
+// and `peer` of the flat gradient buffers (the sum is left in `own`), `p` of this rank's parameters, `peer_p` of the
+// peer's. scalars->grad_factor comes in as 1 / world. Returns the norm of the averaged gradients.
 double bare_exchange_and_step(void* control_page, int rank, float* own, const float* peer, float* p, float* peer_p,
                               float* m, float* v, int64_t numel, const AdamScalars* scalars, double max_norm) {
   auto* control = static_cast<Control*>(control_page);

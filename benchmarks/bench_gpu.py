@@ -3,8 +3,8 @@
 
     python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|all [--quick] [--json PATH]
 
-`make gpu` runs it; docs/testing.md holds the predictions. --quick: tiny sizes, to see that it works (with BW_GPU_SIMULATE=1
-without a GPU).
+`make gpu` runs it; docs/testing.md holds the predictions. --quick: tiny sizes, to see that it works (with
+BW_GPU_SIMULATE=1 without a GPU).
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def clip_and_step(bench: Bench) -> None:
 
 
 def arrival(bench: Bench) -> None:
-    """What the norm adds to the kernel that takes a reduced gradient into the shard; the gradient just copied, or not in the cache.
+    """What the norm adds to the kernel that takes a reduced gradient into the shard; the gradient just copied, or not
+    in the cache.
 
     The kernel squares what nobody asks the norm of too, so `copy_ms` tells what moving the same bytes takes.
     """

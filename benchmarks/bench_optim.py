@@ -3,14 +3,15 @@
     python benchmarks/bench_optim.py [--quick] [--json PATH] [--part clip|gpt|all] [--systems ours,ddp,...]
     python benchmarks/bench_optim.py --profile ours
 
-clip + step: ours and `clip_grad_norm_` + `torch.optim.AdamW(fused=True)` on the tensors of the GPT, in one process and as two
-ranks with one thread each (ours sharded, gradients already reduced). Limit: one thread's plain loops over the same values.
+clip + step: ours and `clip_grad_norm_` + `torch.optim.AdamW(fused=True)` on the tensors of the GPT, in one process and
+as two ranks with one thread each (ours sharded, gradients already reduced). Limit: one thread's plain loops over the
+same values.
 
-GPT step: batch 1 x 64 tokens, fp32, one thread per rank. Overhead = time of a step (zero_grad, forward, backward, clip, step)
-minus the time of forward + backward alone of the same model without hooks, taken next to each other; all systems interleaved
-in one job. "cpu" is the same difference in CPU time of a rank's threads, which other work on the machine disturbs less. Limit:
-the bare loops, which pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak over some steps of the
-proportional set size, summed over the ranks, one fresh job per system.
+GPT step: batch 1 x 64 tokens, fp32, one thread per rank. Overhead = time of a step (zero_grad, forward, backward, clip,
+step) minus the time of forward + backward alone of the same model without hooks, taken next to each other; all systems
+interleaved in one job. "cpu" is the same difference in CPU time of a rank's threads, which other work on the machine
+disturbs less. Limit: the bare loops, which pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak
+over some steps of the proportional set size, summed over the ranks, one fresh job per system.
 """
 
 from __future__ import annotations

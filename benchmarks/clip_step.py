@@ -1,8 +1,9 @@
 """Clip + step alone, on the tensors of a model: the first part of bench_optim.py.
 
-One process: ours is the local `ShardedAdamW`, the peer `clip_grad_norm_` + `torch.optim.AdamW(fused=True)`, with all threads.
-Two ranks, one thread each: ours is sharded and its gradients are reduced already; every rank of the peer clips and steps all
-parameters, as under DDP. Limit: norm, Adam and (sharded) the copy of the own half by the loops of bare_loops.cpp.
+One process: ours is the local `ShardedAdamW`, the peer `clip_grad_norm_` + `torch.optim.AdamW(fused=True)`, with all
+threads. Two ranks, one thread each: ours is sharded and its gradients are reduced already; every rank of the peer clips
+and steps all parameters, as under DDP. Limit: norm, Adam and (sharded) the copy of the own half by the loops of
+bare_loops.cpp.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare two result files of the benchmarks: `python benchmarks/compare.py OLD NEW`.
 
-Lines match by (bench, case, peer); of several lines with one key the median counts. Where both files have a ratio against the
-peer, the change is new ratio / old ratio: a machine that is slower that day is slower for the peer too. Else it is
-old time / new time. Below 1 is slower. A change is a regression (or a gain) when it is larger than the spread of either file.
-Exit status 1 if there is a regression.
+Lines match by (bench, case, peer); of several lines with one key the median counts. Where both files have a ratio
+against the peer, the change is new ratio / old ratio: a machine that is slower that day is slower for the peer too.
+Else it is old time / new time. Below 1 is slower. A change is a regression (or a gain) when it is larger than the
+spread of either file. Exit status 1 if there is a regression.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A byte-level GPT and the training systems that bench_optim.py compares on it.
 
-Every system trains its own copy of the model with AdamW and gradient clipping, data parallel over two CPU ranks, through the
-same five phases: zero_grad, forward, backward, clip, step. `step` ends when the parameters are ready for any reader, so a
-system that gathers them in the background pays for it here.
+Every system trains its own copy of the model with AdamW and gradient clipping, data parallel over two CPU ranks,
+through the same five phases: zero_grad, forward, backward, clip, step. `step` ends when the parameters are ready for
+any reader, so a system that gathers them in the background pays for it here.
 """
 
 from __future__ import annotations

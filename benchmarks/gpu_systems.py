@@ -1,7 +1,7 @@
 """What bench_gpu.py compares as a whole: optimizers on equal parameters, and on a GPT's training step.
 
-Three systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which buckets,
-reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`.
+Three systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which
+buckets, reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _Optimizer:
         )
         dtype = self._params[0].dtype
         self.numel = sum(p.numel() for p in self._params)
-        # Of ours: configuration A or C; sharded gradients are fp32 shards, which makes D of C, and their norm is there already.
+        # Of ours: configuration A or C; sharded gradients are fp32 shards, which makes D of C, and their norm is there
+        # already.
         self.step_bytes = self.numel * (30 if name == SHARDED and dtype == torch.bfloat16 else 28)
         self.clip_bytes = 0 if name == SHARDED else self.numel * dtype.itemsize
 

@@ -1,11 +1,12 @@
 """What the sections of bench_gpu.py share: device time of interleaved cases, the ceilings of this run, and JSON lines.
 
-A sample is the time between two events in the stream. The stream is held up before the first one, 1.5 times as long as the host
-needs for the case (at least 1 ms, at most 50), so that the host is ahead and what it needs to launch is not counted (the section
-`host` counts that alone). Where the host needed longer than the hold all the same, in half of the samples, the line has
-`host_bound: true` (`peer_host_bound` for the peer): that time may be the host's. A result is the median of its samples, with
-spread = (75th - 25th percentile) / median; `of_copy` is its rate over the rate of a 4 GB copy in the same run, counting what
-must be read and written; `ratio` is peer / ours, so more than 1 means that ours is faster.
+A sample is the time between two events in the stream. The stream is held up before the first one, 1.5 times as long as
+the host needs for the case (at least 1 ms, at most 50), so that the host is ahead and what it needs to launch is not
+counted (the section `host` counts that alone). Where the host needed longer than the hold all the same, in half of the
+samples, the line has `host_bound: true` (`peer_host_bound` for the peer): that time may be the host's. A result is the
+median of its samples, with spread = (75th - 25th percentile) / median; `of_copy` is its rate over the rate of a 4 GB
+copy in the same run, counting what must be read and written; `ratio` is peer / ours, so more than 1 means that ours is
+faster.
 """
 
 from __future__ import annotations

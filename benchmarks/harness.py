@@ -1,4 +1,5 @@
-"""What every benchmark shares: interleaved timing, JSON-lines results and the machine's limits; ranks come from ranks.py.
+"""What every benchmark shares: interleaved timing, JSON-lines results and the machine's limits; ranks come from
+ranks.py.
 
 A benchmark checks that the systems agree, measures them interleaved in one process or job, and writes one JSON line per
 case and peer. A sample is a wall time in seconds; a result is the median of its samples with
@@ -94,7 +95,8 @@ def slowest(timings: Sequence[Timing]) -> Timing:
 def rotation(names: Sequence[str], repeat: int) -> list[str]:
     """The order in which repeat number `repeat` runs the cases.
 
-    Over 2 * len(names) repeats each case comes at each place equally often, and after its neighbour as often as before it.
+    Over 2 * len(names) repeats each case comes at each place equally often, and after its neighbour as often as before
+    it.
     """
     shift = repeat % len(names)
     order = [*names[shift:], *names[:shift]]
@@ -114,8 +116,8 @@ def measure(
     """Time the callables interleaved: every repeat runs each case once, in rotated order.
 
     `inner` calls make one sample (their mean); `min_sample_s` raises it per case until a sample lasts that long.
-    `before(name)` runs untimed before each sample: put a barrier or the preparation of inputs there. It runs once per sample,
-    so a case that consumes its input needs `inner=1`. `budget_s` ends the repeats early, after at least 3.
+    `before(name)` runs untimed before each sample: put a barrier or the preparation of inputs there. It runs once per
+    sample, so a case that consumes its input needs `inner=1`. `budget_s` ends the repeats early, after at least 3.
 
     In a job of several ranks, all ranks must make the same calls: leave `min_sample_s` and `budget_s` alone there.
     """
@@ -256,7 +258,8 @@ def _table_row(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def load_native(name: str) -> ctypes.CDLL:
-    """Compile benchmarks/<name> (one C++ file, for this machine's CPU) and load it; compiled again only when it changed.
+    """Compile benchmarks/<name> (one C++ file, for this machine's CPU) and load it; compiled again only when it
+    changed.
 
     ctypes releases the interpreter lock during calls, so two threads may run two calls at once.
     """

@@ -1,4 +1,5 @@
-"""Clip and step a list of tensors with two native calls: the norm reads the gradients once, the step folds the factor in.
+"""Clip and step a list of tensors with two native calls: the norm reads the gradients once, the step folds the factor
+in.
 
 python examples/fused_clip_step.py
 

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/gather_while_computing.py
 
-The tensors lie in the communicator's pool, so the ranks read each other's memory directly; tensors from elsewhere work too,
-through a staging copy.
+The tensors lie in the communicator's pool, so the ranks read each other's memory directly; tensors from elsewhere work
+too, through a staging copy.
 """
 
 import torch

@@ -7,8 +7,8 @@
 The model is plain torch and carries no wrapper. What shards the training is the optimizer: `sharded_adamw` makes it and
 `train_step` uses it; the rest of the file is the model, the data and the report.
 
-The exit code is 1 when the validation loss does not fall or, with ``--compare`` in fp32, when a training loss differs from
-the peer's by more than 1e-5 relative.
+The exit code is 1 when the validation loss does not fall or, with ``--compare`` in fp32, when a training loss differs
+from the peer's by more than 1e-5 relative.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Markers
     slow            left out of `make test`
     dist            starts ranks
-    timeout_s(n)    ends the whole run with a dump of all threads when the test takes longer than n seconds (default 120)
+    timeout_s(n)    ends the whole run with a dump of all threads when the test takes longer than n seconds (default
+    120)
 """
 
 from __future__ import annotations

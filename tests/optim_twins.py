@@ -1,8 +1,8 @@
 """Scripts run by sharded ranks and by their twins: the local optimizer (same bits) and `torch.optim.AdamW` (tolerance).
 
 A *script* is a function of a `Run`. It says what a training loop does, in the words of the optimizer's methods and of
-``p.grad``; every rank runs it with gradients of its own whose mean is the twins' gradient. Gradients are *dyadic* (small
-integers / 16), so that every order of summation is exact and results can be compared bit for bit.
+``p.grad``; every rank runs it with gradients of its own whose mean is the twins' gradient. Gradients are *dyadic*
+(small integers / 16), so that every order of summation is exact and results can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Run:
     clips: bool = False
 
     def loss(self, seed: int, used: Collection[int] | None = None, on: Collection[int] | None = None) -> Tensor:
-        """A loss whose mean gradient over the ranks is ``dyadic(params, seed)`` for the parameters ``used`` (None: all).
+        """A loss whose mean gradient over the ranks is ``dyadic(params, seed)`` for the parameters ``used`` (None:
+        all).
 
         ``on``: only these ranks have it (of those there are; else rank 0), with that much larger gradients.
         """

@@ -1,7 +1,8 @@
 """Slow, obvious versions of the kernels, in numpy.
 
 `adam_exact` and `to_bf16` repeat the kernels' operations one by one and must agree bitwise; `adam_float64` computes the
-formula in float64 and is the reference for error bounds. What is stored and how it is rounded is in `reference_rows.py`.
+formula in float64 and is the reference for error bounds. What is stored and how it is rounded is in
+`reference_rows.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The CUDA code without a GPU: `_cuda` compiled by g++ against tests/native/fake_cuda, and CPU tensors that pose as CUDA tensors.
+"""The CUDA code without a GPU: `_cuda` compiled by g++ against tests/native/fake_cuda, and CPU tensors that pose as
+CUDA tensors.
 
 The kernels' sources run block by block on the CPU, streams are threads with random delays, the default stream is the
-calling thread (as torch's CPU operations are). What passes here has the right numbers, the right order between streams and
-the right number of calls; what only a GPU shows is in tests/gpu.
+calling thread (as torch's CPU operations are). What passes here has the right numbers, the right order between streams
+and the right number of calls; what only a GPU shows is in tests/gpu.
 
 >>> with posing():
 ...     ops.adam_step(...)     # takes its CUDA path, bitwise equal to the CPU's
@@ -74,8 +75,8 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
 
 @contextmanager
 def posing(*, delays: int = 1, fibers: int = 0) -> Iterator[ctypes.CDLL]:
-    """Inside, CPU tensors are tensors of cuda:0. ``delays``: the seed of random pauses in streams, 0: none; ``fibers``: of the
-    order of a kernel's threads."""
+    """Inside, CPU tensors are tensors of cuda:0. ``delays``: the seed of random pauses in streams, 0: none; ``fibers``:
+    of the order of a kernel's threads."""
     _, library = load()
     library.fake_cuda_set_delays(delays)
     library.fake_cuda_set_fiber_seed(fibers)
@@ -107,8 +108,8 @@ class Calls:
 class Graph(TorchDispatchMode):
     """A captured piece of work of the default stream: our calls, and torch's operations on the tensors that pose.
 
-    As with a `torch.cuda.CUDAGraph` capturing changes no tensor that is there already, what is allocated meanwhile stays, and a
-    replay does all again in the same memory. RuntimeError where a value is asked for.
+    As with a `torch.cuda.CUDAGraph` capturing changes no tensor that is there already, what is allocated meanwhile
+    stays, and a replay does all again in the same memory. RuntimeError where a value is asked for.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -71,8 +71,8 @@ def expect_equal_to_unsharded(flow: Flow, worlds: tuple[int, ...] = (1, 2, 4), *
 def scaler_step(run: Run, scaler: torch.amp.GradScaler, how: str) -> None:
     loss = run.loss()
     if run.step == 2:
-        # One element of one parameter, on the last rank; its part of the shards lies on the first, because it is flat memory
-        # order that is sharded.
+        # One element of one parameter, on the last rank; its part of the shards lies on the first, because it is flat
+        # memory order that is sharded.
         loss = loss + (run.params[0][0, 0] * math.inf if run.rank == run.world - 1 else 0.0)
     before = [p.detach().clone() for p in run.params]
     scaler.scale(loss).backward()

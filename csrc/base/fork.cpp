@@ -29,7 +29,8 @@ bool is_forked_without_exec() {
   std::ifstream stat("/proc/self/stat");
   std::string line;
   std::getline(stat, line);
-  // Field 9, flags, of which proc(5) says that they are the kernel's PF_*; field 2, a name, ends at the last parenthesis.
+  // Field 9, flags, of which proc(5) says that they are the kernel's PF_*; field 2, a name, ends at the last
+  // parenthesis.
   constexpr unsigned kForkNoExec = 0x40;
   std::istringstream fields(line.substr(std::min(line.size(), line.rfind(')') + 1)));
   std::string skipped;

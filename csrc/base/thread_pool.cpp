@@ -16,8 +16,8 @@
 namespace bucketwheel {
 namespace {
 
-// How long a thread looks for the next event before it sleeps. Waking a sleeper can take longer than a small loop; with a
-// cold cache the Python code between two optimizer steps takes half as long as this.
+// How long a thread looks for the next event before it sleeps. Waking a sleeper can take longer than a small loop;
+// with a cold cache the Python code between two optimizer steps takes half as long as this.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
 template <class Condition>
@@ -41,9 +41,9 @@ thread_local bool has_openmp_team = false;
 
 // A loop in progress. Lives on its caller's stack; a helper may touch it only while `helpers` counts it.
 //
-// Each thread has a home, an equal part of the ranges (beyond kMaxHomes threads several share one). It takes those first, in order, and then what is left in other
-// homes: repeated loops over the same memory find it in the cache of the same core, and a thread that comes late leaves
-// its part to the others.
+// Each thread has a home, an equal part of the ranges (beyond kMaxHomes threads several share one). It takes those
+// first, in order, and then what is left in other homes: repeated loops over the same memory find it in the cache of
+// the same core, and a thread that comes late leaves its part to the others.
 class Loop {
  public:
   Loop(int64_t count, int64_t grain, RangeFunction function, void* context)
@@ -192,8 +192,8 @@ class Pool {
   int sleeping_ = 0;
 };
 
-// Never destroyed: helpers may outlive every static destructor. A forked child leaves its parent's pool alone too, whose
-// helpers do not exist there and whose mutex may be locked for ever.
+// Never destroyed: helpers may outlive every static destructor. A forked child leaves its parent's pool alone too,
+// whose helpers do not exist there and whose mutex may be locked for ever.
 std::atomic<Pool*> current_pool{nullptr};
 
 Pool& pool() {

@@ -1,13 +1,13 @@
 // The threads of the CPU kernels: loops over ranges on the caller and a few more.
 //
-// Which threads: a loop of one range, or with set_num_threads(1), runs on the caller alone and touches no lock. A thread
-// that has called use_openmp_team() loops on its own OpenMP team (base/openmp.h): torch's kernels have such a team already,
-// which spins for milliseconds after each of them, and helpers of ours would fight with it for the cores. All other
-// threads, and all threads of a process that has no team, share one pool of helpers.
+// Which threads: a loop of one range, or with set_num_threads(1), runs on the caller alone and touches no lock. A
+// thread that has called use_openmp_team() loops on its own OpenMP team (base/openmp.h): torch's kernels have such a
+// team already, which spins for milliseconds after each of them, and helpers of ours would fight with it for the
+// cores. All other threads, and all threads of a process that has no team, share one pool of helpers.
 //
-// The pool: callable from several threads at once. Each caller works on its own loop, and helpers join whatever loop has
-// ranges left, so a caller never waits for a free helper. Idle helpers spin for at most kSpin, then sleep. A forked child
-// starts with a fresh pool of the same size.
+// The pool: callable from several threads at once. Each caller works on its own loop, and helpers join whatever loop
+// has ranges left, so a caller never waits for a free helper. Idle helpers spin for at most kSpin, then sleep. A
+// forked child starts with a fresh pool of the same size.
 #pragma once
 
 #include <cstdint>

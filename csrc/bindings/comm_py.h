@@ -23,7 +23,8 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// Communicators and worlds are destroyed, and wait for their operations, without the GIL: an operation's end may need it.
+// Communicators and worlds are destroyed, and wait for their operations, without the GIL: an operation's end may need
+// it.
 template <class T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> owned) {
   T* const raw = owned.get();

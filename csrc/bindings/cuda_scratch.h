@@ -9,8 +9,9 @@
 
 namespace bucketwheel {
 
-// Tables (AdamCudaTable, SumsqCudaTable, ...) for calls that have none of their own: one for each device, whose device memory is
-// kept from call to call, and one for each call that is captured, because replays read what it uploaded. Never freed.
+// Tables (AdamCudaTable, SumsqCudaTable, ...) for calls that have none of their own: one for each device, whose
+// device memory is kept from call to call, and one for each call that is captured, because replays read what it
+// uploaded. Never freed.
 template <class Table>
 class CudaScratch {
  public:

@@ -1,5 +1,6 @@
-// The strict layout rule of the kernels: the tensors of one row are non-overlapping and dense, and have equal shapes and
-// strides, so that element i of each in memory order is the same element. Anything else is an error, never a guess.
+// The strict layout rule of the kernels: the tensors of one row are non-overlapping and dense, and have equal shapes
+// and strides, so that element i of each in memory order is the same element. Anything else is an error, never a
+// guess.
 #pragma once
 
 #include <algorithm>

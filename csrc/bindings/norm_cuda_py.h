@@ -1,5 +1,5 @@
-// Bindings of the sums of squares, the clip kernel and the gradient shards on CUDA. Results stay on the device, in tensors that the caller
-// gives; everything runs in the caller's current stream and nothing blocks.
+// Bindings of the sums of squares, the clip kernel and the gradient shards on CUDA. Results stay on the device, in
+// tensors that the caller gives; everything runs in the caller's current stream and nothing blocks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,7 +34,8 @@ inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) 
   return rows;
 }
 
-// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU; total = their fold. `table`: null for one of ours.
+// sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU; total = their fold. `table`: null for
+// one of ours.
 inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, py::handle total,
                        SumsqCudaTable* table) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
@@ -69,8 +70,8 @@ inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of
   BW_CUDA_TRY(launch_param_sums, launch, native_stream(*stream, "param_sums"));
 }
 
-// The norm of the chosen gradients into `norm` (float32 [1]), and their factors times the clip coefficient if max_norm is
-// given: ClipLaunch. `param_sums`: float64 [world, params].
+// The norm of the chosen gradients into `norm` (float32 [1]), and their factors times the clip coefficient if
+// max_norm is given: ClipLaunch. `param_sums`: float64 [world, params].
 inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py::handle chosen, double average,
                       std::optional<double> max_norm, py::handle norm, py::handle param_norms, bool resets) {
   const DeviceId id{DeviceId::Kind::kCuda, device};

@@ -26,8 +26,8 @@ inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
   CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
 }
 
-// outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one device. On CUDA in the
-// caller's current stream.
+// outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one device. On
+// CUDA in the caller's current stream.
 inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) {
   const size_t count = py::len(outputs);
   BW_EXPECTS(py::len(inputs) == count,
@@ -59,8 +59,8 @@ inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) 
   copy_all(items);
 }
 
-// output <- the sum of `inputs` in list order, accumulated in float32 (float64: in float64); all contiguous and of one numel.
-// The output is of the inputs' dtype, or float32 for inputs of 16 bits.
+// output <- the sum of `inputs` in list order, accumulated in float32 (float64: in float64); all contiguous and of
+// one numel. The output is of the inputs' dtype, or float32 for inputs of 16 bits.
 inline void reduce_list(py::handle output, const py::sequence& inputs) {
   const dlpack::Described to = dlpack::describe_item(output, {"output", 0});
   BW_EXPECTS(py::len(inputs) > 0 && to.is_contiguous(), "needs at least one input and a contiguous output");

@@ -80,8 +80,8 @@ inline UpstreamRef upstream_named(const std::string& name, int device, const py:
   return make_cuda_upstream(device);
 }
 
-// A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped lives as long as its
-// tensors do.
+// A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped
+// lives as long as its tensors do.
 inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_name, std::vector<int64_t> shape,
                                size_t offset_bytes) {
   const DType dtype = dtype_named(dtype_name);

@@ -47,8 +47,8 @@ class ReduceSink {
  public:
   virtual ~ReduceSink() = default;
   virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
-  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank order, each of
-  // `numel` elements of `dtype` in device memory. TypeError from a sink that is for host memory.
+  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank
+  // order, each of `numel` elements of `dtype` in device memory. TypeError from a sink that is for host memory.
   virtual void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t numel,
                        Stream& stream);
 };
@@ -84,8 +84,8 @@ class Comm {
   // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.
   // Never touches the device. A round starts with post() and ends with collect(); a rank may post a round's payload
   // only when it has collected the round before (ValueError). Fails like a collective after the communicator's
-  // timeout; CommTimeout at an earlier `deadline` leaves the round open, and so does what `poll` throws, which is called
-  // every 100 ms of waiting.
+  // timeout; CommTimeout at an earlier `deadline` leaves the round open, and so does what `poll` throws, which is
+  // called every 100 ms of waiting.
   static constexpr size_t kMaxPayloadBytes = size_t{1} << 20;
   virtual void post(std::span<const std::byte> payload) = 0;
   virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {},

@@ -1,9 +1,9 @@
 // The `local` backend on CUDA: the ranks are threads of one process and share one device.
 //
 // [Note: the last one launches]
-// A CUDA stream can only wait for work that is already in a stream, so an operation goes into the world's one stream when its
-// last rank has issued it, behind every rank's own work so far. Issuing never waits for a peer (but where `after` names an
-// operation of another communicator that its peers have not issued yet). Waiting, even in a stream,
+// A CUDA stream can only wait for work that is already in a stream, so an operation goes into the world's one stream
+// when its last rank has issued it, behind every rank's own work so far. Issuing never waits for a peer (but where
+// `after` names an operation of another communicator that its peers have not issued yet). Waiting, even in a stream,
 // blocks the host until all ranks have issued (DeferredEvent), but not until the device is done. Ranks therefore run
 // their own backward in their own threads: torch.autograd.set_multithreading_enabled(False).
 //
@@ -50,8 +50,8 @@ class LocalCudaBoard {
 
  private:
   using Meeting = std::vector<std::unique_ptr<Arrival>>;  // by rank
-  // With the lock held, so nothing here or in a sink may allocate device memory: emptying caches may wait for operations that
-  // have yet to come in here, and for locks of whoever is waiting here.
+  // With the lock held, so nothing here or in a sink may allocate device memory: emptying caches may wait for
+  // operations that have yet to come in here, and for locks of whoever is waiting here.
   void launch(Meeting& meeting);
   void enqueue(const Meeting& meeting);
   void launch_all_gather(const Meeting& meeting);

@@ -33,8 +33,8 @@ class Handle {
   uint64_t seq() const { return state_->seq; }              // of its communicator, counted from 1
   size_t size_bytes() const { return state_->size_bytes; }  // bytes of the full buffers
   DeviceId device() const { return state_->device; }
-  // Whether a stream can wait for the operation, and memory be given on behind it, without the host waiting for a peer: on
-  // the CPU when it is over, on CUDA when it is in a stream.
+  // Whether a stream can wait for the operation, and memory be given on behind it, without the host waiting for a
+  // peer: on the CPU when it is over, on CUDA when it is in a stream.
   bool is_ordered() const;
   // Blocks until is_ordered() or the deadline; which.
   bool await_order(Deadline deadline) const;

@@ -55,9 +55,10 @@ class Team {
   // Tells the other ranks that this one failed. The first call counts.
   void publish(const Failure& failure);
   // [Note: failing with readers] A rank that fails frees its inputs while peers may be reading them. So it first says
-  // that it failed, then that it reads nothing any more, and then waits for the peers that have entered the operation to
-  // say the same; a peer first says that it has entered and then looks whether the rank failed. One of the two sees the
-  // other. (An abort says that a rank failed while its operation may still be reading: the second word is needed.)
+  // that it failed, then that it reads nothing any more, and then waits for the peers that have entered the operation
+  // to say the same; a peer first says that it has entered and then looks whether the rank failed. One of the two
+  // sees the other. (An abort says that a rank failed while its operation may still be reading: the second word is
+  // needed.)
   void await_readers(uint64_t seq);
   // Throws when `rank` has failed in `wait` or before.
   void expect_not_failed(const Wait& wait, int rank) const;

@@ -1,8 +1,8 @@
 // The CUDA runtime and our CUDA kernels as one replaceable table of functions.
 //
-// bucketwheel._cpu is compiled without CUDA. bucketwheel._cuda (nvcc, static cudart) fills a CudaApi and hands it over in
-// a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table, by
-// BW_CUDA_TRY, which counts it, and fails or delays it where a test has asked for that.
+// bucketwheel._cpu is compiled without CUDA. bucketwheel._cuda (nvcc, static cudart) fills a CudaApi and hands it
+// over in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table,
+// by BW_CUDA_TRY, which counts it, and fails or delays it where a test has asked for that.
 //
 // Types are those of the C ABI: an int is a cudaError_t (0: success, 600: not ready), a void* stream is a cudaStream_t
 // (null: the legacy default stream), a void* event is a cudaEvent_t.
@@ -110,8 +110,8 @@ const char* name_of(CudaCall call);
 // ---- counting, failing, delaying
 
 uint64_t cuda_calls(CudaCall call);  // made through BW_CUDA_TRY and call_cuda since the process began
-// The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made. error 0: it is made, after a
-// pause. For tests.
+// The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made. error 0: it is made,
+// after a pause. For tests.
 struct CudaFault {
   CudaCall call;
   uint64_t countdown;

@@ -16,8 +16,8 @@ namespace bucketwheel {
 
 class DeferredEvent final : public Event {
  public:
-  // `poll` is called about every 50 ms by threads that wait or ask, while they hold none of our locks. It throws what ended the
-  // waiting.
+  // `poll` is called about every 50 ms by threads that wait or ask, while they hold none of our locks. It throws what
+  // ended the waiting.
   explicit DeferredEvent(std::function<void()> poll) : poll_(std::move(poll)) {}
 
   // What it stands for; the first call of either counts.

@@ -327,9 +327,9 @@ void CudaDevice::give_event(void* event, bool timing) noexcept {
   free_events_[timing ? 1 : 0].push_back(event);
 }
 
-// [Note: staging] Uploads go through page-locked blocks, each free again when the copy that reads it is done. The oldest block
-// that is done and large enough is taken; if there is none a new one is made, so nobody waits, and after the first few
-// steps nothing is allocated.
+// [Note: staging] Uploads go through page-locked blocks, each free again when the copy that reads it is done. The
+// oldest block that is done and large enough is taken; if there is none a new one is made, so nobody waits, and after
+// the first few steps nothing is allocated.
 CudaDevice::Staging CudaDevice::take_staging(size_t size_bytes) {
   {
     std::lock_guard lock(mutex_);

@@ -1,8 +1,8 @@
 // The CUDA device: streams, events and transfers of one GPU, through the table of cuda_api.h.
 //
-// These block the host: Event::synchronize, Stream::synchronize, CudaDevice::read, fill() without a stream, Stream::wait for an
-// event of the CPU or one that is deferred (until it is in a stream), and the first few upload()s, which allocate. A device is
-// made at its first use and lives as long as the process.
+// These block the host: Event::synchronize, Stream::synchronize, CudaDevice::read, fill() without a stream,
+// Stream::wait for an event of the CPU or one that is deferred (until it is in a stream), and the first few
+// upload()s, which allocate. A device is made at its first use and lives as long as the process.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace bucketwheel {
 
-// While alive, `index` is the calling thread's current device; afterwards it is the one before. torch has a CUDA runtime of
-// its own that shares the current context with ours, so what we set we put back.
+// While alive, `index` is the calling thread's current device; afterwards it is the one before. torch has a CUDA
+// runtime of its own that shares the current context with ours, so what we set we put back.
 class CudaGuard {
  public:
   explicit CudaGuard(int index);
@@ -30,8 +30,8 @@ class CudaGuard {
   int before_ = -1;  // -1: nothing to put back
 };
 
-// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate, to the whole thread. While
-// this is alive it does not: for calls that have nothing to do with what is captured.
+// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate, to the whole thread.
+// While this is alive it does not: for calls that have nothing to do with what is captured.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -59,8 +59,8 @@ class CudaDevice final : public Device {
   // A grid of so many blocks of `threads` fills the device several times over.
   int fill_blocks(int threads) const;
 
-  // cudaMalloc. When there is no memory left, what set_cuda_reclaim() was given is called and the request made once more;
-  // OutOfMemory, with what is free and what was given back, if that does not help.
+  // cudaMalloc. When there is no memory left, what set_cuda_reclaim() was given is called and the request made once
+  // more; OutOfMemory, with what is free and what was given back, if that does not help.
   void* allocate(size_t size_bytes);
 
   void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;

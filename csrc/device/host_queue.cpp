@@ -28,7 +28,8 @@ struct Frame {
 };
 thread_local const Frame* running = nullptr;
 
-// Signals belong to the threads of the program: Python handles them on its main thread. Faults stay with who causes them.
+// Signals belong to the threads of the program: Python handles them on its main thread. Faults stay with who causes
+// them.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -200,7 +201,8 @@ void HostQueue::run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) n
     const uint64_t done = done_.load(std::memory_order_relaxed) + 1;
     done_.store(done, std::memory_order_release);
     lock.lock();
-    // A sleeper registers under the lock after it saw its ticket not done, so it is either seen here or has seen `done`.
+    // A sleeper registers under the lock after it saw its ticket not done, so it is either seen here or has seen
+    // `done`.
     if (done >= wanted_ticket_) {
       wanted_ticket_ = kNever;  // sleepers with later tickets register again
       progress_.fetch_add(1, std::memory_order_relaxed);

@@ -23,9 +23,9 @@ struct Work {
 
 // [Note: waiters help]
 // Whoever holds the queue's *runner role* runs its entries, in order, one at a time. The worker thread takes the role
-// when there is work and nobody has it. A host thread that waits for a ticket without a deadline takes the role too if it
-// is free, runs entries until its ticket is done, and hands the role back (waking the worker if work is left). So
-// `stream.run(task); event.synchronize()` costs a queue operation and not two thread switches. A thread that finds
+// when there is work and nobody has it. A host thread that waits for a ticket without a deadline takes the role too
+// if it is free, runs entries until its ticket is done, and hands the role back (waking the worker if work is left).
+// So `stream.run(task); event.synchronize()` costs a queue operation and not two thread switches. A thread that finds
 // the role taken spins shortly and then sleeps until its ticket is done. A thread with a deadline never helps: it
 // could not stop in time.
 //

@@ -10,10 +10,10 @@ namespace bucketwheel {
 
 class LastUse {
  public:
-  // Calls work(native, is_captured) with `stream`'s cudaStream_t; what it enqueues comes behind the last use and is the last use then,
-  // also where it throws half-way. ValueError, naming `what`, when the stream is not one of CUDA.
-  // A graph cannot wait for what is outside, nor anything outside for what is inside: a captured use waits for nothing and
-  // nothing waits for it. Whoever captures or replays has synchronised before.
+  // Calls work(native, is_captured) with `stream`'s cudaStream_t; what it enqueues comes behind the last use and is
+  // the last use then, also where it throws half-way. ValueError, naming `what`, when the stream is not one of CUDA.
+  // A graph cannot wait for what is outside, nor anything outside for what is inside: a captured use waits for
+  // nothing and nothing waits for it. Whoever captures or replays has synchronised before.
   template <class Work>
   void in(Stream& stream, const char* what, Work&& work) {
     void* const native = native_stream(stream, what);

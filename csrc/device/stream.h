@@ -17,8 +17,8 @@ class Stream {
   virtual void run(std::function<void()> task) = 0;
   // An event that completes when everything enqueued so far has run.
   virtual EventRef record(bool timing = false) = 0;
-  // What is enqueued from now on runs after `event`. Does not block the host, but for a DeferredEvent until it is in a stream,
-  // and on CUDA for an event of the CPU.
+  // What is enqueued from now on runs after `event`. Does not block the host, but for a DeferredEvent until it is in
+  // a stream, and on CUDA for an event of the CPU.
   virtual void wait(const EventRef& event) = 0;
   // Blocks the host until the queue is empty; false on deadline.
   virtual bool synchronize(Deadline deadline = {}) = 0;

@@ -1,7 +1,8 @@
 // Fused multi-tensor Adam on the CPU: one step over any number of rows, from the formula in adam_math.h.
 //
 // Results are bitwise independent of the number of threads, of how the elements are divided into rows, of the alignment
-// and of the instruction set. A table is built once and stepped many times; building one for a single step is cheap too.
+// and of the instruction set. A table is built once and stepped many times; building one for a single step is cheap
+// too.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@
 
 namespace bucketwheel {
 
-// What every table of rows checks: TypeError for a dtype that adam_variant.h does not allow, ValueError for a master that is
-// missing or not wanted. `row` and `index` are for messages.
+// What every table of rows checks: TypeError for a dtype that adam_variant.h does not allow, ValueError for a master
+// that is missing or not wanted. `row` and `index` are for messages.
 void expect_adam_row(const AdamRow& row, int64_t index);
 void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row);
 

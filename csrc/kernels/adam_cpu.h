@@ -1,9 +1,9 @@
 // Adam over one chunk of a row.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 //
-// The usual kinds of rows have a loop of their own over what is in memory (adam_blocks, and adam_pairs_cpu.h for bfloat16
-// alone). All others go through the same loop over floats by stages (adam_staged): what is not float32 is converted into a
-// buffer in the first-level cache and back.
+// The usual kinds of rows have a loop of their own over what is in memory (adam_blocks, and adam_pairs_cpu.h for
+// bfloat16 alone). All others go through the same loop over floats by stages (adam_staged): what is not float32 is
+// converted into a buffer in the first-level cache and back.
 #pragma once
 
 #include <cstdint>
@@ -95,8 +95,8 @@ BW_HD void adam_range(const AdamArrays<T, P, G, S, kWeight>& at, int64_t n, cons
   }
 }
 
-// The elements of the pass from `begin` on. kRandom: there a block of random bits begins. A block of bits is made right before its
-// elements, where the processor makes it while it waits for the divisions of those before.
+// The elements of the pass from `begin` on. kRandom: there a block of random bits begins. A block of bits is made
+// right before its elements, where the processor makes it while it waits for the divisions of those before.
 template <class Kind, class T, class P, class G, class S, AdamWeight kWeight>
 void adam_blocks(const AdamArrays<T, P, G, S, kWeight>& at, const AdamRow& row, const AdamPass& pass, int64_t begin,
                  const AdamScalarsOf<T>& scalars) {
@@ -305,7 +305,8 @@ void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   }
 }
 
-// Rows without amsgrad that have a loop of their own. With states in bfloat16, up to where a block of random bits begins by stages.
+// Rows without amsgrad that have a loop of their own. With states in bfloat16, up to where a block of random bits
+// begins by stages.
 template <class P, class G, class S, AdamWeight kWeight>
 void adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   constexpr bool kMayBeRandom = sizeof(S) == 2;

@@ -1,5 +1,5 @@
-// The fused Adam step on CUDA: adam_element() of adam_math.h for every element of a table of rows, in one launch for each
-// variant, and the one-block kernel that makes its scalars. Bitwise equal to the CPU (NaN payloads excepted).
+// The fused Adam step on CUDA: adam_element() of adam_math.h for every element of a table of rows, in one launch for
+// each variant, and the one-block kernel that makes its scalars. Bitwise equal to the CPU (NaN payloads excepted).
 //
 // A block takes a chunk at a time, and its threads kLanes elements at a time: every array is
 // read first, as a vector, and converted when all reads are under way. What lies before the first aligned element of
@@ -26,14 +26,15 @@ struct Kind {
   using Real = RealOf<kReal>;
   static constexpr DType kMaster = kWeight == AdamWeight::kRemainder ? DType::kInt16 : DType::kFloat32;
 
-  // Elements of a thread's step: 16 bytes of the states, so that the threads of a warp read and write them in whole lines. With
-  // float32 parameters beside 16-bit states those come as two vectors: a step is also one block of random bits.
+  // Elements of a thread's step: 16 bytes of the states, so that the threads of a warp read and write them in whole
+  // lines. With float32 parameters beside 16-bit states those come as two vectors: a step is also one block of random
+  // bits.
   static constexpr int kLanes = 16 / kSizeOf<kState>;
   // Blocks that run on a multiprocessor together: 4 leave a thread 64 registers, 3 leave 80, 2 leave 128.
   static constexpr int kBlocks = kReal == DType::kFloat64 ? 2 : kState == DType::kFloat32 ? 4 : 3;
 
-  // A copy stays in registers: else the row is read again after each store, which might have changed it. With amsgrad there are none
-  // left.
+  // A copy stays in registers: else the row is read again after each store, which might have changed it. With amsgrad
+  // there are none left.
   using Row = std::conditional_t<kAmsgrad, const AdamCudaRow&, const AdamCudaRow>;
 
   static constexpr bool kRoundsV = kState == DType::kBFloat16;
@@ -146,7 +147,8 @@ __device__ __forceinline__ void step_element(const AdamCudaRow& row, int64_t i, 
 
 // ---- kLanes elements at a time
 
-// Gradients of any dtype that K takes. The dtype is the same for all threads of a block: its branches cost no divergence.
+// Gradients of any dtype that K takes. The dtype is the same for all threads of a block: its branches cost no
+// divergence.
 template <class K>
 struct Gradients {
   Lanes<K::kReal, K::kLanes> lanes;

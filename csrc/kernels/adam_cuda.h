@@ -9,8 +9,8 @@
 
 namespace bucketwheel {
 
-// One row in device memory. `head`: so many elements from the row's first on, every array is 16-byte aligned and the row's
-// elements are whole random blocks; kUnaligned: nowhere.
+// One row in device memory. `head`: so many elements from the row's first on, every array is 16-byte aligned and the
+// row's elements are whole random blocks; kUnaligned: nowhere.
 struct AdamCudaRow {
   static constexpr uint8_t kUnaligned = 255;
   void* p;
@@ -38,8 +38,9 @@ struct AdamCudaScalars {
 
 inline constexpr int64_t kAdamCudaChunkNumel = 8192;
 
-// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table, and of all
-// rows at its end. A row of numel elements has ceil(numel / kAdamCudaChunkNumel) chunks, whatever its head.
+// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table,
+// and of all rows at its end. A row of numel elements has ceil(numel / kAdamCudaChunkNumel) chunks, whatever its
+// head.
 struct AdamLaunch {
   AdamVariant variant;
   const AdamCudaRow* rows = nullptr;
@@ -76,8 +77,8 @@ struct AdamScalarsLaunch {
   const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a variant that there is not and
-// for sizes that cannot be.
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a variant that there
+// is not and for sizes that cannot be.
 int launch_adam(const AdamLaunch& launch, void* stream);
 int launch_adam_scalars(const AdamScalarsLaunch& launch, void* stream);
 

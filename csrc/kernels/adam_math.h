@@ -3,8 +3,8 @@
 // fma is explicit, and the order below is part of the contract.
 //
 // Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (AdamW), Algorithm 2; L2 mode is Kingma & Ba, "Adam",
-// Algorithm 1 with wd * p added to the gradient; amsgrad is Reddi, Kale & Kumar, "On the Convergence of Adam and Beyond",
-// Algorithm 2. For step t (from 1), in this order:
+// Algorithm 1 with wd * p added to the gradient; amsgrad is Reddi, Kale & Kumar, "On the Convergence of Adam and
+// Beyond", Algorithm 2. For step t (from 1), in this order:
 //   1.  g = g * gscale                          gscale = 1 / (world * loss_scale) * clip coefficient; < 0: maximize
 //   2.  p = p * (1 - lr * wd)                   decoupled     or     g = fma(p, wd, g)     L2
 //   3.  m = fma(1 - b1, g - m, m)
@@ -95,9 +95,10 @@ BW_HD double fused_multiply_add(double a, double b, double c) { return __builtin
 BW_HD float square_root(float x) { return __builtin_sqrtf(x); }
 BW_HD double square_root(double x) { return __builtin_sqrt(x); }
 
-// x / divisor, the very bits, where 1 / divisor is known: a multiplication, and one correction by the remainder, which an fma gives
-// exactly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). Holds where
-// neither the quotient nor the remainder underflows. A division takes as long as the rest of the formula.
+// x / divisor, the very bits, where 1 / divisor is known: a multiplication, and one correction by the remainder,
+// which an fma gives exactly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
+// 1990). Holds where neither the quotient nor the remainder underflows. A division takes as long as the rest of the
+// formula.
 BW_HD float quotient(float x, float divisor, float inverse) {
   const float guess = x * inverse;
   const float remainder = __builtin_fmaf(-guess, divisor, x);
@@ -127,7 +128,8 @@ BW_HD T adam_weight(T p, T m, T v, const AdamScalarsOf<T>& s, bool decoupled) {
   return p + (s.neg_step * m) / den;                                           // 6
 }
 
-// `vmax`: amsgrad's running maximum of v, updated; null: without. It takes v as it is here, before any rounding to bfloat16.
+// `vmax`: amsgrad's running maximum of v, updated; null: without. It takes v as it is here, before any rounding to
+// bfloat16.
 template <class T>
 BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
   adam_moments(p, g, m, v, s, decoupled);

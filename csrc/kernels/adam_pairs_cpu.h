@@ -2,8 +2,9 @@
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 //
 // 14 bytes an element instead of 28: what limits is not memory but the instructions, and waiting for square roots and
-// divisions. So elements are taken in pairs, which saves most of the instructions of widening and packing, and the second
-// half of the formula (the weights, which wait) runs beside the first half of the next run (the moments, which do not).
+// divisions. So elements are taken in pairs, which saves most of the instructions of widening and packing, and the
+// second half of the formula (the weights, which wait) runs beside the first half of the next run (the moments, which
+// do not).
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // AdamCudaTable: the rows of the fused Adam in device memory, and a step over them. The host side of adam_cuda.h.
 //
-// A step is two calls: begin() counts the steps and makes every row's scalars on the device, in one small kernel; step() updates
-// a range of rows, once or range by range. Neither blocks the host, and after the first step neither allocates; what has
-// not changed since the last step is not uploaded again. Both can be captured in a CUDA graph, whose replays read steps,
-// factors, noop and learning rates anew.
+// A step is two calls: begin() counts the steps and makes every row's scalars on the device, in one small kernel;
+// step() updates a range of rows, once or range by range. Neither blocks the host, and after the first step neither
+// allocates; what has not changed since the last step is not uploaded again. Both can be captured in a CUDA graph,
+// whose replays read steps, factors, noop and learning rates anew.
 #pragma once
 
 #include <cstdint>

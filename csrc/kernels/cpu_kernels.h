@@ -1,8 +1,9 @@
 // The inner loops of the CPU kernels, compiled once per instruction set from one source and chosen at run time.
 //
-// cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h, norm_cpu.h,
-// convert_cpu.h and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the loops do the same IEEE operations on each element, and the only sums over
-// elements (norms) have a fixed order. The plain one computes fma by fmaf(): slow, same bits.
+// cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h,
+// norm_cpu.h, convert_cpu.h and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the loops do the
+// same IEEE operations on each element, and the only sums over elements (norms) have a fixed order. The plain one
+// computes fma by fmaf(): slow, same bits.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ struct CpuKernels {
 
   void (*adam)(const AdamRow& row, const AdamPass& pass, const AdamScalarsOf<double>& scalars);
 
-  // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes. Of any of the four float types.
+  // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes. Of any of the four float
+  // types.
   void (*sumsq)(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes);
   // to[i] = x[i], or to[i] += x[i]; then sumsq of to.
   void (*store_sumsq)(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes);
@@ -41,8 +43,8 @@ struct CpuKernels {
   // From one of the four float types to another one, as pack.h says.
   void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);
 
-  // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float (float64: in double); rounded once to to_dtype, which is
-  // from_dtype, or kFloat32 for sources of 16 bits. `to` may be one of `from` where the types are equal.
+  // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float (float64: in double); rounded once to to_dtype,
+  // which is from_dtype, or kFloat32 for sources of 16 bits. `to` may be one of `from` where the types are equal.
   void (*sum)(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n);
 };
 

@@ -2,9 +2,9 @@
 //
 // [Note: one copy per instruction set]
 // The loops sit in an unnamed namespace, so each of those files has copies of its own. Were they inline functions with
-// external linkage, the linker would keep one copy for all, perhaps one with instructions that this processor lacks. For
-// the same reason they call nothing from standard headers but compiler builtins, and what they share with other files
-// (adam_math.h, float16.h) is inlined by force.
+// external linkage, the linker would keep one copy for all, perhaps one with instructions that this processor lacks.
+// For the same reason they call nothing from standard headers but compiler builtins, and what they share with other
+// files (adam_math.h, float16.h) is inlined by force.
 #pragma once
 
 #include <cstdint>

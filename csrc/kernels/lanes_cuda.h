@@ -10,9 +10,9 @@
 
 namespace bucketwheel {
 
-// What a kernel passes through once is read and written as the first to leave the cache, which the collectives that run at
-// the same time need. false: plain accesses, to measure what that is worth. What somebody reads next (a collective parameters
-// and buckets, Adam gradients after their norm) is read or written to stay.
+// What a kernel passes through once is read and written as the first to leave the cache, which the collectives that
+// run at the same time need. false: plain accesses, to measure what that is worth. What somebody reads next (a
+// collective parameters and buckets, Adam gradients after their norm) is read or written to stay.
 inline constexpr bool kStreams = true;
 
 template <bool kStays, class V>
@@ -80,7 +80,8 @@ inline constexpr int kSizeOf = static_cast<int>(size_of(kType));
 template <DType kType>
 using RealOf = std::conditional_t<kType == DType::kFloat64, double, float>;
 
-// kNumel consecutive elements, as they are in memory: several can be loaded, and all be under way, before the first is used.
+// kNumel consecutive elements, as they are in memory: several can be loaded, and all be under way, before the first
+// is used.
 template <DType kType, int kNumel>
 struct Lanes {
   using Real = RealOf<kType>;

@@ -3,13 +3,14 @@
 //
 // [Note: order of a sum of squares]
 //   1. A segment is cut into chunks of kNormChunkNumel elements from its first element.
-//   2. Element i of a chunk adds its square to lane i % kNormLanes, in ascending i. (1,024 lanes = 256 CUDA threads of 4.)
+//   2. Element i of a chunk adds its square to lane i % kNormLanes, in ascending i (1,024 lanes: 256 CUDA threads of 4)
 //   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
-//   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and the
-//      groups in ascending order. So are the segments, where a total is wanted.
-// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows, so a sum is not finite if and only
-// if some element is not: the non-finite bit is read off the sum's exponent and costs nothing. The square of a float64 is
-// rounded to double before it is added; it, and a sum of such, may overflow to infinity, and then the bit is set too.
+//   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and
+//      the groups in ascending order. So are the segments, where a total is wanted.
+// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows, so a sum is not finite if
+// and only if some element is not: the non-finite bit is read off the sum's exponent and costs nothing. The square of
+// a float64 is rounded to double before it is added; it, and a sum of such, may overflow to infinity, and then the
+// bit is set too.
 #pragma once
 
 #include <cstdint>
@@ -65,9 +66,10 @@ class SumsqAccumulator {
   alignas(64) double lanes_[kNormLanes] = {};
 };
 
-// Receives a reduced gradient shard block by block: stores it, or adds it to what is there, and keeps the sum of squares
-// of each segment of the shard in the same pass. What lies outside the segments (padding) is stored and not summed.
-// The results are bitwise those of sumsq() over the segments of the shard as it is afterwards. Not thread-safe.
+// Receives a reduced gradient shard block by block: stores it, or adds it to what is there, and keeps the sum of
+// squares of each segment of the shard in the same pass. What lies outside the segments (padding) is stored and not
+// summed. The results are bitwise those of sumsq() over the segments of the shard as it is afterwards. Not
+// thread-safe.
 class ShardAccumulator {
  public:
   struct Segment {

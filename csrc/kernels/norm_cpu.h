@@ -43,8 +43,8 @@ struct Store {
   BW_HD void prefetch(int64_t i) const { __builtin_prefetch(to + i); }  // x comes from the cache
 };
 
-// Adds the squares of kRows rows of lanes, from element `begin`, to the lanes [lane, lane + numel). Several rows at a time
-// save loads and stores of the lanes; each lane still takes its elements in ascending order.
+// Adds the squares of kRows rows of lanes, from element `begin`, to the lanes [lane, lane + numel). Several rows at a
+// time save loads and stores of the lanes; each lane still takes its elements in ascending order.
 template <int kRows, class Source>
 BW_HD void add_rows(const Source& source, int64_t begin, int64_t numel, double* lanes) {
   BW_ELEMENTWISE

@@ -1,8 +1,8 @@
-// Sums of squares of tensors, and of gradient shards while they are written: steps 1 to 3 of [Note: order of a sum of squares]
-// in norm.h, bitwise equal to the CPU. Step 4 and what follows is in norm_fold_cuda.cu.
+// Sums of squares of tensors, and of gradient shards while they are written: steps 1 to 3 of [Note: order of a sum of
+// squares] in norm.h, bitwise equal to the CPU. Step 4 and what follows is in norm_fold_cuda.cu.
 //
-// A block takes a chunk at a time. Thread t owns the lanes 4t ... 4t + 3, so it reads four neighbours of every kNormLanes
-// elements, and the threads of a warp read one piece of memory. kRows reads are under way at once.
+// A block takes a chunk at a time. Thread t owns the lanes 4t ... 4t + 3, so it reads four neighbours of every
+// kNormLanes elements, and the threads of a warp read one piece of memory. kRows reads are under way at once.
 #include "kernels/norm_cuda.h"
 
 #include <type_traits>
@@ -19,15 +19,16 @@ constexpr int kRowNumel = static_cast<int>(kNormLanes);
 constexpr int kWarps = kBlockThreads / 32;
 static_assert(kNormLanes == kFour * kBlockThreads, "a thread owns four lanes");
 
-// Step 2 for one value. A float's square is exact in double, so fused or not, the sum is rounded once; a double's is not, and
-// the CPU does not fuse it.
+// Step 2 for one value. A float's square is exact in double, so fused or not, the sum is rounded once; a double's is
+// not, and the CPU does not fuse it.
 __device__ __forceinline__ void add_square(double& lane, float value) {
   const double x = value;
   lane = __builtin_fma(x, x, lane);
 }
 __device__ __forceinline__ void add_square(double& lane, double value) { lane += value * value; }
 
-// Step 3. The result is that of thread 0; all threads of the block come here, `sums` is theirs until the next barrier after.
+// Step 3. The result is that of thread 0; all threads of the block come here, `sums` is theirs until the next barrier
+// after.
 __device__ __forceinline__ double fold_block(const double (&lanes)[kFour], double* sums) {
   const int thread = static_cast<int>(threadIdx.x);
   double sum = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
@@ -58,8 +59,9 @@ __device__ __forceinline__ Chunk chunk_of_row(const NormCudaRow& row, int64_t in
   return {begin, rest < kNormChunkNumel ? rest : kNormChunkNumel};
 }
 
-// Calls take for the elements of a chunk that the thread owns, in ascending order: take(rows, i) for the four from element i
-// on and those of the rows - 1 next rows of lanes, first kRows at a time and then one by one; take_one(i, lane) for the rest.
+// Calls take for the elements of a chunk that the thread owns, in ascending order: take(rows, i) for the four from
+// element i on and those of the rows - 1 next rows of lanes, first kRows at a time and then one by one; take_one(i,
+// lane) for the rest.
 template <int kRows, class Take, class TakeOne>
 __device__ __forceinline__ void for_my_elements(int numel, const Take& take, const TakeOne& take_one) {
   int i = kFour * static_cast<int>(threadIdx.x);
@@ -172,7 +174,8 @@ __device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_
   }
 }
 
-// Elements [first, first + numel) of the shard, within one chunk. What is stored stays in the cache for Adam: plain accesses.
+// Elements [first, first + numel) of the shard, within one chunk. What is stored stays in the cache for Adam: plain
+// accesses.
 template <DType kType>
 __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch, int64_t first, int numel,
                                                  bool is_aligned, double (&lanes)[kFour]) {

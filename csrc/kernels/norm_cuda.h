@@ -1,5 +1,5 @@
-// Sums of squares, and gradient shards, on CUDA: what one launch gets. The order of additions is that of norm.h, so results
-// are bitwise those of the CPU. Every pointer is device memory unless it says otherwise.
+// Sums of squares, and gradient shards, on CUDA: what one launch gets. The order of additions is that of norm.h, so
+// results are bitwise those of the CPU. Every pointer is device memory unless it says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct NormCudaRow {
   uint8_t is_summed;  // 0: padding of a shard, stored only
 };
 
-// partial[c] = the sum of squares of chunk c (kNormChunkNumel elements) of the rows: steps 1 to 3 of [Note: order of a sum
-// of squares] in norm.h.
+// partial[c] = the sum of squares of chunk c (kNormChunkNumel elements) of the rows: steps 1 to 3 of [Note: order of
+// a sum of squares] in norm.h.
 struct SumsqLaunch {
   const NormCudaRow* rows = nullptr;
   const int64_t* first_chunk = nullptr;  // [row_count + 1]
@@ -28,8 +28,8 @@ struct SumsqLaunch {
   int max_blocks = 0;
 };
 
-// shard[i] = sum over ranks of sources[r][i], in rank order, or added to what is there; and SumsqLaunch of what is stored, in
-// the same pass. The rows cover the shard in ascending order, without gaps.
+// shard[i] = sum over ranks of sources[r][i], in rank order, or added to what is there; and SumsqLaunch of what is
+// stored, in the same pass. The rows cover the shard in ascending order, without gaps.
 struct AccumulateLaunch {
   static constexpr int kMaxWorld = 64;
   float* shard = nullptr;  // float32
@@ -49,7 +49,8 @@ struct FoldLaunch {
   double* sums = nullptr;
 };
 
-// param_sums[i] = the sums of the rows rows_of[first_row_of[i]] ... of parameter i, added in order; 0 where held[i] is 0.
+// param_sums[i] = the sums of the rows rows_of[first_row_of[i]] ... of parameter i, added in order; 0 where held[i]
+// is 0.
 struct ParamSumsLaunch {
   const double* sums = nullptr;
   const int64_t* first_row_of = nullptr;  // [param_count + 1]
@@ -77,8 +78,8 @@ struct ClipLaunch {
   double* param_norms = nullptr;  // not null: sqrt(S_i) * |factors[i]| * average, before clipping
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that there is not and
-// for sizes that cannot be.
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that there is
+// not and for sizes that cannot be.
 int launch_sumsq(const SumsqLaunch& launch, void* stream);
 int launch_accumulate(const AccumulateLaunch& launch, void* stream);
 int launch_fold(const FoldLaunch& launch, void* stream);

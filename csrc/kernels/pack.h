@@ -8,9 +8,10 @@
 
 namespace bucketwheel {
 
-// to[i] = from[i] for numel elements. Equal dtypes (any) are copied bit by bit. Between float32, bfloat16, float16 and float64
-// the value goes through float32, rounded to nearest even where it must be (float64 to 16 bits rounds twice, as in torch);
-// every NaN becomes 0x7fc0 in bfloat16 and 0x7e00 in float16. No two items overlap in what they write.
+// to[i] = from[i] for numel elements. Equal dtypes (any) are copied bit by bit. Between float32, bfloat16, float16
+// and float64 the value goes through float32, rounded to nearest even where it must be (float64 to 16 bits rounds
+// twice, as in torch); every NaN becomes 0x7fc0 in bfloat16 and 0x7e00 in float16. No two items overlap in what they
+// write.
 struct CopyItem {
   void* to = nullptr;
   const void* from = nullptr;

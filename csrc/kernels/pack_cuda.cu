@@ -1,8 +1,8 @@
 // Copies, casts and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
 //
-// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the wider side, so that the threads of a warp
-// read and write whole lines. Where the two sides are not
-// aligned together, and before and after what is, elements go one by one.
+// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the wider side, so that the threads of
+// a warp read and write whole lines. Where the two sides are not aligned together, and before and after what is,
+// elements go one by one.
 #include "kernels/pack_cuda.h"
 
 #include "kernels/lanes_cuda.h"
@@ -11,14 +11,16 @@
 namespace bucketwheel {
 namespace {
 
-// Aligned accesses of kLanes elements begin `head` elements after `address`, if `head` is below kLanes; elements of kBytes.
+// Aligned accesses of kLanes elements begin `head` elements after `address`, if `head` is below kLanes; elements of
+// kBytes.
 template <int kBytes, int kLanes>
 BW_HD bool is_aligned_after(const void* address, int head) {
   constexpr uintptr_t kAlignment = kBytes * kLanes < 16 ? kBytes * kLanes : 16;
   return (reinterpret_cast<uintptr_t>(address) + static_cast<uintptr_t>(head * kBytes)) % kAlignment == 0;
 }
 
-// Calls lanes(i) for every kLanes elements from i on, and single(i) for the others: those before `head`, and the last few.
+// Calls lanes(i) for every kLanes elements from i on, and single(i) for the others: those before `head`, and the last
+// few.
 template <int kLanes, class TakeLanes, class TakeOne>
 __device__ __forceinline__ void for_elements(int numel, int head, const TakeLanes& take_lanes,
                                              const TakeOne& take_one) {

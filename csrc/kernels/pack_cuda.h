@@ -31,8 +31,8 @@ struct ReduceLaunch {
   int max_blocks = 0;
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that cannot be summed and
-// for sizes that cannot be. Items of pairs of dtypes that pack.h does not know are left out: check before.
+// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that cannot be
+// summed and for sizes that cannot be. Items of pairs of dtypes that pack.h does not know are left out: check before.
 int launch_copy(const CopyLaunch& launch, void* stream);
 int launch_reduce(const ReduceLaunch& launch, void* stream);
 

@@ -14,8 +14,8 @@ namespace bucketwheel {
 class CopyCudaTable {
  public:
   explicit CopyCudaTable(CudaDevice& device);
-  // copy_all() on the device, in `stream`. TypeError, naming the item and before anything is enqueued, for a pair of dtypes that it
-  // does not know. The table is in the order of one stream at a time.
+  // copy_all() on the device, in `stream`. TypeError, naming the item and before anything is enqueued, for a pair of
+  // dtypes that it does not know. The table is in the order of one stream at a time.
   void run(std::span<const CopyItem> items, Stream& stream);
 
  private:

@@ -1,10 +1,10 @@
 // Random bits for stochastic rounding: Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011), a function of a key and a counter without state. Seven rounds are the fewest that pass BigCrush; the usual ten
-// would make a step in bfloat16 10 to 15 % slower.
+// SC 2011), a function of a key and a counter without state. Seven rounds are the fewest that pass BigCrush; the
+// usual ten would make a step in bfloat16 10 to 15 % slower.
 //
-// The counter is what an element *is*, not where it lies or who computes it: the parameter, the element's place in it (in
-// memory order), the step and the value that is rounded. So results do not depend on the world size, on sharding, on
-// launch geometry or on the device, and a run that resumes on another number of ranks goes on as it would have.
+// The counter is what an element *is*, not where it lies or who computes it: the parameter, the element's place in it
+// (in memory order), the step and the value that is rounded. So results do not depend on the world size, on sharding,
+// on launch geometry or on the device, and a run that resumes on another number of ranks goes on as it would have.
 #pragma once
 
 #include <cstdint>

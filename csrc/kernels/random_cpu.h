@@ -10,8 +10,8 @@
 namespace bucketwheel {
 namespace {
 
-// A vector of 64-bit lanes, one for each block of random bits. Only the low halves of the lanes count, which is what the
-// multiplication takes: left to itself the compiler multiplies 32-bit lanes, four times as slowly.
+// A vector of 64-bit lanes, one for each block of random bits. Only the low halves of the lanes count, which is what
+// the multiplication takes: left to itself the compiler multiplies 32-bit lanes, four times as slowly.
 #if defined(__AVX512F__)
 inline constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -42,8 +42,8 @@ inline constexpr int kRandomChains = kRandomGroup / kRandomLanes;  // computed s
 // How many blocks hold the bits of the first `n` elements.
 BW_HD int64_t random_blocks(int64_t n) { return (n + kRandomBlockNumel - 1) / kRandomBlockNumel; }
 
-// random_block() of the blocks [first_block, first_block + blocks), 16 bits an element; up to kRandomGroup - 1 blocks more are
-// written.
+// random_block() of the blocks [first_block, first_block + blocks), 16 bits an element; up to kRandomGroup - 1 blocks
+// more are written.
 BW_HD void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, int64_t first_block, int64_t step,
                        RandomUse use) {
   RandomLanes lane_index;

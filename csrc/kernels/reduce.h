@@ -1,7 +1,7 @@
 // Sums over ranks of one host, in fixed rank order: what the shm and local communicators run on each block.
 //
-// Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32, whatever the dtype; of
-// float64 in float64. TypeError for other dtypes than are named here.
+// Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32, whatever the
+// dtype; of float64 in float64. TypeError for other dtypes than are named here.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
-// Sums of squares on CUDA: of lists of tensors, and of gradient shards as they are filled. The host side of norm_cuda.h.
+// Sums of squares on CUDA: of lists of tensors, and of gradient shards as they are filled. The host side of
+// norm_cuda.h.
 //
-// Results stay on the device, as doubles; nothing blocks the host. Lists allocate device memory at their first use, and when they
-// grow; shards when they are made.
+// Results stay on the device, as doubles; nothing blocks the host. Lists allocate device memory at their first use,
+// and when they grow; shards when they are made.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +21,8 @@ namespace bucketwheel {
 class SumsqCudaTable {
  public:
   explicit SumsqCudaTable(CudaDevice& device);
-  // sums[r] = the sum of squares of row r, bitwise that of sumsq(); total (if not null) = all of them folded as chunks are.
-  // TypeError, naming the row, for a dtype it does not know. No rows: nothing is written.
+  // sums[r] = the sum of squares of row r, bitwise that of sumsq(); total (if not null) = all of them folded as
+  // chunks are. TypeError, naming the row, for a dtype it does not know. No rows: nothing is written.
   void run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream);
 
  private:
@@ -37,16 +38,17 @@ class SumsqCudaTable {
   LastUse last_use_;
 };
 
-// ShardAccumulator (norm.h) on CUDA: what a reduce-scatter does with a rank's part of the sum, in one pass over it. Its work is
-// in the order of one stream, the communicator's.
+// ShardAccumulator (norm.h) on CUDA: what a reduce-scatter does with a rank's part of the sum, in one pass over it.
+// Its work is in the order of one stream, the communicator's.
 class ShardAccumulatorCuda {
  public:
   using Segment = ShardAccumulator::Segment;
   // The shard's segments and the padding between them are its *spans*; so many at most.
   static int64_t max_spans(size_t segments) { return 2 * static_cast<int64_t>(segments) + 1; }
-  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the device has no
-  // memory for the tables. All of that is asked for here: run() is called under the lock of a communicator, and whoever gives
-  // memory back when there is none left may wait for the very operations that this lock holds up.
+  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the
+  // device has no memory for the tables. All of that is asked for here: run() is called under the lock of a
+  // communicator, and whoever gives memory back when there is none left may wait for the very operations that this
+  // lock holds up.
   ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel, const std::vector<Segment>& segments,
                        double* sums);
 

@@ -1,7 +1,7 @@
 // FreeList: which bytes of a pool's slabs are free. Best fit over ranges in address order, with coalescing.
 //
-// Not thread-safe. A pure function of the calls made: the smallest free range that fits is taken from its front, the one
-// with the lowest (slab id, offset) among equals, so ranks that make the same calls get the same offsets.
+// Not thread-safe. A pure function of the calls made: the smallest free range that fits is taken from its front, the
+// one with the lowest (slab id, offset) among equals, so ranks that make the same calls get the same offsets.
 #pragma once
 
 #include <cstddef>

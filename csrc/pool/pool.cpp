@@ -48,13 +48,14 @@ void leak(const SlabRef& slab, const char* why) {
 
 // [Note: reuse under fences]
 // A release gives the bytes back at once, with a *fence*: the event of their last use. The next owner of any of those
-// bytes waits for it: its stream if it names one (the host goes on), else the host. The choice of a block looks at sizes
-// and offsets only. A fence that happens to be done is dropped, which saves a wait and changes nothing else. So
+// bytes waits for it: its stream if it names one (the host goes on), else the host. The choice of a block looks at
+// sizes and offsets only. A fence that happens to be done is dropped, which saves a wait and changes nothing else. So
 // offsets depend on the order of calls alone, and ranks that make the same calls get the same offsets.
 //
-// An acquirer's stream may still be waiting when its lease ends. If the lease ends with an event, that event stands for a
-// use that came behind the stream's waits, and it replaces them. If it ends without one (never used, or dropped), the
-// fences it inherited are kept: without that, the next owner could write while the owner before the last still reads.
+// An acquirer's stream may still be waiting when its lease ends. If the lease ends with an event, that event stands
+// for a use that came behind the stream's waits, and it replaces them. If it ends without one (never used, or
+// dropped), the fences it inherited are kept: without that, the next owner could write while the owner before the
+// last still reads.
 
 Pool::Impl::Impl(Device& device, UpstreamRef upstream, PoolOptions options)
     : device(device),
@@ -72,8 +73,8 @@ std::shared_ptr<Pool::Impl> Pool::Impl::make(Device& device, UpstreamRef upstrea
 }
 
 Pool::Impl::~Impl() {
-  // Handles keep the leases of running operations, so a fence that is open here is rare: somebody released with an event
-  // and kept nothing.
+  // Handles keep the leases of running operations, so a fence that is open here is rare: somebody released with an
+  // event and kept nothing.
   const Deadline deadline = deadline_in(5.0);
   for (const auto& [id, span] : blocks.spans()) {
     for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {

@@ -1,7 +1,8 @@
 // Pool: a caching allocator of communication memory with event-fenced reuse. [Note: reuse under fences] in pool.cpp.
 //
 // Thread-safe. Freed memory stays in the pool (its slabs go back when the pool and every lease of them are gone).
-// Which block an acquire gets depends on sizes and on the order of calls alone, never on which event happened to be done.
+// Which block an acquire gets depends on sizes and on the order of calls alone, never on which event happened to be
+// done.
 #pragma once
 
 #include <cstddef>
@@ -38,11 +39,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   static std::shared_ptr<Pool> make(Device& device, UpstreamRef upstream, PoolOptions options = {});
   ~Pool();
 
-  // A range of `size_bytes` (0 is legal), aligned. Fences of the bytes' last users: with a stream, the stream is made to
-  // wait for them; without one, the host waits. On CUDA a stream should be given: a lease that is dropped without release()
-  // counts as used until what is in that stream by then is done. `key` names the lease in messages; the same key may be
-  // live twice only if `key` is empty, else KeyBusy. A stream that is being captured into a CUDA graph can only have bytes that
-  // are there and that nothing uses any more, without poison; else CaptureError, and nothing has changed.
+  // A range of `size_bytes` (0 is legal), aligned. Fences of the bytes' last users: with a stream, the stream is made
+  // to wait for them; without one, the host waits. On CUDA a stream should be given: a lease that is dropped without
+  // release() counts as used until what is in that stream by then is done. `key` names the lease in messages; the
+  // same key may be live twice only if `key` is empty, else KeyBusy. A stream that is being captured into a CUDA
+  // graph can only have bytes that are there and that nothing uses any more, without poison; else CaptureError, and
+  // nothing has changed.
   LeaseRef acquire(std::string key, size_t size_bytes, const StreamRef& stream = nullptr);
 
   // The slab that contains [data, data + size_bytes) and the offset in it; null when it is not pool memory.
@@ -55,7 +57,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   Device& device() const;
   PoolStats stats() const;
-  // Verifies every invariant (no overlap, sums match, alignment, coalescing, red zones); PoolError names the first broken one.
+  // Verifies every invariant (no overlap, sums match, alignment, coalescing, red zones); PoolError names the first
+  // broken one.
   void check() const;
   // LeaseLeak naming the keys that are live.
   void expect_no_leases() const;

@@ -53,8 +53,9 @@ struct Pool::Impl {
   void expect_same_process() const;
   bool is_foreign() const noexcept;
   void grow(size_t block_bytes);
-  // Takes a block for `state` and returns the events that its bytes still wait for. `is_captured`: for a stream that is being
-  // captured; CaptureError, with nothing changed, where the pool would have to grow or there are such events.
+  // Takes a block for `state` and returns the events that its bytes still wait for. `is_captured`: for a stream that
+  // is being captured; CaptureError, with nothing changed, where the pool would have to grow or there are such
+  // events.
   std::vector<EventRef> take(Lease::State& state, bool is_captured);
   std::string list_live_keys() const;  // with the lock held
 

@@ -1,7 +1,8 @@
 """Finds the native modules, or builds each once for everybody who shares the cache.
 
-``bucketwheel._cpu`` owns every bound class. ``bucketwheel._cuda`` hands it the CUDA runtime and kernels as one table, the
-capsule ``api``; it is asked for at the first CUDA tensor, needs nvcc to be built, and neither torch nor a GPU to be imported.
+``bucketwheel._cpu`` owns every bound class. ``bucketwheel._cuda`` hands it the CUDA runtime and kernels as one table,
+the capsule ``api``; it is asked for at the first CUDA tensor, needs nvcc to be built, and neither torch nor a GPU to be
+imported.
 
 `native()` and `cuda()` look, in this order, into
 
@@ -15,7 +16,8 @@ and else build, unless ``BW_JIT=0``.
 [Note: one build]
 Builders of one key take turns by ``flock``, which the kernel ends with its holder, however that dies. The lock is only
 an economy: each builder works in a private folder, tries the module in a child process, and publishes by renaming the
-folder, so a reader sees all of it or nothing, and two builders that both hold the lock (a network file system) do no harm.
+folder, so a reader sees all of it or nothing, and two builders that both hold the lock (a network file system) do no
+harm.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def cache_dir() -> Path:
             pass
         if os.access(home / "bucketwheel", os.W_OK):
             return home / "bucketwheel"
-    # Anybody may write into the temporary folder: code from there is loaded only if nobody else could have put it there.
+    # Anybody may write into the temporary folder: code from there is loaded only if nobody else could have put it
+    # there.
     local = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
     try:
         local.mkdir(mode=0o700, exist_ok=True)

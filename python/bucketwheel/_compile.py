@@ -221,7 +221,8 @@ def _run_threads(steps: list[_Step], link: _Step, timeout_s: float) -> tuple[_St
 
 
 def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
-    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the pipe open.
+    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the pipe
+    # open.
     with subprocess.Popen(
         argv,
         cwd=cwd,

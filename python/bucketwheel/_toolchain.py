@@ -1,7 +1,8 @@
 """What a native module is built from and with: its list of sources, the C++ compiler, the build key.
 
-nvcc is found by `bucketwheel._nvcc`, `bucketwheel._compile` compiles, `bucketwheel._build` knows about caches and locks.
-None of them imports torch: setup.py uses them to compile at install, before the package or torch can be imported.
+nvcc is found by `bucketwheel._nvcc`, `bucketwheel._compile` compiles, `bucketwheel._build` knows about caches and
+locks. None of them imports torch: setup.py uses them to compile at install, before the package or torch can be
+imported.
 """
 
 from __future__ import annotations

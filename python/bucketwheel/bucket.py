@@ -45,8 +45,8 @@ class Part:
 class GradBucket:
     """The gradient memory of one bucket and its shard's accumulator.
 
-    ``accumulator`` is the native `ShardAccumulator` (or `ShardAccumulatorCuda`) over this rank's part of the gradient shard;
-    reduce-scatter feeds it through ``sink``.
+    ``accumulator`` is the native `ShardAccumulator` (or `ShardAccumulatorCuda`) over this rank's part of the gradient
+    shard; reduce-scatter feeds it through ``sink``.
     """
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
@@ -59,7 +59,8 @@ class GradBucket:
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
         self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
-        # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket was written.
+        # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket
+        # was written.
         self._opened_in: list[torch.cuda.Stream | None] = [None, None]
         self._streams: dict[int, torch.cuda.Stream] = {}
 

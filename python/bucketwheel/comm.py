@@ -79,8 +79,8 @@ class Communicator:
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
             `CommTimeout`. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
-        device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one device,
-            and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
+        device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
+            device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
 
     Making one is collective. Raises `ValueError` for bad arguments, `NotImplementedError` when the ranks do not share
     a host.

@@ -1,7 +1,7 @@
 """``python -m bucketwheel doctor``: what the native modules need, what of it is there, and what to do about the rest.
 
-Exit status: 0 what was asked for works; 1 it works, with warnings; 2 the native module cannot be had, torch is too old, or
-a module named by ``--build`` cannot be built. `facts` looks, `judge` decides, `render` prints.
+Exit status: 0 what was asked for works; 1 it works, with warnings; 2 the native module cannot be had, torch is too old,
+or a module named by ``--build`` cannot be built. `facts` looks, `judge` decides, `render` prints.
 """
 
 from __future__ import annotations

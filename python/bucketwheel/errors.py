@@ -1,7 +1,7 @@
 """The errors of bucketwheel.
 
-Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it was. Everything else derives from `Error`.
-The native module raises these same classes.
+Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it was. Everything else derives from
+`Error`. The native module raises these same classes.
 """
 
 from __future__ import annotations

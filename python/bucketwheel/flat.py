@@ -1,8 +1,8 @@
 """Flat parameters: every parameter of one dtype is a view into one buffer of the communicator's pool.
 
-The buffer is cut as `plan.pack` says, so a bucket's parameters are one contiguous range and its all-gather writes straight
-into the parameters. The `Parameter` objects stay what they are; only their memory moves. Each gets a storage of its own, so
-that saving one saves just that one, and a version counter of its own.
+The buffer is cut as `plan.pack` says, so a bucket's parameters are one contiguous range and its all-gather writes
+straight into the parameters. The `Parameter` objects stay what they are; only their memory moves. Each gets a storage
+of its own, so that saving one saves just that one, and a version counter of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _numbers = itertools.count()
 class ParamInfo:
     """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes.
 
-    ``dtype``, ``stride`` and ``device`` are those it was taken with; the parameter may have been given other memory since (D13).
+    ``dtype``, ``stride`` and ``device`` are those it was taken with; the parameter may have been given other memory
+    since (D13).
     """
 
     index: int

@@ -1,7 +1,7 @@
 """Gather: parameters on their way back to all ranks, and what ranks must agree on before the first step.
 
-With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on. Whoever reads parameters waits first:
-`Gathers.wait_all`, or the forward-pre-hooks of `Gathers.attach`.
+With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on. Whoever reads parameters waits
+first: `Gathers.wait_all`, or the forward-pre-hooks of `Gathers.attach`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,13 @@ class Gathers:
         self._running = later
 
     def attach(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Waits for parameters just before the forward that uses them. Returns a function that takes the hooks off again.
+        """Waits for parameters just before the forward that uses them. Returns a function that takes the hooks off
+        again.
 
-        A module's forward-pre-hook waits for the parameters that it owns, and for those of other modules that its forward uses
-        (`F.linear(x, self.embedding.weight)`): the model's first forward in training and in evaluation is watched for them.
-        Parameters of modules whose forward has not been seen are waited for when the model's own forward begins, and so is
-        everything before anything reads ``model.state_dict()``.
+        A module's forward-pre-hook waits for the parameters that it owns, and for those of other modules that its
+        forward uses (`F.linear(x, self.embedding.weight)`): the model's first forward in training and in evaluation is
+        watched for them. Parameters of modules whose forward has not been seen are waited for when the model's own
+        forward begins, and so is everything before anything reads ``model.state_dict()``.
         """
         self_ref = weakref.ref(self)  # the model may outlive the optimizer
         index_of = {id(info.param): info.index for info in self._infos}

@@ -38,9 +38,9 @@ class GradOwner(Protocol):
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         """Multiply gradients by ``factor``, the same on every rank. Local.
 
-        ``factor`` is a float, or a private 0-d tensor where reading it would synchronize with a device. Such a tensor must not be
-        exactly 0 while gradients still arrive before the next step: nobody reads it, so what arrives is divided by it, to be
-        multiplied with the rest later.
+        ``factor`` is a float, or a private 0-d tensor where reading it would synchronize with a device. Such a tensor
+        must not be exactly 0 while gradients still arrive before the next step: nobody reads it, so what arrives is
+        divided by it, to be multiplied with the rest later.
         """
 
     def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:

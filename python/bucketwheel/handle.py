@@ -43,8 +43,8 @@ class Handle:
         return self._native.query()
 
     def is_ordered(self) -> bool:
-        """True when memory can be given on behind the operation (`Lease.release`) without waiting for a peer: on the CPU
-        when it is over, on CUDA when it is in a stream. Never blocks."""
+        """True when memory can be given on behind the operation (`Lease.release`) without waiting for a peer: on the
+        CPU when it is over, on CUDA when it is in a stream. Never blocks."""
         return self._native.is_ordered
 
     def await_order(self, timeout: float) -> bool:

@@ -1,8 +1,9 @@
 """Hooks: gradients on their way from autograd into buckets and shards. Carries out what `schedule` decides.
 
 A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there (`grad`).
-Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so that
-stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the window ends.
+Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so
+that stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the
+window ends.
 
 [Note: what the placeholder in p.grad means] After any call here ``p.grad`` is one of: None (no gradient; whatever the
 shards hold is void), the parameter's placeholder (its gradient is in the buckets or shards), or a plain tensor (a new
@@ -142,7 +143,8 @@ class GradSync:
                 self._launch(action)
 
     def _join_streams(self, bucket: GradBucket) -> None:
-        """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use several.
+        """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
+        several.
 
         Those in which gradients were stored, and the one in which the shards were prepared for the sums.
         """
@@ -162,9 +164,9 @@ class GradSync:
     def close(self, why: str) -> Agreement:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
-        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the window stays
-        open, if ranks close it for different reasons ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on
-        what a gradient is (one replaced or scaled it, another did not).
+        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the
+        window stays open, if ranks close it for different reasons ``why`` (one calls `step`, another
+        `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it, another did not).
         """
         with self._lock, torch.no_grad():
             self._sweep()
@@ -296,8 +298,8 @@ class GradSync:
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
         """Closes the window and verifies that all ranks ask for the same gradients.
 
-        Code that asks for one gradient after the other made its list before it began: where lists differ, the first question
-        is the time to say so, for the last ones have no counterpart on some ranks.
+        Code that asks for one gradient after the other made its list before it began: where lists differ, the first
+        question is the time to say so, for the last ones have no counterpart on some ranks.
         """
         is_uneven = self.close(what).is_uneven
         asked = struct.pack(f"<{len(indices)}q", *indices)

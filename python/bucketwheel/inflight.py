@@ -10,7 +10,8 @@ from .pool import Lease
 
 __all__ = ["Inflight"]
 
-# How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never come.
+# How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never
+# come.
 _MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
 
 
@@ -30,15 +31,15 @@ class Inflight:
     def make_room(self) -> None:
         """[Note: soft bound] Before a bucket takes memory: fewer than ``limit`` reduce-scatters should hold some.
 
-        On the CPU the hook waits for that, but only for a moment. A peer that runs another graph may launch its half of them
-        only when it closes its window, and it may wait for this rank before it does (a loss all-reduce before ``step``). So
-        after a moment the hook takes more memory instead, and does not wait again in this window. Each window that has waited
-        in vain halves the patience of the next. For the same reason a bucket's lease ends when its handle has completed and
-        not before: an acquire never waits for it.
+        On the CPU the hook waits for that, but only for a moment. A peer that runs another graph may launch its half of
+        them only when it closes its window, and it may wait for this rank before it does (a loss all-reduce before
+        ``step``). So after a moment the hook takes more memory instead, and does not wait again in this window. Each
+        window that has waited in vain halves the patience of the next. For the same reason a bucket's lease ends when
+        its handle has completed and not before: an acquire never waits for it.
 
-        On CUDA nobody waits. What is in a stream gives its memory on behind itself. What peers have yet to issue keeps it, so
-        a rank that is ahead holds as many buckets as it has launched in this window; at the window's end it waits for its
-        peers.
+        On CUDA nobody waits. What is in a stream gives its memory on behind itself. What peers have yet to issue keeps
+        it, so a rank that is ahead holds as many buckets as it has launched in this window; at the window's end it
+        waits for its peers.
         """
         if not self._is_on_cpu:
             self._retire(self._limit - 1)
@@ -64,7 +65,8 @@ class Inflight:
         self.is_patient = True
 
     def _retire(self, keep: int = 0) -> None:
-        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for.
+        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait
+        for.
 
         The last ``keep`` stay: the next owner of their memory would wait for what has only just begun.
         """

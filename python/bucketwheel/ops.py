@@ -58,12 +58,12 @@ def adam_step(
     with the largest v so far in place of v in the last line where ``max_exp_avg_sqs`` holds it (amsgrad). Computed in
     float32, and in float64 for float64 parameters.
 
-    AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the exact
-    order of operations. The result is bitwise the same for any number of threads, division into tensors, alignment and
-    processor, CPU or GPU (NaN payloads excepted).
+    AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the
+    exact order of operations. The result is bitwise the same for any number of threads, division into tensors,
+    alignment and processor, CPU or GPU (NaN payloads excepted).
 
-    On CUDA everything runs in torch's current stream and nothing waits for the device. ``lr``, ``grad_scale``, ``noop`` and
-    ``steps`` that are CUDA tensors are read when the step runs, so also anew in every replay of a CUDA graph.
+    On CUDA everything runs in torch's current stream and nothing waits for the device. ``lr``, ``grad_scale``, ``noop``
+    and ``steps`` that are CUDA tensors are read when the step runs, so also anew in every replay of a CUDA graph.
 
     Args:
         params: float32, bfloat16, float16 or float64. Any shape; non-overlapping and dense.
@@ -72,27 +72,27 @@ def adam_step(
         steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
             (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
             A tensor listed several times advances once.
-        grad_scale: factor of every gradient, rounded to float32 (but for float64): 1 / world size, 1 / loss scale, a clip
-            coefficient.
+        grad_scale: factor of every gradient, rounded to float32 (but for float64): 1 / world size, 1 / loss scale, a
+            clip coefficient.
         noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
         max_exp_avg_sqs: for each parameter the running maximum of v (amsgrad), of v's dtype, or None.
         master_params: for each bfloat16 or float16 parameter its float32 master, or None. The master is updated and
             the parameter becomes its value rounded to nearest even; its own old value is not read.
-        remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The two
-            are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros where
-            there is only a bfloat16 weight yet. docs/numerics.md gives the format.
-        state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at all
-            where 1 - beta2 < 2**-8, which is warned about once.
-        param_rounding: of bfloat16 parameters with neither master nor remainder. Rounded to nearest, they ignore updates
-            smaller than half their last place.
-        seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place in
-            its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
+        remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The
+            two are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros
+            where there is only a bfloat16 weight yet. docs/numerics.md gives the format.
+        state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at
+            all where 1 - beta2 < 2**-8, which is warned about once.
+        param_rounding: of bfloat16 parameters with neither master nor remainder. Rounded to nearest, they ignore
+            updates smaller than half their last place.
+        seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place
+            in its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
 
     All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
 
     Raises:
-        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index, tensors
-            are on different devices, or a step is below 1. Nothing has changed.
+        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index,
+            tensors are on different devices, or a step is below 1. Nothing has changed.
         TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
     """
     module = native()
@@ -204,8 +204,8 @@ def l2_norm(
     """The L2 norm of a list of tensors of one device taken as one vector, or of each of them.
 
     Squares are added in double and in a fixed order, so the result does not overflow for finite elements and is bitwise
-    the same in every run, for any number of threads and on any processor. It does depend on how the elements are divided
-    into tensors and, in the last bit, on their order in memory.
+    the same in every run, for any number of threads and on any processor. It does depend on how the elements are
+    divided into tensors and, in the last bit, on their order in memory.
 
     Args:
         tensors: float32, bfloat16, float16 or float64, of any shapes, non-overlapping and dense. May be empty, list and
@@ -214,9 +214,9 @@ def l2_norm(
         return_nonfinite: return also whether there is an infinity or a NaN, or a sum of float64 squares has overflowed.
 
     Returns:
-        A float64 tensor of shape [] (or [len(tensors)]) on the tensors' device (for no tensors: the CPU); nothing waits for
-        the device. With ``return_nonfinite`` also a bool tensor of the same shape.
-        As in torch, an infinite element gives infinity, and a NaN gives NaN.
+        A float64 tensor of shape [] (or [len(tensors)]) on the tensors' device (for no tensors: the CPU); nothing waits
+        for the device. With ``return_nonfinite`` also a bool tensor of the same shape. As in torch, an infinite element
+        gives infinity, and a NaN gives NaN.
 
     Raises:
         ValueError: a tensor has gaps or overlaps itself, or tensors are on different devices.
@@ -263,7 +263,8 @@ def all_gather(
     copied through staging buffers first.
 
     Args:
-        outputs: contiguous tensors of any dtype on the communicator's device; ``world * inputs[i].numel()`` elements, whatever the shape.
+        outputs: contiguous tensors of any dtype on the communicator's device; ``world * inputs[i].numel()`` elements,
+            whatever the shape.
         inputs: contiguous tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
             (in place); nothing else may overlap.
         stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
@@ -297,7 +298,8 @@ def reduce_scatter(
     after: Sequence[Handle] = (),
     timing: bool = False,
 ) -> Handle:
-    """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in ``outputs[i]``.
+    """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in
+    ``outputs[i]``.
 
     Sums are taken in rank order in float32 and rounded once to the tensors' dtype, so the result is the same bits in
     every run, on every backend, for pool memory or not. Lists, streams, ordering and errors are as in `all_gather`.

@@ -35,22 +35,23 @@ __all__ = ["ShardedAdamW"]
 class ShardedAdamW(Optimizer):
     r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
 
-    The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order of
-    operations of ``torch.optim.AdamW(fused=True)``. Gradients are averaged over the group as `DistributedDataParallel`
-    does; do not wrap the model in it. With no process group (or a group of one) this is a local fused AdamW.
+    The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order
+    of operations of ``torch.optim.AdamW(fused=True)``. Gradients are averaged over the group as
+    `DistributedDataParallel` does; do not wrap the model in it. With no process group (or a group of one) this is a
+    local fused AdamW.
 
-    Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay) and,
-    by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes a
-    placeholder that answers stock torch code (`bucketwheel.grad`); values are available from `full_grad`.
+    Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay)
+    and, by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes
+    a placeholder that answers stock torch code (`bucketwheel.grad`); values are available from `full_grad`.
 
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
     `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
 
     Args:
-        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on the CPU,
-            or all on one CUDA device.
-            Frozen parameters (``requires_grad=False``) are left alone. A group may carry ``"granularity"``: an int, or
-            ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on
+            the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone. A group may
+            carry ``"granularity"``: an int, or ``"row"``: shard boundaries then never split that many consecutive
+            elements of a parameter (default 1).
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
         foreach, fused: accepted and ignored; the update is always fused.
         process_group: the ranks to shard over: a torch process group, or a `Communicator`. None: all ranks if
@@ -63,12 +64,12 @@ class ShardedAdamW(Optimizer):
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
             parameters, or `prefetch_params(model)` once.
-        static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process only, so
-            far).
-        capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read learning
-            rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
-        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that a peer has
-            not issued yet come on top, for backward waits for nobody.
+        static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process
+            only, so far).
+        capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
+            learning rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
+        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
+            a peer has not issued yet come on top, for backward waits for nobody.
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
@@ -187,13 +188,16 @@ class ShardedAdamW(Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value. Collective.
+        """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value.
+        Collective.
 
-        Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the parameters.
-        Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor decayed.
+        Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the
+        parameters. Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor
+        decayed.
 
-        On CUDA, after a failed launch the state of the device is unknown: the step may be counted already, and parameters
-        updated in part. Make a new optimizer from a checkpoint. `CaptureError` under CUDA graph capture unless ``capturable``.
+        On CUDA, after a failed launch the state of the device is unknown: the step may be counted already, and
+        parameters updated in part. Make a new optimizer from a checkpoint. `CaptureError` under CUDA graph capture
+        unless ``capturable``.
         """
         loss = None
         if closure is not None:
@@ -208,7 +212,8 @@ class ShardedAdamW(Optimizer):
         self._engine.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces the sum.
+        """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces
+        the sum.
 
         Nests, and is left by exceptions too. It is read when a gradient is produced (during backward), not at forward.
         """
@@ -242,10 +247,10 @@ class ShardedAdamW(Optimizer):
     ) -> Tensor:
         """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
 
-        As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside the next
-        `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor on the parameters' device, equal on
-        all ranks; on CUDA nothing waits for the device.
-        RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
+        As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
+        the next `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor on the parameters'
+        device, equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
+        ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         indices = self._indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
@@ -276,14 +281,16 @@ class ShardedAdamW(Optimizer):
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
         return sorted({self._index_of[p] for p in chosen if p in self._index_of})
 
-    # --- the rest of torch.optim.Optimizer -----------------------------------------------------------------------------
+    # --- the rest of torch.optim.Optimizer
+    # -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into AdamW.
+        """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into
+        AdamW.
 
-        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq`` and, for bfloat16 parameters, ``master_param``:
-        of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory order), 1-D fp32; of a local one the
-        parameter's shape.
+        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq`` and, for bfloat16 parameters,
+        ``master_param``: of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory order),
+        1-D fp32; of a local one the parameter's shape.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -296,8 +303,9 @@ class ShardedAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
 
-        The dict is not changed and states stay fp32. ValueError if groups, parameters or this rank's ranges do not match; nothing
-        has been loaded then. RuntimeError while gradients are pending (call `step` or `zero_grad` first).
+        The dict is not changed and states stay fp32. ValueError if groups, parameters or this rank's ranges do not
+        match; nothing has been loaded then. RuntimeError while gradients are pending (call `step` or `zero_grad`
+        first).
         """
         state_dict = dict(state_dict)  # hooks may write to it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -331,7 +339,8 @@ class ShardedAdamW(Optimizer):
         return self._engine.memory()
 
     def close(self) -> None:
-        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards. Collective.
+        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
+        Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent.
         """

@@ -6,8 +6,9 @@ Pure integers: no torch, no communication, the same result on every rank for the
     | bucket 0            | bucket 1            | bucket 2 |        cut without regard to parameters
     | s0 | s1 | .. | sW-1 | s0 | s1 | .. | sW-1 | ...              W equal shards each, rank r owns every sr
 
-so a parameter may lie in several buckets and a bucket may hold parts of many parameters. A rank's shards, joined in bucket
-order, are its *shard space*; any range of a parameter that a rank owns is contiguous there too, because both orders agree.
+so a parameter may lie in several buckets and a bucket may hold parts of many parameters. A rank's shards, joined in
+bucket order, are its *shard space*; any range of a parameter that a rank owns is contiguous there too, because both
+orders agree.
 
 Cost: time and memory grow with parameters and buckets, never with the world size (`Packing.segments` is for one rank).
 """
@@ -140,9 +141,9 @@ class Packing:
 def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int = 64) -> Packing:
     """Packs ``items``, in the order given, into buckets of about ``bucket_numel`` elements.
 
-    Every parameter and every shard begins at a multiple of ``align`` elements. No shard boundary falls inside a parameter
-    except at a multiple of its granularity; where that cannot be had within one bucket, the bucket ends early and padding
-    follows. ValueError for a number below 1 (numel: below 0).
+    Every parameter and every shard begins at a multiple of ``align`` elements. No shard boundary falls inside a
+    parameter except at a multiple of its granularity; where that cannot be had within one bucket, the bucket ends early
+    and padding follows. ValueError for a number below 1 (numel: below 0).
     """
     for name, value in (("world", world), ("bucket_numel", bucket_numel), ("align", align)):
         if value < 1:

@@ -88,10 +88,10 @@ class Lease:
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
 
-        ``after`` says when the last use ends: a handle, a native event, or a stream, native or torch's (everything enqueued
-        in it so far); TypeError for anything else. The next owner waits for that. None: all use has ended (CPU), or is in
-        torch's current stream (CUDA). `CaptureError`, and the lease stays live, while that stream is captured in a CUDA
-        graph, and for an event that was.
+        ``after`` says when the last use ends: a handle, a native event, or a stream, native or torch's (everything
+        enqueued in it so far); TypeError for anything else. The next owner waits for that. None: all use has ended
+        (CPU), or is in torch's current stream (CUDA). `CaptureError`, and the lease stays live, while that stream is
+        captured in a CUDA graph, and for an event that was.
         """
         self._native.release(_event_of(after))
 
@@ -115,8 +115,8 @@ class Pool:
     get the same offsets. Thread-safe. Not usable in a forked child.
 
     Args:
-        upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes can
-            map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
+        upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes
+            can map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
             (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
         align_bytes: alignment of every lease, a power of two of at most 4096.
         min_slab_bytes: smaller requests share a slab of this size.
@@ -124,8 +124,8 @@ class Pool:
             respected. Slow; also switched on by ``BW_POOL_POISON=1``.
         device: as torch names it. None: the CPU, or the current CUDA device for upstream ``"torch"`` and ``"cuda"``.
 
-    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the request
-    is made once more; then `PoolError` says who holds how much.
+    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the
+    request is made once more; then `PoolError` says who holds how much.
     """
 
     __slots__ = ("__weakref__", "_native")
@@ -175,11 +175,12 @@ class Pool:
         """Leases ``nbytes`` bytes (0 is legal), not initialised.
 
         Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
-        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is live
-        already (the empty key may be live any number of times). `PoolError` when the system has no memory.
+        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is
+        live already (the empty key may be live any number of times). `PoolError` when the system has no memory.
 
-        While ``stream`` is captured in a CUDA graph it can only have bytes that are there and whose last users are done,
-        without poison: else `CaptureError`, and nothing has changed. What replays use must not be released before them.
+        While ``stream`` is captured in a CUDA graph it can only have bytes that are there and whose last users are
+        done, without poison: else `CaptureError`, and nothing has changed. What replays use must not be released before
+        them.
         """
         return Lease(self._native.acquire(key, nbytes, native_stream(stream)))
 

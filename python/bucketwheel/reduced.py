@@ -1,8 +1,8 @@
 """Reduced gradients: the parts of the summed gradients that this rank owns, and what is known and pending about them.
 
-The shards hold plain *sums* over the ranks. What everybody sees is ``sum * average * factor``, where ``average`` is 1/world
-(or 1) and ``factor`` collects clipping, unscaling and manual scaling; both are folded into the Adam kernel (D7), so scaling
-a gradient costs no pass over it.
+The shards hold plain *sums* over the ranks. What everybody sees is ``sum * average * factor``, where ``average`` is
+1/world (or 1) and ``factor`` collects clipping, unscaling and manual scaling; both are folded into the Adam kernel
+(D7), so scaling a gradient costs no pass over it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class ReducedGrads:
     # --- values ------------------------------------------------------------------------------------------------------
 
     def sums_of_squares(self) -> list[float]:
-        """Per parameter the sum of squares of the summed gradient, over all ranks; NaN or inf if any element is. Collective.
+        """Per parameter the sum of squares of the summed gradient, over all ranks; NaN or inf if any element is.
+        Collective.
 
         Kept until a gradient changes. Made on arrival, so nothing is read again; added in rank order, so all ranks have
         the same bits.

@@ -1,8 +1,8 @@
 """Reduced gradients on CUDA: what `reduced` is on the CPU, with everything that depends on values kept on the device.
 
-Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a clip
-coefficient, a loss scale) is multiplied into `_factors`, one float64 a parameter, which the Adam kernel reads; one that is a
-number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
+Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a
+clip coefficient, a loss scale) is multiplied into `_factors`, one float64 a parameter, which the Adam kernel reads; one
+that is a number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["ReducedGradsCuda"]
 
 
 class ReducedGradsCuda(ReducedGrads):
-    """The gradients of ``param_count`` parameters. ``row_sums``: float64; reduce-scatters write the sums of squares of shard spans
-    there, and `ShardPiece.row` is the place of a piece's."""
+    """The gradients of ``param_count`` parameters. ``row_sums``: float64; reduce-scatters write the sums of squares of
+    shard spans there, and `ShardPiece.row` is the place of a piece's."""
 
     def __init__(self, comm: Communicator, average: float, param_count: int, spans: int) -> None:
         super().__init__(comm, average)

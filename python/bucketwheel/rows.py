@@ -1,7 +1,7 @@
 """Rows: what the fused Adam kernel works on, with the step count of every parameter.
 
-A row is a contiguous piece of one parameter with its gradient and states; a parameter may have several rows, or none on this
-rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step (D16).
+A row is a contiguous piece of one parameter with its gradient and states; a parameter may have several rows, or none on
+this rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step (D16).
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def native_flags(param_groups: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 class AdamRows:
-    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up here.
+    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up
+    here.
 
-    ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters that have
+    ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters
+        that have
     neither master nor remainder. ``seed``: of the random bits. ``table``: another native table (`rows_cuda`).
     """
 

@@ -1,7 +1,8 @@
-"""Rows on CUDA: what `rows` is on the CPU. Steps, use and factors are read by the device, so that nothing waits for it (D16).
+"""Rows on CUDA: what `rows` is on the CPU. Steps, use and factors are read by the device, so that nothing waits for it
+(D16).
 
-Under CUDA graphs a step is captured with everything that it reads by address: the step counts, the factors, and learning
-rates that are tensors may change between replays; which parameters are used may not.
+Under CUDA graphs a step is captured with everything that it reads by address: the step counts, the factors, and
+learning rates that are tensors may change between replays; which parameters are used may not.
 """
 
 from __future__ import annotations

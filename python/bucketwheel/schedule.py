@@ -1,23 +1,26 @@
 """Schedule: which gradient goes where and which bucket is reduced when. Pure: events in, actions out.
 
-A *sync window* lasts from the first gradient until the gradients are asked for (`step`, `clip_grad_norm_`, `grad_sync`).
-In it every rank launches every bucket exactly once, in index order, whatever order its gradients arrive in:
+A *sync window* lasts from the first gradient until the gradients are asked for (`step`, `clip_grad_norm_`,
+`grad_sync`). In it every rank launches every bucket exactly once, in index order, whatever order its gradients arrive
+in:
 
-1. During backward a bucket is launched when all gradients expected in it have arrived and every bucket before it has gone.
-2. When the window closes the ranks compare notes (`notes`, `agree`); what is left is launched, with zeros for what is missing.
-3. A gradient that came after its bucket had gone was kept in *late* memory. If any rank has late gradients of a bucket, all
+1. During backward a bucket is launched when all gradients expected in it have arrived and every bucket before it has
+gone. 2. When the window closes the ranks compare notes (`notes`, `agree`); what is left is launched, with zeros for
+what is missing. 3. A gradient that came after its bucket had gone was kept in *late* memory. If any rank has late
+gradients of a bucket, all
    ranks reduce that bucket once more: the *late round*.
 
 So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
 
-What is expected is agreed too: the parameters that any rank used in one of the last few windows. A parameter that nobody
-uses therefore holds nothing up, and one that returns goes through the late round once.
+What is expected is agreed too: the parameters that any rank used in one of the last few windows. A parameter that
+nobody uses therefore holds nothing up, and one that returns goes through the late round once.
 
 A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and then
-another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard drops that sum
-and the replacement goes through the late round. Ranks must agree on replacing: some of them alone cannot.
+another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard drops
+that sum and the replacement goes through the late round. Ranks must agree on replacing: some of them alone cannot.
 
-Gradients are scaled by a factor that is applied later (`reduced`), so ranks agree on factors as well: [Note: whose factor].
+Gradients are scaled by a factor that is applied later (`reduced`), so ranks agree on factors as well: [Note: whose
+factor].
 """
 
 from __future__ import annotations
@@ -63,11 +66,14 @@ class Launch:
 class Agreement:
     """What all ranks know when a window closes.
 
-    ``is_dirty``: some rank has new gradients. ``held``: parameters with a gradient on any rank. ``void``: parameters whose
-    first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced or dropped
-    and others did not, which has no meaning and is an error on every rank, as is ``scaled_apart``: parameters that ranks scaled
-    differently. ``factors``: what each gradient is still to be multiplied by. ``is_uneven``: a parameter of ``held`` had no
-    gradient on some rank, which could not list it.
+    ``is_dirty``: some rank has new gradients. ``held``: parameters with a gradient on any rank. ``void``: parameters
+        whose
+    first round is dropped. ``late``: buckets with a late round. ``conflicts``: parameters that some ranks replaced or
+        dropped
+    and others did not, which has no meaning and is an error on every rank, as is ``scaled_apart``: parameters that
+        ranks scaled
+    differently. ``factors``: what each gradient is still to be multiplied by. ``is_uneven``: a parameter of ``held``
+    had no gradient on some rank, which could not list it.
     """
 
     is_dirty: bool
@@ -171,8 +177,8 @@ class Schedule:
         """This rank's part of the agreement.
 
         ``held[param]``: the parameter has a gradient now (`p.grad is not None`); one that arrived and is held no longer
-        (`p.grad = None` since) is void. ``older[param]``: what earlier windows left of it still counts (none by default).
-        ``factors[param]``: what its gradient is still to be multiplied by (1 by default).
+        (`p.grad = None` since) is void. ``older[param]``: what earlier windows left of it still counts (none by
+        default). ``factors[param]``: what its gradient is still to be multiplied by (1 by default).
         """
         flags = bytearray([self.is_dirty])
         for param, (is_held, has_older) in enumerate(zip(held, older or [False] * len(held), strict=True)):
@@ -204,9 +210,10 @@ class Schedule:
     def _agree_on_factors(self, notes: Sequence[bytes]) -> tuple[list[float], list[int]]:
         """[Note: whose factor] The agreed factor of every parameter, and the parameters that were scaled differently.
 
-        In a window with new gradients a rank that put one in, or has older ones beside those of others, says what is still to be
-        multiplied: its contributions are divided by that already. They must all say the same. A rank that has no part in the
-        parameter, or none in the window at all, takes over their factor; to what it has it applies the rest of its own.
+        In a window with new gradients a rank that put one in, or has older ones beside those of others, says what is
+        still to be multiplied: its contributions are divided by that already. They must all say the same. A rank that
+        has no part in the parameter, or none in the window at all, takes over their factor; to what it has it applies
+        the rest of its own.
         """
         count = len(self._buckets_of)
         tails = [note[1 + count + len(self._params_of) :] for note in notes]

@@ -1,7 +1,7 @@
 """Sharded: flat parameters, gradient buckets and state shards of one rank, put together (ZeRO-2).
 
-Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of what
-arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
+Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of
+what arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
 """
 
 from __future__ import annotations

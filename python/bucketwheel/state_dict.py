@@ -1,7 +1,7 @@
 """state_dict: what `ShardedAdamW` saves and loads. Plain tensors, numbers and lists; no communication.
 
-A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are. A full entry (world size 1, or
-`torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank takes its own part out of it.
+A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are. A full entry (world size 1,
+or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank takes its own part out of it.
 """
 
 from __future__ import annotations

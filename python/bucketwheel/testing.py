@@ -364,7 +364,8 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
 
 
 def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
-    """Raise AssertionError unless both hold the same bits: tensors, arrays, numbers, or lists, tuples and dicts of them.
+    """Raise AssertionError unless both hold the same bits: tensors, arrays, numbers, or lists, tuples and dicts of
+    them.
 
     Shape and dtype must be equal. +0 differs from -0; any NaN equals any NaN. The message gives the number of differing
     elements and the first of them, in decimal and in hex.

@@ -148,7 +148,8 @@ def test_a_killed_rank_is_named_on_every_other(where: str, world: int, tmp_path:
     assert not [name for name in set(os.listdir("/dev/shm")) - shm if "bucketwheel" in name or "bw" in name]
 
 
-# --- the end of the interpreter -----------------------------------------------------------------------------------------
+# --- the end of the interpreter
+# -----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time
@@ -210,7 +211,8 @@ def test_the_interpreter_exits_after_a_failure(mode: str, code: int, said: str, 
             process.communicate()
 
 
-# --- hangs, exceptions, miscounted calls --------------------------------------------------------------------------------
+# --- hangs, exceptions, miscounted calls
+# --------------------------------------------------------------------------------
 
 
 def train_until_a_rank_hangs(rank: int, world: int, where: str) -> str:
@@ -312,7 +314,8 @@ def test_one_step_too_many_is_found(instead: str) -> None:
     assert_bitwise_equal(results[1], results[0])
 
 
-# --- a backward that is interrupted, and training that goes on ----------------------------------------------------------
+# --- a backward that is interrupted, and training that goes on
+# ----------------------------------------------------------
 
 
 def _interrupt() -> None:

@@ -117,7 +117,8 @@ def test_reduce_dtype_float32_adds_what_bfloat16_cannot_hold(world: int) -> None
         assert_bitwise_equal(whole, torch.ones(70))
 
 
-# --- edits by others -----------------------------------------------------------------------------------------------------
+# --- edits by others
+# -----------------------------------------------------------------------------------------------------
 
 
 def load_state_dict(params: list[Parameter]) -> None:

@@ -237,7 +237,8 @@ def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
     assert_bitwise_equal(params, others)
 
 
-# --- what ranks must not do differently ----------------------------------------------------------------------------------
+# --- what ranks must not do differently
+# ----------------------------------------------------------------------------------
 
 
 def run_conflict(world: int, break_it: Callable[[Run], None], match: str) -> None:

@@ -178,7 +178,8 @@ def test_sums_instead_of_means(world: int) -> None:
         assert_bitwise_equal(result, [*sums, *(p.detach() for p in params)])
 
 
-# --- layout --------------------------------------------------------------------------------------------------------------
+# --- layout
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("granularity, unit", [("row", None), (8, 8), (5, 5), (1, 1)])
@@ -233,7 +234,8 @@ def test_it_describes_itself() -> None:
     assert local.memory_summary() == {"params": 4 * numel, "grads": 0, "states": 8 * numel, "pool": 0}
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused
+# -----------------------------------------------------------------------------------------------------
 
 LATER = {
     "amsgrad": True,

@@ -8,7 +8,8 @@ from optim_twins import Run, assert_as_local, assert_as_local_and_torch, dyadic
 
 ALL_BUT_3 = [i for i in range(9) if i != 3]
 
-# --- which parameters have a gradient ------------------------------------------------------------------------------------
+# --- which parameters have a gradient
+# ------------------------------------------------------------------------------------
 
 
 def some_never_used(run: Run) -> None:

@@ -302,7 +302,8 @@ def test_hooks_of_state_dicts_run() -> None:
     run_local(2, body)
 
 
-# --- the end of an optimizer ---------------------------------------------------------------------------------------------
+# --- the end of an optimizer
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])

@@ -1,4 +1,5 @@
-"""Stock torch code on the gradients of the real sharded optimizer: what it computes and leaves is what it does unsharded.
+"""Stock torch code on the gradients of the real sharded optimizer: what it computes and leaves is what it does
+unsharded.
 
 Gradients are dyadic and their norms exact, so everything is compared bit for bit.
 """
@@ -204,7 +205,8 @@ def test_a_stock_optimizer_is_refused() -> None:
     expect_equal_to_unsharded(flow)
 
 
-# --- ranks that use different parameters --------------------------------------------------------------------------------
+# --- ranks that use different parameters
+# --------------------------------------------------------------------------------
 
 
 def used_by(rank: int) -> Callable[[int], bool]:
@@ -295,7 +297,8 @@ def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
     expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
 
 
-# --- processes ----------------------------------------------------------------------------------------------------------
+# --- processes
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _clip_flow(run: Run) -> None:

@@ -1,8 +1,10 @@
-"""The device that the GPU tests and benchmarks use: a GPU, or with ``BW_GPU_SIMULATE=1`` the one of tests/simulated_cuda.py.
+"""The device that the GPU tests and benchmarks use: a GPU, or with ``BW_GPU_SIMULATE=1`` the one of
+tests/simulated_cuda.py.
 
 `DEVICE` is the one of this process. All that torch can do on a GPU alone (streams, events, graphs, sync debug mode) is
-behind it, so that tests read the same for both; what only a GPU can show asks `DEVICE.need_gpu`. On the simulated device
-torch's operations run on the CPU at the call: its current stream is the calling thread, and side streams are that too.
+behind it, so that tests read the same for both; what only a GPU can show asks `DEVICE.need_gpu`. On the simulated
+device torch's operations run on the CPU at the call: its current stream is the calling thread, and side streams are
+that too.
 """
 
 from __future__ import annotations

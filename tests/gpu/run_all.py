@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""All that needs a GPU, in one command of at most 8 minutes: ``make gpu``, or ``python3 tests/gpu/run_all.py --out DIR``.
+"""All that needs a GPU, in one command of at most 8 minutes: ``make gpu``, or ``python3 tests/gpu/run_all.py --out
+DIR``.
 
-Runs from the source tree with the Python that starts it: nothing is installed or downloaded. Each part is a process with
-a time limit of its own; the run goes on past parts that fail, and the overall limit cuts the last ones short, so the
-most important come first. ``--out`` gets
+Runs from the source tree with the Python that starts it: nothing is installed or downloaded. Each part is a process
+with a time limit of its own; the run goes on past parts that fail, and the overall limit cuts the last ones short, so
+the most important come first. ``--out`` gets
 
-    results.jsonl   one line when a part ends: part, outcome, ok, seconds, exit_code, last_line; and before it each line of
-                    its output that is a JSON object, alone or after "BW_JSON ", with "part" added
+    results.jsonl   one line when a part ends: part, outcome, ok, seconds, exit_code, last_line; and before it each line
+                    of its output that is a JSON object, alone or after "BW_JSON ", with "part" added
     logs.txt        the output of all parts
     table.txt       the table that is printed last, one line a part
 
@@ -41,8 +42,8 @@ _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
 class Part:
     """``needs``: a program without which (``argv`` then starts with "") the part is left out, which is no failure.
     ``unfit``: what a line of the output says where that program cannot work on this machine: left out too.
-    ``warns``: the exit status of a part that works with warnings, if a result in its output has it as ``status``; a crash
-    may end with the same.
+    ``warns``: the exit status of a part that works with warnings, if a result in its output has it as ``status``; a
+    crash may end with the same.
     ``variables``: of its environment alone."""
 
     name: str

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Every kernel and variant once at small sizes, for compute-sanitizer: ``sanitizer_cases.py memcheck|racecheck``.
 
-The tool looks for the errors; results are compared with the CPU's too. Each tensor is an allocation of its own (torch's caching
-is off), so that one element too far is seen. ``racecheck`` runs what has shared memory. The first cases are every kernel and each
-kind of weight once; the others follow until --seconds are over. The last line says how many were left out: it is a failure if
-those that every run needs are among them, or, for ``memcheck``, more than half of all.
+The tool looks for the errors; results are compared with the CPU's too. Each tensor is an allocation of its own (torch's
+caching is off), so that one element too far is seen. ``racecheck`` runs what has shared memory. The first cases are
+every kernel and each kind of weight once; the others follow until --seconds are over. The last line says how many were
+left out: it is a failure if those that every run needs are among them, or, for ``memcheck``, more than half of all.
 """
 
 from __future__ import annotations

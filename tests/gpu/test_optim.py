@@ -20,7 +20,8 @@ from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT_OF_MEMORY = 2
-# Of the device in warm-up steps: everything is in flight at once, so later steps find all the events and blocks they may need.
+# Of the device in warm-up steps: everything is in flight at once, so later steps find all the events and blocks they
+# may need.
 BEHIND_S = 0.03
 CPU = torch.device("cpu")
 

@@ -1,10 +1,10 @@
 """Order under load: streams that are held up and memory that is poisoned change no bit.
 
-Before each thing that another stream must wait for, the stream that makes it is held up for some milliseconds, and whatever is
-read too early is NaN: outputs, inputs after their use, and the pools' memory, where BW_POOL_POISON=1 is set for the process, as
-`make gpu` does. A missing edge is then a NaN.
-Holding up proves nothing if the host waits meanwhile, so tests assert that streams were still busy when the work was issued:
-mostly, because the driver may wait where a kernel is launched for the first time.
+Before each thing that another stream must wait for, the stream that makes it is held up for some milliseconds, and
+whatever is read too early is NaN: outputs, inputs after their use, and the pools' memory, where BW_POOL_POISON=1 is set
+for the process, as `make gpu` does. A missing edge is then a NaN. Holding up proves nothing if the host waits
+meanwhile, so tests assert that streams were still busy when the work was issued: mostly, because the driver may wait
+where a kernel is launched for the first time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// A CUDA table that runs nothing: memory is the host's, copies happen at once, and what streams are given is written down.
+// A CUDA table that runs nothing: memory is the host's, copies happen at once, and what streams are given is written
+// down.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements and against the
-// CPU's kernels. Run by test_native.py.
+// kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements and
+// against the CPU's kernels. Run by test_native.py.
 // needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/adam_cuda.cu
 // runs: address
@@ -42,8 +42,8 @@ std::vector<AdamVariant> all_variants() {
   return all;
 }
 
-// A row with memory of its own. `head`: as in AdamCudaRow; `shift` (for kUnaligned): elements between 16-byte alignment and
-// the arrays, another number for each.
+// A row with memory of its own. `head`: as in AdamCudaRow; `shift` (for kUnaligned): elements between 16-byte
+// alignment and the arrays, another number for each.
 struct Row {
   Array p, g, m, v, vmax, master;
   AdamCudaRow row{};

@@ -1,5 +1,5 @@
-"""What nvcc makes of the CUDA module: registers and spills of every kernel for three architectures, and the whole module
-linked and imported without a GPU. Objects and what ptxas said of them are kept in build/cuda, by content."""
+"""What nvcc makes of the CUDA module: registers and spills of every kernel for three architectures, and the whole
+module linked and imported without a GPU. Objects and what ptxas said of them are kept in build/cuda, by content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ARCHS = "8.0;9.0;10.0"
 TIMEOUT_S = 400.0
 SETTINGS = {"BW_CACHE_DIR": str(CACHE), "BW_CUDA_ARCH_LIST": ARCHS}
 
-# Registers for each thread: what leaves room for 4, 3 and 2 blocks of 256 threads on a multiprocessor of 64 K registers.
+# Registers for each thread: what leaves room for 4, 3 and 2 blocks of 256 threads on a multiprocessor of 64 K
+# registers.
 LIMITS = {"float32 states": 64, "bfloat16 states": 80, "float64 states": 128, "others": 64}
 STATES = {"0": "float32 states", "1": "bfloat16 states", "3": "float64 states"}  # by DType
 ADAM = re.compile(r"adam_kernel<.*?<\(bucketwheel::DType\)\d, \(bucketwheel::DType\)(\d), ")
@@ -122,7 +123,8 @@ def test_arithmetic_is_ieee_rounded_and_memory_goes_by_vectors(kernel: str) -> N
     assert not (missing := [name for name in OPERATIONS[kernel].split() if name not in ptx]), missing
 
 
-# Asks the table that the capsule holds, by ctypes: version, size, is_simulated, error_text, then the calls of cuda_api.h.
+# Asks the table that the capsule holds, by ctypes: version, size, is_simulated, error_text, then the calls of
+# cuda_api.h.
 ASK = """
 import ctypes, json, sys
 from bucketwheel._build import cuda

@@ -231,7 +231,8 @@ TEST(poison_fills_what_is_acquired_and_released) {
   pool->check();
 }
 
-// Threads acquire, write, hand over to streams and release, all at once. Every lease is checked to be its owner's alone.
+// Threads acquire, write, hand over to streams and release, all at once. Every lease is checked to be its owner's
+// alone.
 TEST(threads_hammer_one_pool) {
   auto pool = make_pool({512, kSlab, false});
   constexpr int kThreads = 3;

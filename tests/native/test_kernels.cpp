@@ -1,4 +1,5 @@
-// kernels/: index arithmetic beyond 2^31, and bounds of every kernel (under the address sanitizer). Run by test_native.py.
+// kernels/: index arithmetic beyond 2^31, and bounds of every kernel (under the address sanitizer). Run by
+// test_native.py.
 // needs: base device kernels
 #include <cstdint>
 #include <limits>

@@ -1,10 +1,10 @@
 """Builds and runs the C++ tests: plain, under sanitizers, and with the streams' test modes.
 
-Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``// with:
-fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with the
-emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs that say
-something about this test, and has them in the default run. Objects and binaries are kept in build/native for as long as
-their sources do not change.
+Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``//
+with: fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with
+the emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs
+that say something about this test, and has them in the default run. Objects and binaries are kept in build/native for
+as long as their sources do not change.
 """
 
 from __future__ import annotations

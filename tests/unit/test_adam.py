@@ -115,8 +115,8 @@ def test_one_step_is_within_the_bounds_of_float64() -> None:
 def test_a_quotient_by_a_known_divisor_is_the_ieee_one() -> None:
     """`quotient` in adam_math.h, where it could fail: x / d within 3 / 2^25 ulp of a midpoint between floats.
 
-    With a, b of 24 bits, 2^23 <= b, and the midpoint (2q + 1) / 2: a * 2^(k+1) = (2q + 1) * b + r with |r| <= 3. For every
-    divisor all such a are found by inverting b modulo a power of two.
+    With a, b of 24 bits, 2^23 <= b, and the midpoint (2q + 1) / 2: a * 2^(k+1) = (2q + 1) * b + r with |r| <= 3. For
+    every divisor all such a are found by inverting b modulo a power of two.
     """
     cases = 0
     for twos in (0, 1):

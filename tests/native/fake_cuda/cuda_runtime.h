@@ -1,5 +1,5 @@
-// The part of CUDA C++ that our kernels use, for an ordinary C++ compiler: the kernels' sources are compiled unchanged, with
-// this folder in the place of the CUDA toolkit's headers, and run by fibers.h.
+// The part of CUDA C++ that our kernels use, for an ordinary C++ compiler: the kernels' sources are compiled
+// unchanged, with this folder in the place of the CUDA toolkit's headers, and run by fibers.h.
 //
 // What it checks and what it cannot: [Note: emulated kernels] in fibers.h.
 #pragma once

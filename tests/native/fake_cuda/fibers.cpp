@@ -80,8 +80,9 @@ class Blocks {
   Shuffler shuffler_{0};
   uint64_t seed_ = 0;
   bool shuffles_ = false;
-  // Shuffled blocks take turns: any thread that is ready goes on, which looks into the corners of a warp; or the one that became
-  // ready last, so that a warp runs as far as it can while others have not moved, which looks for missing barriers.
+  // Shuffled blocks take turns: any thread that is ready goes on, which looks into the corners of a warp; or the one
+  // that became ready last, so that a warp runs as far as it can while others have not moved, which looks for missing
+  // barriers.
   bool lets_warps_run_ahead_ = false;
 
   std::vector<Thread> threads_;

@@ -1,17 +1,19 @@
 // Runs a CUDA kernel without a GPU: one block after the other, the threads of a block as fibers of the calling thread.
 //
 // [Note: emulated kernels]
-// A thread runs until it has to wait for others (a barrier, a shuffle) or ends; then another one goes on: in order, or as a
-// seed chooses, all mixed in one block and warps running ahead of others in the next. A kernel that never waits is a plain loop over its threads. Shared memory is poisoned before
-// each block. These are faults, because CUDA leaves them undefined or hangs:
-//   - a barrier at two places of the source at once; a barrier after a thread of the block has ended, or the other way round
-//   - a shuffle by a thread outside its mask, from a lane outside it, or with a mask that names ended threads; two shuffles
-//     of the source at once with one mask
+// A thread runs until it has to wait for others (a barrier, a shuffle) or ends; then another one goes on: in order,
+// or as a seed chooses, all mixed in one block and warps running ahead of others in the next. A kernel that never
+// waits is a plain loop over its threads. Shared memory is poisoned before each block. These are faults, because CUDA
+// leaves them undefined or hangs:
+//   - a barrier at two places of the source at once; a barrier after a thread of the block has ended, or the
+//     other way round
+//   - a shuffle by a thread outside its mask, from a lane outside it, or with a mask that names ended threads; two
+//     shuffles of the source at once with one mask
 //   - threads that wait for each other for ever
 //   - more static shared memory than the 48 KiB that a kernel gets without asking
-// Under the address and undefined-behaviour sanitizers, bounds, alignment and overflows of the real source are checked as
-// well, and equal bits for many seeds speak against missing barriers. Not emulated: races between blocks, the memory
-// model, fast math, launch attributes, time.
+// Under the address and undefined-behaviour sanitizers, bounds, alignment and overflows of the real source are
+// checked as well, and equal bits for many seeds speak against missing barriers. Not emulated: races between blocks,
+// the memory model, fast math, launch attributes, time.
 #pragma once
 
 #include <cstddef>
@@ -38,15 +40,15 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Runs `body` for every thread of the grid, from any thread of the host. Throws Fault; the grid ends there. What the body
-// throws by itself becomes a Fault too.
+// Runs `body` for every thread of the grid, from any thread of the host. Throws Fault; the grid ends there. What the
+// body throws by itself becomes a Fault too.
 void run_grid(dim3 grid, dim3 block, size_t shared, const std::function<void()>& body);
 
 // Of all grids that start from now on: 0 runs blocks and threads in ascending order, any other number shuffles them.
 void set_seed(uint64_t seed);
 
-// While alive, grids started by this thread run only their blocks [first, last), counted x first: a test of what lies beyond
-// 2^31 elements need not go through all of them.
+// While alive, grids started by this thread run only their blocks [first, last), counted x first: a test of what lies
+// beyond 2^31 elements need not go through all of them.
 class OnlyBlocks {
  public:
   OnlyBlocks(uint64_t first, uint64_t last);

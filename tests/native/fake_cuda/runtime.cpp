@@ -189,7 +189,8 @@ __attribute__((visibility("default"))) void fake_cuda_replay(void* graph) {
     task();
   }
 }
-// The same in parts, between which somebody else's work is replayed: where a capture is, and the work from there to there.
+// The same in parts, between which somebody else's work is replayed: where a capture is, and the work from there to
+// there.
 __attribute__((visibility("default"))) size_t fake_cuda_capture_position() {
   std::lock_guard lock(capture().mutex);
   return capture().graph->size();
