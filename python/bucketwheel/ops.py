@@ -97,11 +97,16 @@ def adam_step(
     """
     module = native()
     device = device_of(params)
-    stochastic = _is_stochastic("state_rounding", state_rounding)
-    beta1, beta2 = _pair_of_betas(betas)
+    stochastic, stochastic_param = _ROUNDINGS.get(state_rounding), _ROUNDINGS.get(param_rounding)
+    if stochastic is None or stochastic_param is None:
+        name, value = ("state", state_rounding) if stochastic is None else ("param", param_rounding)
+        raise ValueError(f"{name}_rounding is {value!r}, expected 'stochastic' or 'nearest'")
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise ValueError(f"betas is {betas!r}, expected two numbers") from None
     if not stochastic and beta2 not in _warned_of:
         _warn_of_nearest(beta2, exp_avg_sqs)
-    stochastic_param = _is_stochastic("param_rounding", param_rounding)
     optional = (max_exp_avg_sqs, master_params, remainders)
     if device != CPU:
         adam_step_cuda(
@@ -144,18 +149,7 @@ def adam_step(
     torch.autograd.graph.increment_version(written)
 
 
-def _is_stochastic(name: str, rounding: str) -> bool:
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(f"{name} is {rounding!r}, expected 'stochastic' or 'nearest'")
-    return rounding == "stochastic"
-
-
-def _pair_of_betas(betas: Any) -> tuple[float, float]:
-    try:
-        beta1, beta2 = betas
-    except (TypeError, ValueError):
-        raise ValueError(f"betas is {betas!r}, expected two numbers") from None
-    return beta1, beta2
+_ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
 
 
 # Of what the native call does not take it says only that it does not, after printing every tensor.
