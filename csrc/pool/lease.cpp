@@ -52,16 +52,19 @@ bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
   if (!is_live.exchange(false, std::memory_order_acq_rel)) {
     return false;
   }
+  const bool keeps_inherited = after == nullptr;
+  const bool has_fences = is_pending || (keeps_inherited && !inherited.empty());
+  if (pool->options.poison && !has_fences) {
+    fill_poison(false, nullptr);  // otherwise the next acquire does it, behind the fences
+  }
   std::vector<Fence> fences;
   if (is_pending) {
     fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});
-  } else if (after == nullptr) {
-    fences = std::move(inherited);
-  }
-  if (pool->options.poison && fences.empty()) {
-    fill_poison(false, nullptr);  // otherwise the next acquire does it, behind the fences
   }
   std::lock_guard lock(pool->mutex);
+  if (keeps_inherited) {
+    fences = std::move(inherited);  // under the lock: Pool::check() reads them, also of leases that are ending
+  }
   if (!key.empty()) {
     pool->live_keys.erase(this);
   }
