@@ -1,4 +1,4 @@
-// Streams, events, memory and capture of the simulated CUDA device. Contract: cuda_runtime_api.h.
+// Streams, events and memory of the simulated CUDA device. Contract: cuda_runtime_api.h.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -7,17 +7,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "capture.h"
 #include "cuda_runtime_api.h"
 #include "fibers.h"
 
-using Task = std::function<void()>;
+using fake_cuda::Task;
 using SteadyClock = std::chrono::steady_clock;
 
 namespace {
@@ -97,37 +97,7 @@ class Worker {
   std::thread thread_;
 };
 
-// The graph that is being captured; one at a time, as torch.cuda.graph does it.
-struct Capture {
-  std::mutex mutex;
-  std::vector<Task>* graph = nullptr;
-  std::vector<cudaStream_t> streams;  // that take part
-  bool has(cudaStream_t stream) const {
-    for (cudaStream_t one : streams) {
-      if (one == stream) {
-        return true;
-      }
-    }
-    return false;
-  }
-};
-Capture& capture() {
-  static auto* const one = new Capture();
-  return *one;
-}
-bool is_captured(cudaStream_t stream) {
-  std::lock_guard lock(capture().mutex);
-  return capture().graph != nullptr && capture().has(stream);
-}
-
 thread_local int current_device = 0;
-thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
-
-// Calls that may wait or allocate are refused while something is captured, unless the thread has said "relaxed".
-bool is_forbidden() {
-  std::lock_guard lock(capture().mutex);
-  return capture().graph != nullptr && capture_mode != cudaStreamCaptureModeRelaxed;
-}
 
 std::atomic<size_t> allocated_bytes{0};
 std::atomic<size_t> capacity_bytes{size_t{1} << 40};
@@ -150,12 +120,8 @@ struct CUevent_st {
 namespace fake_cuda {
 
 int enqueue(cudaStream_t stream, Task task) {
-  {
-    std::lock_guard lock(capture().mutex);
-    if (capture().graph != nullptr && capture().has(stream)) {
-      capture().graph->push_back(std::move(task));
-      return cudaSuccess;
-    }
+  if (capture_task(stream, task)) {
+    return cudaSuccess;
   }
   if (stream == nullptr) {
     task();
@@ -173,36 +139,6 @@ __attribute__((visibility("default"))) void fake_cuda_set_delays(uint64_t seed) 
 __attribute__((visibility("default"))) void fake_cuda_set_capacity(size_t size_bytes) { capacity_bytes = size_bytes; }
 __attribute__((visibility("default"))) size_t fake_cuda_allocated_bytes() { return allocated_bytes; }
 __attribute__((visibility("default"))) void fake_cuda_set_fiber_seed(uint64_t seed) { fake_cuda::set_seed(seed); }
-
-// Captures what the default stream is given from now on.
-__attribute__((visibility("default"))) void fake_cuda_begin_capture() {
-  std::lock_guard lock(capture().mutex);
-  capture().graph = new std::vector<Task>();
-  capture().streams = {nullptr};
-}
-__attribute__((visibility("default"))) void* fake_cuda_end_capture() {
-  std::lock_guard lock(capture().mutex);
-  return std::exchange(capture().graph, nullptr);
-}
-__attribute__((visibility("default"))) void fake_cuda_replay(void* graph) {
-  for (const Task& task : *static_cast<std::vector<Task>*>(graph)) {
-    task();
-  }
-}
-// The same in parts, between which somebody else's work is replayed: where a capture is, and the work from there to
-// there.
-__attribute__((visibility("default"))) size_t fake_cuda_capture_position() {
-  std::lock_guard lock(capture().mutex);
-  return capture().graph->size();
-}
-__attribute__((visibility("default"))) void fake_cuda_replay_range(void* graph, size_t begin, size_t end) {
-  for (size_t i = begin; i < end; ++i) {
-    (*static_cast<std::vector<Task>*>(graph))[i]();
-  }
-}
-__attribute__((visibility("default"))) void fake_cuda_free_graph(void* graph) {
-  delete static_cast<std::vector<Task>*>(graph);
-}
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -231,7 +167,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 }
 
 cudaError_t cudaMalloc(void** data, size_t size_bytes) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   if (allocated_bytes + size_bytes > capacity_bytes) {
@@ -247,7 +183,7 @@ cudaError_t cudaMalloc(void** data, size_t size_bytes) {
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* data) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   std::lock_guard lock(sizes_mutex);
@@ -263,7 +199,7 @@ cudaError_t cudaFree(void* data) {
   return data == nullptr ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t cudaHostAlloc(void** data, size_t size_bytes, unsigned) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   *data = std::malloc(size_bytes);
@@ -277,7 +213,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaM
   return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { std::memmove(to, from, size_bytes); }));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size_bytes, cudaMemcpyKind) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   std::memmove(to, from, size_bytes);
@@ -305,7 +241,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   auto mark = std::make_shared<Mark>();
@@ -323,29 +259,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return cudaSuccess;  // never recorded: no wait, as CUDA has it
   }
   if (mark->is_captured) {
-    std::lock_guard lock(capture().mutex);
-    if (capture().graph == nullptr) {
-      return cudaErrorStreamCaptureUnsupported;
-    }
-    if (!capture().has(stream)) {
-      capture().streams.push_back(stream);  // the stream joins; the one list of tasks keeps the order
-    }
-    return cudaSuccess;
+    return fake_cuda::join_capture(stream);
   }
-  if (is_captured(stream)) {
+  if (fake_cuda::is_captured(stream)) {
     return cudaErrorStreamCaptureUnsupported;  // a graph cannot wait for what is outside
   }
   return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [mark] { mark->wait(); }));
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  std::swap(*mode, capture_mode);
-  return cudaSuccess;
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new CUevent_st();
   return cudaSuccess;
@@ -356,7 +276,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   auto mark = std::make_shared<Mark>();
-  mark->is_captured = is_captured(stream);
+  mark->is_captured = fake_cuda::is_captured(stream);
   {
     std::lock_guard lock(event->mutex);
     event->mark = mark;
@@ -364,14 +284,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [mark] { mark->complete(); }));
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   std::lock_guard lock(event->mutex);
   return event->mark == nullptr || event->mark->query() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  if (is_forbidden()) {
+  if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   MarkRef mark;
