@@ -134,9 +134,10 @@ def adam_step(
         try:
             factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
             module.adam_step(*lists, steps, *factors, skip, param_ids, *choices)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-            _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
+            if "incompatible function arguments" in str(error):
+                _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
             raise
         if skip:
             return

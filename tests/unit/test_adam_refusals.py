@@ -120,3 +120,9 @@ def test_a_bad_scalar_is_named_and_nothing_is_printed_but_it(change, error, mess
         ops.adam_step(*tensors, 1, **{"lr": 1e-3, **change})
     assert len(str(caught.value)) < 100
     assert all(torch.equal(x, torch.ones(1000)) for (x,) in tensors)
+
+
+def test_a_flag_that_is_taken_does_not_hide_what_is_wrong() -> None:
+    tensors = [[torch.ones(8)] for _ in range(3)]
+    with pytest.raises(ValueError, match=r"exp_avg_sqs\[0\] has shape \[7\]"):
+        ops.adam_step(*tensors, [torch.ones(7)], 1, lr=1e-3, maximize=1)
