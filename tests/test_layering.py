@@ -39,7 +39,7 @@ PYTHON_LAYERS = [
     ["device"],
     ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
     ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
-    ["grad", "grad_owner", "hooks"],
+    ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor"],

@@ -15,8 +15,8 @@ the next backward; ``p.grad += x``                     ``accumulate``
 anything that needs or replaces single values          `ShardedGradError`, nothing changed
 =====================================================  ==================================
 
-A stock optimizer may decay parameters before it first touches a gradient, so a pre-step hook refuses foreign optimizers
-before they begin. A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
+A stock optimizer may decay parameters before it first touches a gradient, so foreign optimizers are refused before they
+begin (`foreign_step`). A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 from .errors import ShardedGradError
+from .foreign_step import refuse_foreign_steps
 from .grad_owner import GradOwner
 
 __all__ = ["ShardedGrad"]
@@ -403,37 +403,4 @@ def _register_with_torch() -> None:
     supported = getattr(_foreach_utils, "_foreach_supported_types", None)
     if isinstance(supported, list):
         supported.append(ShardedGrad)
-    register_optimizer_step_pre_hook(_refuse_foreign_step)
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, ShardedGrad):
-                raise param.grad.refusal(f"{type(optimizer).__name__}.step")
-
-
-def _refuse_foreign_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Raise before ``optimizer`` steps parameters whose gradients it cannot read.
-
-    Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
-    only call its step. A closure makes its gradients inside of ``step``, so they are looked at again when it returns.
-    """
-    if getattr(optimizer, "steps_sharded_grads", False):
-        return None
-    _check_gradients(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
-
-    @functools.wraps(closure)
-    def checked_closure() -> Any:
-        loss = closure()
-        _check_gradients(optimizer)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": checked_closure}
-    return (optimizer, checked_closure, *args[2:]), kwargs
+    refuse_foreign_steps(ShardedGrad)

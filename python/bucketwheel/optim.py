@@ -77,7 +77,7 @@ class ShardedAdamW(Optimizer):
         RuntimeError: ranks disagree on the parameters or options.
     """
 
-    steps_sharded_grads = True  # `bucketwheel.grad` refuses the step of any other optimizer
+    steps_sharded_grads = True  # `bucketwheel.foreign_step` refuses any other
 
     def __init__(
         self,
