@@ -10,8 +10,9 @@ as C. float64: everything.
 torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element in 16 bits, where C moves 28, and it
 has no stochastic rounding. Both sides count their step tensors up. `table` is the same step through the prebuilt table
 that the optimizer keeps. Limit: an in-place sweep that reads and writes the same streams with next to no arithmetic, on
-as many threads; only for working sets of at least 32 MiB, where memory is what limits. norm: sums of squares in double
-against `torch._foreach_norm` and the norm of the norms.
+as many threads; only for working sets of at least 32 MiB, where memory is what limits.
+
+norm: sums of squares in double against `torch._foreach_norm` and the norm of the norms.
 """
 
 from __future__ import annotations
