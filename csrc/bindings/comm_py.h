@@ -18,6 +18,7 @@
 #include "comm/comm.h"
 #include "comm/comm_local.h"
 #include "comm/comm_shm.h"
+#include "comm/operation.h"
 
 namespace bucketwheel {
 
@@ -42,6 +43,17 @@ inline std::chrono::nanoseconds expect_timeout(double timeout_s) {
   BW_EXPECTS(timeout_s > 0, "timeout_s must be positive, got " + std::to_string(timeout_s));
   constexpr double kYear_s = 365.0 * 86400.0;
   return std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, kYear_s) * 1e9));
+}
+
+inline IssueOptions issue_options(DeviceId device, Stream* stream, const std::vector<HandleRef>& after, bool timing) {
+  IssueOptions out;
+  out.stream = stream;
+  out.caller = current_stream(device);
+  for (const HandleRef& handle : after) {
+    out.after.push_back(handle->event());
+  }
+  out.timing = timing;
+  return out;
 }
 
 // The tensors of one call as segments, checked against each other; they live as long as the operation needs them.
@@ -73,15 +85,13 @@ class TensorSegments {
 
   const std::vector<Segment>& segments() const { return segments_; }
   IssueOptions options(Stream* stream, const std::vector<HandleRef>& after, bool timing) {
-    IssueOptions out;
-    out.stream = stream;
-    out.caller = current_stream(device_);
-    for (const HandleRef& handle : after) {
-      out.after.push_back(handle->event());
-    }
-    out.timing = timing;
+    IssueOptions out = issue_options(device_, stream, after, timing);
     out.keepalive = std::move(owners_);
     return out;
+  }
+  std::shared_ptr<Request> request(const CommRef& comm, const OperationKind& kind) {
+    auto op = make_operation(kind, segments_, nullptr, comm->rank(), comm->world());
+    return std::make_shared<Request>(comm, std::move(op), std::move(owners_));
   }
 
  private:
@@ -106,22 +116,56 @@ inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, con
   return comm.all_gather(tensors.segments(), options);
 }
 
-inline ReduceOp reduce_op_of(const std::string& op) {
-  if (op == "sum") {
-    return ReduceOp::kSum;
+// "sum", "avg", or a number: the factor of PreMulSum.
+inline Reduction reduction_of(py::handle op) {
+  if (py::isinstance<py::str>(op)) {
+    const auto name = op.cast<std::string>();
+    BW_EXPECTS(name == "sum" || name == "avg", "op '" + name + "' is not supported: 'sum', 'avg' and PreMulSum are");
+    return {name == "sum" ? ReduceOp::kSum : ReduceOp::kAvg};
   }
-  BW_EXPECTS(op == "avg", "op '" + op + "' is not supported: 'sum' and 'avg' are");
-  return ReduceOp::kAvg;
+  return {ReduceOp::kPreMul, op.cast<double>()};
 }
 
 inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
-                                        const std::string& op, Stream* stream, const std::vector<HandleRef>& after,
+                                        py::handle op, Stream* stream, const std::vector<HandleRef>& after,
                                         bool timing) {
-  const ReduceOp reduce = reduce_op_of(op);
+  const Reduction reduction = reduction_of(op);
   TensorSegments tensors("inputs", inputs, "outputs", outputs, comm);
   const IssueOptions options = tensors.options(stream, after, timing);
   py::gil_scoped_release unlocked;
-  return comm.reduce_scatter(tensors.segments(), reduce, nullptr, options);
+  return comm.reduce_scatter(tensors.segments(), reduction, nullptr, options);
+}
+
+inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, Stream* stream,
+                                  const std::vector<HandleRef>& after, bool timing) {
+  const dlpack::Held held = dlpack::hold_item(tensor, {"tensor", 0}, comm.device());
+  BW_EXPECTS(held.tensor.is_contiguous(), "tensor is not contiguous: shape " + held.tensor.shape_text() + ", strides " +
+                                              dlpack::text_of(held.tensor.strides));
+  IssueOptions options = issue_options(comm.device(), stream, after, timing);
+  options.keepalive.push_back(held.owner);
+  const View view{held.tensor.data, held.tensor.numel, held.tensor.dtype};
+  py::gil_scoped_release unlocked;
+  return comm.broadcast(view, root, options);
+}
+
+inline std::shared_ptr<Request> make_all_gather_request(const CommRef& comm, const py::sequence& outputs,
+                                                        const py::sequence& inputs) {
+  TensorSegments tensors("outputs", outputs, "inputs", inputs, *comm);
+  return tensors.request(comm, {Collective::kAllGather});
+}
+
+inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm, const py::sequence& outputs,
+                                                            const py::sequence& inputs, py::handle op) {
+  const OperationKind kind{Collective::kReduceScatter, reduction_of(op)};
+  TensorSegments tensors("inputs", inputs, "outputs", outputs, *comm);
+  return tensors.request(comm, kind);
+}
+
+inline HandleRef start_request(const Request& request, Stream* stream, const std::vector<HandleRef>& after,
+                               bool timing) {
+  IssueOptions options = issue_options(request.device(), stream, after, timing);
+  py::gil_scoped_release unlocked;
+  return request.start(std::move(options));
 }
 
 // The sums of `full` go to `sink` and nowhere else.
@@ -135,16 +179,10 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
                  "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
   const Segment segment{{tensor.data, tensor.numel, tensor.dtype},
                         {nullptr, tensor.numel / comm.world(), tensor.dtype}};
-  IssueOptions options;
-  options.stream = stream;
-  options.caller = current_stream(comm.device());
-  for (const HandleRef& handle : after) {
-    options.after.push_back(handle->event());
-  }
-  options.timing = timing;
+  IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held.owner);
   py::gil_scoped_release unlocked;
-  return comm.reduce_scatter({&segment, 1}, ReduceOp::kSum, std::move(sink), options);
+  return comm.reduce_scatter({&segment, 1}, {}, std::move(sink), options);
 }
 
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
@@ -219,12 +257,21 @@ inline void bind_comm(py::module_& m) {
       .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
            py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
            py::arg("timing") = false)
+      .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"),
+           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
+           py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
       .def("abort", &Comm::abort, py::arg("why"), Unlocked())
       .def(
           "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked());
+  py::class_<Request, std::shared_ptr<Request>>(m, "Request")
+      .def("start", &start_request, py::arg("stream").none(true) = py::none(),
+           py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false);
+  m.def("all_gather_request", &make_all_gather_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"));
+  m.def("reduce_scatter_request", &make_reduce_scatter_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
+        py::arg("op") = "sum");
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")

@@ -1,8 +1,9 @@
 // Communicator: coalesced all-gather and reduce-scatter over a group of ranks, and agreement between their hosts.
 //
 // Every rank calls the same operations in the same order. Validation is complete before anything is enqueued: a throw
-// from all_gather() or reduce_scatter() means nothing was enqueued and the communicator is as before. A failure while
-// running (dead peer, deadline, mismatch) fails the communicator: the handle and every later call throw it.
+// from all_gather(), reduce_scatter() or broadcast() means nothing was enqueued and the communicator is as before. A
+// failure while running (dead peer, deadline, mismatch) fails the communicator: the handle and every later call throw
+// it.
 #pragma once
 
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -36,7 +38,12 @@ struct Segment {
   View shard;
 };
 
-enum class ReduceOp : uint8_t { kSum, kAvg, kMax, kMin };
+enum class Collective : uint8_t { kAllGather, kReduceScatter, kBroadcast };
+enum class ReduceOp : uint8_t { kSum, kAvg, kPreMul };
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  double factor = 1.0;  // kPreMul: of every input, the same on all ranks
+};
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
 // operation in ascending order, never concurrently. `sum` holds fp32 sums of elements [begin, begin + numel) of the
@@ -61,6 +68,8 @@ struct IssueOptions {
   std::vector<Handle::Keepalive> keepalive;
 };
 
+struct Operation;
+
 class Comm {
  public:
   virtual ~Comm() = default;
@@ -74,11 +83,17 @@ class Comm {
   // The stream that operations run in; made at the first one on CUDA, null before.
   virtual StreamRef stream() const = 0;
 
-  virtual HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) = 0;
-  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; float32 and bfloat16, kSum
-  // only).
-  virtual HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
-                                   const IssueOptions& options) = 0;
+  HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options);
+  // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; kSum only).
+  HandleRef reduce_scatter(std::span<const Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
+                           const IssueOptions& options);
+  // `tensor` becomes what it is on rank `root`.
+  HandleRef broadcast(const View& tensor, int root, const IssueOptions& options);
+  // Enqueues an operation that make_operation() has checked for this rank and world. Sets its seq: an Operation is
+  // issued once.
+  virtual HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) = 0;
+  // Throws the error that the communicator has failed with, or ClosedError.
+  virtual void expect_usable() const = 0;
 
   // Host-to-host agreement, beside the stream: every rank posts one payload (at most kMaxPayloadBytes; lengths may
   // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.
@@ -98,5 +113,21 @@ class Comm {
   virtual void close(Deadline deadline = {}) = 0;
 };
 using CommRef = std::shared_ptr<Comm>;
+
+// A checked operation on fixed buffers, to be started any number of times.
+class Request {
+ public:
+  // `keepalive` owns the buffers, as long as the request or an operation that it has started lives.
+  Request(CommRef comm, std::shared_ptr<const Operation> op, std::vector<Handle::Keepalive> keepalive)
+      : comm_(std::move(comm)), op_(std::move(op)), keepalive_(std::move(keepalive)) {}
+  // Adds its keepalive to that of `options`.
+  HandleRef start(IssueOptions options) const;
+  DeviceId device() const { return comm_->device(); }
+
+ private:
+  const CommRef comm_;
+  const std::shared_ptr<const Operation> op_;
+  const std::vector<Handle::Keepalive> keepalive_;
+};
 
 }  // namespace bucketwheel

@@ -43,6 +43,9 @@ std::vector<LocalCudaBoard::Finished> LocalCudaBoard::take_finished() {
   while (!running_.empty() && running_.front().done != nullptr && running_.front().done->query()) {
     finished.push_back(std::move(running_.front()));
     running_.pop_front();
+    if (const auto host = finished.back().host.lock()) {
+      host->flight().finished(finished.back().seq, true);
+    }
   }
   return finished;
 }
@@ -103,11 +106,14 @@ void LocalCudaBoard::launch(Meeting& meeting) {
   }
   for (const auto& one : meeting) {
     one->keepalive.push_back(std::const_pointer_cast<Operation>(one->op));  // and its sink
-    running_.push_back({done, std::move(one->keepalive)});
+    running_.push_back({done, std::move(one->keepalive), one->host, seq});
     if (failure == nullptr) {
+      one->host->flight().started(seq);
       one->done->resolve(done);
     } else {
-      one->done->fail(one->host->fail(*failure, seq));
+      running_.back().host.reset();
+      one->host->flight().finished(seq, false);
+      one->done->fail(one->host->fail(*failure, one->host->health().prefix(seq)));
     }
   }
 }
@@ -132,7 +138,14 @@ void LocalCudaBoard::enqueue(const Meeting& meeting) {
       stream_->wait(event);
     }
   }
-  first.collective == Collective::kAllGather ? launch_all_gather(meeting) : launch_reduce_scatter(meeting);
+  switch (first.collective) {
+    case Collective::kAllGather:
+      return launch_all_gather(meeting);
+    case Collective::kReduceScatter:
+      return launch_reduce_scatter(meeting);
+    case Collective::kBroadcast:
+      return launch_broadcast(meeting);
+  }
 }
 
 void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
@@ -147,6 +160,17 @@ void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
           BW_CUDA_TRY(memcpy_async, part, from, bytes, native);
         }
       }
+    }
+  }
+}
+
+void LocalCudaBoard::launch_broadcast(const Meeting& meeting) {
+  const Operation& first = *meeting.front()->op;
+  const View& from = meeting[static_cast<size_t>(first.root)]->op->segments.front().full;
+  for (const auto& to : meeting) {
+    void* const data = to->op->segments.front().full.data;
+    if (data != from.data && from.numel != 0) {
+      BW_CUDA_TRY(memcpy_async, data, from.data, from.size_bytes(), native_stream(*stream_, "broadcast"));
     }
   }
 }
@@ -174,7 +198,8 @@ void LocalCudaBoard::launch_reduce_scatter(const Meeting& meeting) {
       launch.world = world_;
       launch.dtype = shard.dtype;
       launch.numel = shard.numel;
-      launch.divisor = op.reduce == ReduceOp::kAvg ? world_ : 1.0;
+      launch.divisor = op.reduction.op == ReduceOp::kAvg ? world_ : 1.0;
+      launch.factor = op.reduction.op == ReduceOp::kPreMul ? op.reduction.factor : 1.0;
       launch.max_blocks = max_blocks;
       BW_CUDA_TRY(launch_reduce, launch, native);
     }
@@ -195,17 +220,6 @@ LocalCudaComm::~LocalCudaComm() {
     close(Clock::now() + std::chrono::seconds(5));
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
   }
-}
-
-HandleRef LocalCudaComm::all_gather(std::span<const Segment> segments, const IssueOptions& options) {
-  host_->expect_usable();
-  return issue(make_operation(Collective::kAllGather, segments, ReduceOp::kSum, nullptr, rank(), world()), options);
-}
-
-HandleRef LocalCudaComm::reduce_scatter(std::span<const Segment> segments, ReduceOp op,
-                                        std::shared_ptr<ReduceSink> sink, const IssueOptions& options) {
-  host_->expect_usable();
-  return issue(make_operation(Collective::kReduceScatter, segments, op, std::move(sink), rank(), world()), options);
 }
 
 HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
@@ -236,7 +250,7 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
       for (int r = 0; r < host->world(); ++r) {
         text += is_missing(r) ? " rank " + std::to_string(r) : "";
       }
-      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, seq));
+      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, host->health().prefix(seq)));
     }
   };
   auto done = std::make_shared<DeferredEvent>(std::move(poll));
@@ -245,6 +259,8 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->done = done;
+  host_->flight().issued(*op);
+  host_->health().set_last_seq(seq);
   board_->arrive(
       rank(), {std::move(op), options.caller->record(), options.after, options.timing, done, options.keepalive, host_});
   seq_ = seq;
@@ -263,7 +279,8 @@ void LocalCudaComm::close(Deadline deadline) {
   if (last != nullptr) {
     try {
       if (!last->synchronize(deadline)) {
-        last->fail(host_->fail({FailureKind::kClosed, "closed while operations were in flight"}, seq));
+        last->fail(
+            host_->fail({FailureKind::kClosed, "closed while operations were in flight"}, host_->health().prefix(seq)));
       }
     } catch (const Error&) {  // how the operation ended is its handle's to say
     }

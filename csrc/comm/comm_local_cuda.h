@@ -55,10 +55,13 @@ class LocalCudaBoard {
   void launch(Meeting& meeting);
   void enqueue(const Meeting& meeting);
   void launch_all_gather(const Meeting& meeting);
+  void launch_broadcast(const Meeting& meeting);
   void launch_reduce_scatter(const Meeting& meeting);
   struct Finished {
     EventRef done;  // null: never known to be over
     std::vector<Handle::Keepalive> keepalive;
+    std::weak_ptr<HostComm> host;
+    uint64_t seq = 0;
   };
   // With the lock held; what is returned is to be destroyed without it: owners of tensors may need other locks.
   std::vector<Finished> take_finished();
@@ -84,9 +87,8 @@ class LocalCudaComm final : public Comm {
   const PoolRef& pool() const override { return pool_; }
   StreamRef stream() const override { return board_->stream(); }
 
-  HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) override;
-  HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
-                           const IssueOptions& options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  void expect_usable() const override { host_->expect_usable(); }
   void post(std::span<const std::byte> payload) override { host_->post(payload); }
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {
     return host_->collect(deadline, poll);
@@ -95,8 +97,6 @@ class LocalCudaComm final : public Comm {
   void close(Deadline deadline) override;
 
  private:
-  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options);
-
   const std::shared_ptr<HostComm> host_;
   const std::shared_ptr<LocalCudaBoard> board_;
   const PoolRef pool_;

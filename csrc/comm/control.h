@@ -56,6 +56,8 @@ struct RankRecord {
   // For messages: what the operation is, with its first tensors.
   uint8_t collective;
   uint8_t reduce;
+  int32_t root;
+  double factor;
   uint64_t tensors;
   uint64_t size_bytes;
   static constexpr size_t kShown = 6;

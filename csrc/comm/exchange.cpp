@@ -15,10 +15,26 @@ constexpr size_t kStreamBytes = size_t{1} << 20;
 
 size_t window_bytes_of(Collective collective, int world) {
   const size_t slot_bytes = Control::staging_bytes(world);
-  if (collective == Collective::kAllGather || world <= 2) {
+  if (collective != Collective::kReduceScatter || world <= 2) {
     return slot_bytes;
   }
   return slot_bytes / static_cast<size_t>(world - 1) / kCacheLineBytes * kCacheLineBytes;
+}
+
+// What a reduction does to a sum before it is rounded to its dtype.
+template <class Float>
+void scale(const Reduction& reduction, int world, Float* sum, int64_t numel) {
+  switch (reduction.op) {
+    case ReduceOp::kSum:
+      return;
+    case ReduceOp::kAvg:
+      std::transform(sum, sum + numel, sum, [divisor = static_cast<Float>(world)](Float x) { return x / divisor; });
+      return;
+    case ReduceOp::kPreMul:
+      std::transform(sum, sum + numel, sum,
+                     [factor = static_cast<Float>(reduction.factor)](Float x) { return x * factor; });
+      return;
+  }
 }
 
 }  // namespace
@@ -34,14 +50,14 @@ Exchange::Exchange(Team& team, const Operation& op, Deadline deadline)
 void Exchange::run() {
   const IeeeFloats ieee;
   enter();
-  if (gathers()) {
+  if (op_.collective == Collective::kAllGather) {
     gather_own();
   }
   meet_peers();
   const bool has_staged_peer = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return !p.is_direct; });
   if (is_staged_ || has_staged_peer) {
     pass_chunks();
-  } else if (!gathers()) {
+  } else if (!copies()) {
     reduce_all();
   }
   finish();
@@ -51,7 +67,7 @@ void Exchange::enter() {
   RankRecord& own = team_.own();
   Peer& self = peers_[static_cast<size_t>(team_.rank())];
   self = {true, true, {op_.inputs, {}}};  // we read our own inputs where they are
-  is_staged_ = team_.world() > 1 && !team_.transport().describe_inputs(op_, own);
+  is_staged_ = team_.world() > 1 && has_input(team_.rank()) && !team_.transport().describe_inputs(op_, own);
   own.is_direct = !is_staged_;
   own.signature = op_.signature;
   op_.describe(own);
@@ -83,7 +99,7 @@ void Exchange::meet_peers() {
         },
         [&](int r) { return !peers_[static_cast<size_t>(r)].has_arrived; });
     meet(next);
-    if (gathers() && peers_[static_cast<size_t>(next)].is_direct) {
+    if (copies() && has_input(next) && peers_[static_cast<size_t>(next)].is_direct) {
       gather_direct(next);
     }
   }
@@ -98,7 +114,7 @@ void Exchange::meet(int rank) {
   }
   team_.expect_not_failed(wait(), rank);  // [Note: failing with readers]
   peer.is_direct = theirs.is_direct != 0;
-  if (peer.is_direct) {
+  if (peer.is_direct && has_input(rank)) {
     team_.await(
         wait(), [&] { return team_.transport().find_inputs(rank, theirs, op_, peer.inputs); },
         [&](int r) { return r == rank; });
@@ -159,11 +175,11 @@ void Exchange::pass_chunks() {
         continue;
       }
       team_.await(wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
-      if (gathers()) {
+      if (copies()) {
         gather_staged(r, chunk);
       }
     }
-    if (!gathers()) {
+    if (!copies()) {
       reduce_chunk(chunk);
     }
     own.taken = chunk_word(op_.seq, next);
@@ -190,7 +206,7 @@ void Exchange::stage(uint64_t chunk) {
     const size_t element_bytes = size_of(shard.dtype);
     const std::byte* from = op_.inputs[piece->segment] + static_cast<size_t>(piece->begin) * element_bytes;
     const size_t bytes = static_cast<size_t>(piece->numel) * element_bytes;
-    if (gathers()) {
+    if (copies()) {
       std::memcpy(slot + piece->offset_bytes, from, bytes);
       continue;
     }
@@ -219,8 +235,7 @@ void Exchange::gather_direct(int rank) {
   for (size_t i = 0; i < op_.segments.size(); ++i) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
-      std::byte* full = static_cast<std::byte*>(op_.segments[i].full.data);
-      std::byte* to = full + static_cast<size_t>(rank) * bytes;
+      std::byte* to = place_of(rank, i);
       if (bytes < kStreamBytes) {
         std::memcpy(to, inputs.begins[i], bytes);
       } else {
@@ -235,11 +250,14 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
     const Segment& segment = op_.segments[piece->segment];
     const size_t element_bytes = size_of(segment.shard.dtype);
-    std::byte* to = static_cast<std::byte*>(segment.full.data) +
-                    static_cast<size_t>(rank) * segment.shard.size_bytes() +
-                    static_cast<size_t>(piece->begin) * element_bytes;
+    std::byte* to = place_of(rank, piece->segment) + static_cast<size_t>(piece->begin) * element_bytes;
     std::memcpy(to, slot + piece->offset_bytes, static_cast<size_t>(piece->numel) * element_bytes);
   }
+}
+
+std::byte* Exchange::place_of(int rank, size_t segment) const {
+  const size_t part = op_.collective == Collective::kBroadcast ? 0 : static_cast<size_t>(rank);
+  return static_cast<std::byte*>(op_.segments[segment].full.data) + part * op_.segments[segment].shard.size_bytes();
 }
 
 const std::byte* Exchange::part_of(int rank, size_t segment) const {
@@ -279,26 +297,24 @@ void Exchange::reduce_chunk(uint64_t chunk) {
 void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources) {
   const View& shard = op_.segments[index].shard;
   const size_t element_bytes = size_of(shard.dtype);
-  if (!op_.sink && op_.reduce == ReduceOp::kSum) {
-    reduce_sum(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, numel,
-               static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes);
+  std::byte* const out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes;
+  const bool is_double = shard.dtype == DType::kFloat64;
+  if (!op_.sink && (op_.reduction.op == ReduceOp::kSum || is_double)) {
+    reduce_sum(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, numel, out);
+    if (is_double) {
+      scale(op_.reduction, team_.world(), reinterpret_cast<double*>(out), numel);
+    }
     return;
   }
-  const auto divisor = static_cast<float>(team_.world());
   alignas(kCacheLineBytes) float sum[kSinkBlockNumel];
   for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {
     const int64_t count = std::min(kSinkBlockNumel, numel - done);
     reduce_sum_fp32(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, count, sum);
-    if (op_.reduce == ReduceOp::kAvg) {
-      for (int64_t i = 0; i < count; ++i) {
-        sum[i] /= divisor;
-      }
-    }
+    scale(op_.reduction, team_.world(), sum, count);
     if (op_.sink) {
       op_.sink->consume(index, begin + done, sum, count);
     } else {
-      std::byte* out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin + done) * element_bytes;
-      store_fp32(out, shard.dtype, sum, count);
+      store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, sum, count);
     }
     for (const std::byte*& source : sources) {
       source += static_cast<size_t>(count) * element_bytes;

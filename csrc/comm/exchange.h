@@ -46,7 +46,9 @@ class Exchange {
   void reduce_chunk(uint64_t chunk);
   void reduce(size_t segment, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources);
 
-  bool gathers() const { return op_.collective == Collective::kAllGather; }
+  bool copies() const { return op_.collective != Collective::kReduceScatter; }
+  bool has_input(int rank) const { return op_.collective != Collective::kBroadcast || rank == op_.root; }
+  std::byte* place_of(int rank, size_t segment) const;       // where a rank's input goes in our output
   const std::byte* part_of(int rank, size_t segment) const;  // what this rank shall own of a direct rank's input
   size_t window_of(int owner, int reader) const;             // offset in the owner's staging slot
   Team::Wait wait() const { return {op_.seq, deadline_}; }

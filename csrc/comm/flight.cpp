@@ -1,8 +1,13 @@
 #include "comm/flight.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
+
+#include "base/env.h"
 
 namespace bucketwheel {
 namespace {
@@ -65,11 +70,22 @@ void FlightRing::finished(uint64_t seq, bool is_ok) {
   }
 }
 
-std::string FlightRing::json(const std::string& comm, int rank, int world, const char* backend,
-                             const std::string& reason) const {
-  static constexpr const char* kStates[] = {"issued", "running", "done", "failed"};
-  std::string out = "{\"comm\": " + quoted(comm) + ", \"rank\": " + std::to_string(rank) +
-                    ", \"world\": " + std::to_string(world) + ", \"backend\": " + quoted(backend) +
+void FlightRing::captured(uint64_t seq) {
+  std::lock_guard lock(mutex_);
+  if (Entry* entry = find(seq)) {
+    entry->state = State::kCaptured;
+  }
+}
+
+std::string FlightRing::json(const std::string& reason) const {
+  static constexpr const char* kStates[] = {"issued", "running", "done", "failed", "captured"};
+  char host[256] = "";
+  (void)gethostname(host, sizeof(host) - 1);
+  const double wall_s = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  std::string out = "{\"comm\": " + quoted(identity_.comm) + ", \"rank\": " + std::to_string(identity_.rank) +
+                    ", \"world\": " + std::to_string(identity_.world) + ", \"backend\": " + quoted(identity_.backend) +
+                    ", \"pid\": " + std::to_string(getpid()) + ", \"host\": " + quoted(host) +
+                    ", \"written_at\": " + time_text(wall_s) + ", \"now_s\": " + time_text(now_s()) +
                     ", \"reason\": " + quoted(reason) + ", \"operations\": [";
   std::lock_guard lock(mutex_);
   const uint64_t first = last_seq_ >= kCapacity ? last_seq_ - kCapacity + 1 : 1;
@@ -83,6 +99,23 @@ std::string FlightRing::json(const std::string& comm, int rank, int world, const
            ", \"finished_s\": " + time_text(entry.finished_s) + "}";
   }
   return out + "]}\n";
+}
+
+void FlightRing::write(const std::string& reason) noexcept {
+  if (env().trace_dir.empty()) {
+    return;
+  }
+  try {
+    std::lock_guard lock(write_mutex_);
+    std::string file = identity_.comm;
+    std::replace(file.begin(), file.end(), '/', '_');
+    const std::string path = env().trace_dir + "/" + file + "-rank" + std::to_string(identity_.rank) + ".json";
+    const std::string unfinished = path + "." + std::to_string(getpid());
+    std::ofstream(unfinished) << json(reason);
+    std::rename(unfinished.c_str(), path.c_str());  // readers find a whole file
+    is_written_ = true;
+  } catch (const std::exception&) {  // no memory, say
+  }
 }
 
 }  // namespace bucketwheel

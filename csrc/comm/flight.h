@@ -1,10 +1,13 @@
-// Flight ring: the last operations of a communicator, written out when it fails.
+// Flight ring: the last operations of a communicator, written out when it or one of its peers fails.
+// `python -m bucketwheel flight DIR` compares the rings of all ranks.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "comm/operation.h"
 
@@ -13,18 +16,32 @@ namespace bucketwheel {
 class FlightRing {
  public:
   static constexpr size_t kCapacity = 1024;
+  struct Identity {
+    std::string comm;
+    int rank = 0;
+    int world = 1;
+    const char* backend = "";
+  };
+  explicit FlightRing(Identity identity) : identity_(std::move(identity)) {}
 
   // Thread-safe. Operations are known by their seq; one that fell out of the ring is ignored.
   void issued(const Operation& op);
   void started(uint64_t seq);
   void finished(uint64_t seq, bool is_ok);
+  void captured(uint64_t seq);
 
-  // JSON: {"comm", "rank", "world", "backend", "reason", "operations": [{"seq", "kind", "tensors", "bytes", "state",
-  // "issued_s", "started_s", "finished_s"}]}, oldest first; times on the steady clock, null when not reached.
-  std::string json(const std::string& comm, int rank, int world, const char* backend, const std::string& reason) const;
+  // JSON: {"comm", "rank", "world", "backend", "pid", "host", "written_at" (seconds since 1970), "now_s", "reason",
+  // "operations": [{"seq", "kind", "tensors", "bytes", "state", "issued_s", "started_s", "finished_s"}]}, oldest first;
+  // times on the steady clock of the host, like "now_s"; null when not reached. "captured" is the state of an operation
+  // that belongs to a CUDA graph.
+  std::string json(const std::string& reason) const;
+  // To BW_TRACE_DIR/<comm>-rank<rank>.json, if that is set; what was there is replaced. Never throws: the failure that
+  // is being reported matters more than its report.
+  void write(const std::string& reason) noexcept;
+  bool is_written() const { return is_written_; }
 
  private:
-  enum class State : uint8_t { kIssued, kRunning, kDone, kFailed };
+  enum class State : uint8_t { kIssued, kRunning, kDone, kFailed, kCaptured };
   struct Entry {
     uint64_t seq = 0;
     Collective collective = Collective::kAllGather;
@@ -37,6 +54,9 @@ class FlightRing {
   };
   Entry* find(uint64_t seq);
 
+  const Identity identity_;
+  std::atomic<bool> is_written_{false};
+  std::mutex write_mutex_;
   mutable std::mutex mutex_;
   std::array<Entry, kCapacity> entries_;
   uint64_t last_seq_ = 0;

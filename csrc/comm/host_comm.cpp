@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <utility>
 
-#include "base/env.h"
 #include "base/error.h"
-#include "base/fork.h"
 #include "comm/exchange.h"
 
 namespace bucketwheel {
@@ -16,55 +13,35 @@ namespace {
 // How long the destructor waits for operations in flight.
 constexpr std::chrono::seconds kDestructorGrace{5};
 
-std::exception_ptr exception_of(const Failure& failure, const std::string& message) {
-  switch (failure.kind) {
-    case FailureKind::kPeer:
-      return std::make_exception_ptr(PeerError(failure.rank, message));
-    case FailureKind::kTimeout:
-      return std::make_exception_ptr(CommTimeout(message));
-    case FailureKind::kMismatch:
-      return std::make_exception_ptr(MismatchError(message));
-    case FailureKind::kClosed:
-      return std::make_exception_ptr(ClosedError(message));
-    case FailureKind::kNone:
-    case FailureKind::kAborted:
-    case FailureKind::kError:
-      break;
-  }
-  return std::make_exception_ptr(CommError(message));
-}
-
 }  // namespace
 
 HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<void> control_owner,
                    std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
-      fork_generation_(fork_generation()),
+      health_(options_.name, options_.rank, control.world()),
       control_owner_(std::move(control_owner)),
       team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
-      stream_(cpu_device().new_stream("bw-" + options_.name)) {}
+      stream_(cpu_device().new_stream("bw-" + options_.name)),
+      flight_({options_.name, options_.rank, control.world(), team_->transport().backend()}) {
+  if (world() > 1) {
+    watch_ = watch([this] { look(); });
+  }
+}
 
 HostComm::~HostComm() {
-  if (fork_generation_ != fork_generation()) {
-    (void)team_.release();  // its threads and locks are the parent's: leaked
+  if (health_.is_forked()) {
+    (void)team_.release();                          // its threads and locks are the parent's: leaked
+    new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
     return;
+  }
+  if (watch_ != nullptr) {
+    watch_->stop();
   }
   try {
     close(Clock::now() + kDestructorGrace);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
     team_->transport().leave();
   }
-}
-
-HandleRef HostComm::all_gather(std::span<const Segment> segments, const IssueOptions& options) {
-  expect_usable();
-  return issue(make_operation(Collective::kAllGather, segments, ReduceOp::kSum, nullptr, rank(), world()), options);
-}
-
-HandleRef HostComm::reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
-                                   const IssueOptions& options) {
-  expect_usable();
-  return issue(make_operation(Collective::kReduceScatter, segments, op, std::move(sink), rank(), world()), options);
 }
 
 HandleRef HostComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
@@ -86,6 +63,7 @@ HandleRef HostComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   flight_.issued(*op);
   stream.run([this, op, state] { execute(*op, *state); });
   seq_ = op->seq;
+  health_.set_last_seq(op->seq);
   state->done = stream.record(options.timing);
   last_done_ = state->done;
   last_was_own_stream_ = is_own_stream;
@@ -96,9 +74,8 @@ void HostComm::execute(const Operation& op, Handle::State& state) {
   flight_.started(op.seq);
   std::exception_ptr error;
   try {
-    if (has_failed_) {
-      std::lock_guard lock(error_mutex_);
-      error = error_;
+    if (health_.has_failed()) {
+      error = health_.error();
     } else {
       Exchange(*team_, op, timeout_from_now()).run();
     }
@@ -156,7 +133,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
     }
   } catch (const Failure& failure) {
     if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
-      throw CommTimeout(prefix(seq_) + failure.text);
+      throw CommTimeout(health_.prefix(seq_) + failure.text);
     }
     std::rethrow_exception(fail(failure, seq_));
   }
@@ -165,13 +142,13 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
 }
 
 void HostComm::abort(const std::string& why) noexcept {
-  if (fork_generation_ == fork_generation() && !is_closed_) {
+  if (!health_.is_forked() && !is_closed_) {
     fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why}, seq_);
   }
 }
 
 void HostComm::close(Deadline deadline) {
-  if (fork_generation_ != fork_generation()) {
+  if (health_.is_forked()) {
     return;  // the parent's communicator is not the child's to close
   }
   std::lock_guard lock(close_mutex_);
@@ -181,7 +158,7 @@ void HostComm::close(Deadline deadline) {
   EventRef last;
   {
     std::lock_guard issue_lock(issue_mutex_);
-    is_closing_ = true;
+    health_.start_closing();
     last = last_done_;
   }
   if (last && !last->synchronize(deadline)) {
@@ -196,19 +173,6 @@ void HostComm::close(Deadline deadline) {
   stream_->close();
 }
 
-void HostComm::expect_usable() const {
-  if (fork_generation_ != fork_generation()) {
-    throw DeviceError(prefix(seq_) + "the communicator belongs to the parent process; make a new one in the child");
-  }
-  if (is_closing_) {
-    throw ClosedError(prefix(seq_) + "the communicator is closed");
-  }
-  if (has_failed_) {
-    std::lock_guard lock(error_mutex_);
-    std::rethrow_exception(error_);
-  }
-}
-
 void HostComm::expect_peers(uint64_t seq, const std::function<bool(int)>& needs) {
   expect_usable();
   try {
@@ -218,39 +182,32 @@ void HostComm::expect_peers(uint64_t seq, const std::function<bool(int)>& needs)
   }
 }
 
-std::string HostComm::prefix(uint64_t seq) const {
-  return "[bucketwheel rank " + std::to_string(rank()) + "/" + std::to_string(world()) + " comm '" + options_.name +
-         "' seq " + std::to_string(seq) + "] ";
+std::exception_ptr HostComm::fail(const Failure& failure, const std::string& prefix) {
+  const Health::Verdict verdict = health_.fail(failure, prefix);
+  if (verdict.is_first) {
+    if (failure.kind == FailureKind::kClosed) {
+      team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});
+    } else {
+      team_->publish(failure);
+      if (options_.has_flight) {
+        flight_.write(verdict.message);
+      }
+    }
+    team_->stop(failure);
+  }
+  return verdict.error;
 }
 
-std::exception_ptr HostComm::fail(const Failure& failure, uint64_t seq) {
-  std::lock_guard lock(error_mutex_);
-  if (error_) {
-    return error_;
-  }
-  const std::string message = prefix(seq) + failure.text;
-  error_ = exception_of(failure, message);
-  has_failed_ = true;
-  if (failure.kind == FailureKind::kClosed) {
-    team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});
-  } else {
-    team_->publish(failure);
-    write_flight(message);
-  }
-  team_->stop(failure);
-  return error_;
-}
-
-void HostComm::write_flight(const std::string& reason) const noexcept {
-  if (env().trace_dir.empty()) {
+// Called by the watchdog. A rank that is busy elsewhere does not notice that a peer failed; its last operations are
+// written out all the same, for they may be why.
+void HostComm::look() {
+  if (!options_.has_flight || flight_.is_written() || health_.is_closing()) {
     return;
   }
   try {
-    std::string file = options_.name;
-    std::replace(file.begin(), file.end(), '/', '_');
-    std::ofstream out(env().trace_dir + "/" + file + "-rank" + std::to_string(rank()) + ".json");
-    out << flight_.json(options_.name, rank(), world(), backend(), reason);
-  } catch (const std::exception&) {  // the failure that is being reported matters more than its report
+    team_->expect_no_trouble({}, [] { return false; }, [](int) { return false; });
+  } catch (const Failure& failure) {
+    flight_.write(health_.prefix(seq_) + "(not noticed yet) " + failure.text);
   }
 }
 

@@ -10,7 +10,10 @@
 
 #include "comm/comm.h"
 #include "comm/flight.h"
+#include "comm/health.h"
+#include "comm/peers.h"
 #include "comm/team.h"
+#include "comm/watchdog.h"
 
 namespace bucketwheel {
 
@@ -18,9 +21,10 @@ struct HostCommOptions {
   int rank = 0;
   std::string name;
   std::chrono::nanoseconds timeout{};  // of an operation, from when the stream reaches it
+  bool has_flight = true;              // false: another communicator has the operations, and writes them out
 };
 
-class HostComm final : public Comm {
+class HostComm final : public Comm, public Peers {
  public:
   // `control_owner` keeps the memory under `control` mapped.
   HostComm(HostCommOptions options, Control control, std::shared_ptr<void> control_owner,
@@ -30,14 +34,13 @@ class HostComm final : public Comm {
 
   int rank() const override { return team_->rank(); }
   int world() const override { return team_->world(); }
-  const std::string& name() const override { return options_.name; }
+  const std::string& name() const override { return health_.name(); }
   const char* backend() const override { return team_->transport().backend(); }
   const PoolRef& pool() const override { return team_->transport().pool(); }
   StreamRef stream() const override { return stream_; }
 
-  HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options) override;
-  HandleRef reduce_scatter(std::span<const Segment> segments, ReduceOp op, std::shared_ptr<ReduceSink> sink,
-                           const IssueOptions& options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  void expect_usable() const override { health_.expect_usable(); }
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& why) noexcept override;
@@ -45,22 +48,20 @@ class HostComm final : public Comm {
 
   // ---- for a communicator that moves data by other means and leaves agreement and failure to this one
 
-  // Throws the communicator's error, or ClosedError.
-  void expect_usable() const;
-  // The same; and fails, and throws, when a rank for which needs(rank) holds has failed or left.
-  void expect_peers(uint64_t seq, const std::function<bool(int)>& needs);
-  // Makes `failure` the communicator's error, unless it has one, tells the peers, and returns the communicator's error.
-  std::exception_ptr fail(const Failure& failure, uint64_t seq);
-  Deadline timeout_from_now() const { return Clock::now() + options_.timeout; }
+  Health& health() override { return health_; }
+  std::chrono::nanoseconds timeout() const override { return options_.timeout; }
+  void expect_peers(uint64_t seq, const std::function<bool(int)>& needs) override;
+  std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
+  void leave(Deadline deadline) override { close(deadline); }
+  FlightRing& flight() { return flight_; }
 
  private:
-  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options);
   void execute(const Operation& op, Handle::State& state);
-  std::string prefix(uint64_t seq) const;
-  void write_flight(const std::string& reason) const noexcept;
+  std::exception_ptr fail(const Failure& failure, uint64_t seq) { return fail(failure, health_.prefix(seq)); }
+  void look();
 
   const HostCommOptions options_;
-  const uint64_t fork_generation_;
+  Health health_;
   const std::shared_ptr<void> control_owner_;
   std::unique_ptr<Team> team_;
   StreamRef stream_;
@@ -75,12 +76,9 @@ class HostComm final : public Comm {
   uint64_t posted_ = 0;
   uint64_t collected_ = 0;
 
-  mutable std::mutex error_mutex_;
-  std::exception_ptr error_;
-  std::atomic<bool> has_failed_{false};
-  std::atomic<bool> is_closing_{false};
   std::mutex close_mutex_;
   std::atomic<bool> is_closed_{false};
+  std::shared_ptr<Watch> watch_;
 };
 
 }  // namespace bucketwheel

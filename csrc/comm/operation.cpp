@@ -1,6 +1,8 @@
 #include "comm/operation.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <utility>
 
 #include "base/error.h"
@@ -11,14 +13,16 @@ namespace {
 std::string at(size_t segment) { return "segment " + std::to_string(segment) + ": "; }
 
 void check_reduction(const Operation& op) {
-  BW_EXPECTS(op.reduce == ReduceOp::kSum || op.reduce == ReduceOp::kAvg,
-             std::string("op '") + name_of(op.reduce) + "' is not supported: 'sum' and 'avg' are");
-  BW_EXPECTS(!op.sink || op.reduce == ReduceOp::kSum,
-             std::string("op '") + name_of(op.reduce) + "' does not go with a sink: 'sum' does");
+  const Reduction& reduction = op.reduction;
+  BW_EXPECTS(!op.sink || reduction.op == ReduceOp::kSum,
+             std::string("op '") + name_of(reduction.op) + "' does not go with a sink: 'sum' does");
+  BW_EXPECTS(std::isfinite(reduction.factor), "the factor of op 'premul' is " + std::to_string(reduction.factor));
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const DType dtype = op.segments[i].full.dtype;
-    BW_EXPECTS(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
-               at(i) + "reduce_scatter of " + name_of(dtype) + " is not supported: float32 and bfloat16 are");
+    const bool is_half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+    BW_EXPECTS(is_half || dtype == DType::kFloat32 || (dtype == DType::kFloat64 && !op.sink),
+               at(i) + "reduce_scatter of " + name_of(dtype) + " is not supported: float32, bfloat16, float16 and " +
+                   (op.sink ? "no other, with a sink, are" : "float64 are"));
   }
 }
 
@@ -28,10 +32,11 @@ void check_segment(const Operation& op, size_t i, int world) {
   if (full.dtype != shard.dtype) {
     throw TypeError(at(i) + "the full buffer is " + name_of(full.dtype) + ", the shard " + name_of(shard.dtype));
   }
-  BW_EXPECTS(shard.numel >= 0 && full.numel == world * shard.numel,
+  const int parts = op.collective == Collective::kBroadcast ? 1 : world;
+  BW_EXPECTS(shard.numel >= 0 && full.numel == parts * shard.numel,
              at(i) + "the full buffer has " + std::to_string(full.numel) + " elements, expected world (" +
                  std::to_string(world) + ") x " + std::to_string(shard.numel) + " of the shard");
-  const bool stores_shard = op.collective == Collective::kAllGather || !op.sink;
+  const bool stores_shard = op.collective != Collective::kReduceScatter || !op.sink;
   BW_EXPECTS(full.numel == 0 || (full.data != nullptr && (shard.data != nullptr || !stores_shard)),
              at(i) + "a tensor of " + std::to_string(full.numel) + " elements has no memory");
 }
@@ -115,10 +120,8 @@ const char* name_of(ReduceOp op) {
       return "sum";
     case ReduceOp::kAvg:
       return "avg";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kMin:
-      return "min";
+    case ReduceOp::kPreMul:
+      return "premul";
   }
   return "?";
 }
@@ -129,13 +132,17 @@ const char* name_of(Collective collective) {
       return "all_gather";
     case Collective::kReduceScatter:
       return "reduce_scatter";
+    case Collective::kBroadcast:
+      return "broadcast";
   }
   return "?";
 }
 
 void Operation::describe(RankRecord& record) const {
   record.collective = static_cast<uint8_t>(collective);
-  record.reduce = static_cast<uint8_t>(reduce);
+  record.reduce = static_cast<uint8_t>(reduction.op);
+  record.factor = reduction.factor;
+  record.root = root;
   record.tensors = segments.size();
   record.size_bytes = size_bytes;
   for (size_t i = 0; i < std::min(segments.size(), RankRecord::kShown); ++i) {
@@ -147,7 +154,11 @@ std::string text_of(const RankRecord& record) {
   const auto collective = static_cast<Collective>(record.collective);
   std::string out = name_of(collective);
   if (collective == Collective::kReduceScatter) {
-    out += std::string("(") + name_of(static_cast<ReduceOp>(record.reduce)) + ")";
+    const auto op = static_cast<ReduceOp>(record.reduce);
+    out += std::string("(") + name_of(op) + (op == ReduceOp::kPreMul ? " " + std::to_string(record.factor) : "") + ")";
+  }
+  if (collective == Collective::kBroadcast) {
+    out += " from rank " + std::to_string(record.root);
   }
   out += " of " + std::to_string(record.tensors) + (record.tensors == 1 ? " tensor, " : " tensors, ") +
          std::to_string(record.size_bytes) + " bytes:";
@@ -159,18 +170,21 @@ std::string text_of(const RankRecord& record) {
   return record.tensors > RankRecord::kShown ? out + ", ..." : out;
 }
 
-std::shared_ptr<Operation> make_operation(Collective collective, std::span<const Segment> segments, ReduceOp reduce,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::span<const Segment> segments,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world) {
   auto op = std::make_shared<Operation>();
-  op->collective = collective;
-  op->reduce = reduce;
+  static_cast<OperationKind&>(*op) = kind;
   op->segments.assign(segments.begin(), segments.end());
   op->sink = std::move(sink);
-  if (collective == Collective::kReduceScatter) {
+  if (kind.collective == Collective::kReduceScatter) {
     check_reduction(*op);
   }
+  BW_EXPECTS(kind.root >= 0 && kind.root < world,
+             "broadcast from rank " + std::to_string(kind.root) + " in a world of " + std::to_string(world));
   Hash hash;
-  hash.add(static_cast<uint64_t>(collective) << 8 | static_cast<uint64_t>(reduce));
+  hash.add(static_cast<uint64_t>(kind.collective) << 8 | static_cast<uint64_t>(kind.reduction.op));
+  hash.add(std::bit_cast<uint64_t>(kind.reduction.factor));
+  hash.add(static_cast<uint64_t>(kind.root));
   hash.add(segments.size());
   op->inputs.reserve(segments.size());
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -180,7 +194,9 @@ std::shared_ptr<Operation> make_operation(Collective collective, std::span<const
     op->size_bytes += segments[i].full.size_bytes();
     op->inputs.push_back(static_cast<const std::byte*>(op->input_of(i).data));
   }
-  check_overlap(*op, rank);
+  if (kind.collective != Collective::kBroadcast) {
+    check_overlap(*op, rank);
+  }
   op->signature = hash.value();
   return op;
 }

@@ -13,22 +13,27 @@
 
 namespace bucketwheel {
 
-enum class Collective : uint8_t { kAllGather, kReduceScatter };
 const char* name_of(Collective collective);
 const char* name_of(ReduceOp op);
 
-struct Operation {
+// What is done, without the tensors.
+struct OperationKind {
   Collective collective = Collective::kAllGather;
-  ReduceOp reduce = ReduceOp::kSum;
-  std::vector<Segment> segments;
+  Reduction reduction;  // of a reduce-scatter
+  int root = 0;         // of a broadcast
+};
+
+struct Operation : OperationKind {
+  std::vector<Segment> segments;  // of a broadcast: one, whose full buffer and shard are the tensor
   std::shared_ptr<ReduceSink> sink;
-  std::vector<const std::byte*> inputs;  // by segment: the shard of an all-gather, the full buffer of a reduce-scatter
-  size_t size_bytes = 0;                 // of the full buffers
-  uint64_t signature = 0;                // equal on all ranks
+  // By segment: the shard of an all-gather, the full buffer of a reduce-scatter, the tensor of a broadcast.
+  std::vector<const std::byte*> inputs;
+  size_t size_bytes = 0;   // of the full buffers
+  uint64_t signature = 0;  // equal on all ranks
   uint64_t seq = 0;
 
   const View& input_of(size_t segment) const {
-    return collective == Collective::kAllGather ? segments[segment].shard : segments[segment].full;
+    return collective == Collective::kReduceScatter ? segments[segment].full : segments[segment].shard;
   }
   // What it is, for peers; see text_of().
   void describe(RankRecord& record) const;
@@ -39,7 +44,7 @@ std::string text_of(const RankRecord& record);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.
-std::shared_ptr<Operation> make_operation(Collective collective, std::span<const Segment> segments, ReduceOp reduce,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::span<const Segment> segments,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world);
 
 }  // namespace bucketwheel

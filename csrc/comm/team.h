@@ -9,18 +9,11 @@
 #include <string>
 
 #include "comm/control.h"
+#include "comm/health.h"
 #include "comm/operation.h"
 #include "comm/transport.h"
 
 namespace bucketwheel {
-
-// Why the communicator cannot go on. Thrown inside comm/ only; HostComm turns it into the error that callers see.
-struct Failure {
-  FailureKind kind;
-  std::string text;
-  int rank = -1;     // kPeer: who died or left
-  uint64_t seq = 0;  // operations before this one are not affected; 0: all are
-};
 
 class Team {
  public:

@@ -169,7 +169,8 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_cons
   constexpr int kLanes = Reduce<kType>::kLanes;
   const ReduceLaunch& launch = reduce.launch;
   const Real divisor = static_cast<Real>(launch.divisor);
-  const bool divides = launch.divisor != 1.0;
+  const Real factor = static_cast<Real>(launch.factor);
+  const bool scales = launch.factor != 1.0 || launch.divisor != 1.0;
   for (int64_t chunk = blockIdx.x; chunk * kReduceCudaChunkNumel < launch.numel; chunk += gridDim.x) {
     const int64_t begin = chunk * kReduceCudaChunkNumel;
     const int64_t rest = launch.numel - begin;
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_cons
           Lanes<kType, kLanes> y = {};
 #pragma unroll
           for (int lane = 0; lane < kLanes; ++lane) {
-            y.set(lane, divides ? sum[lane] / divisor : sum[lane]);
+            y.set(lane, scales ? sum[lane] * factor / divisor : sum[lane]);
           }
           y.store_to_stay(to + i * kSizeOf<kType>);
         },
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_kernel(const __grid_cons
           for (int rank = 1; rank < launch.world; ++rank) {
             sum += load_element<kType>(launch.sources[rank], begin + i);
           }
-          store_element<kType>(to, i, divides ? sum / divisor : sum);
+          store_element<kType>(to, i, scales ? sum * factor / divisor : sum);
         });
   }
 }

@@ -18,7 +18,7 @@ struct CopyLaunch {
   int max_blocks = 0;
 };
 
-// to[i] = ((sources[0][i] + sources[1][i]) + ...) / divisor, in float32 (float64 for float64), rounded once to dtype.
+// to[i] = ((sources[0][i] + sources[1][i]) + ...) * factor / divisor, in float32 (float64 for float64), rounded once to dtype.
 inline constexpr int64_t kReduceCudaChunkNumel = 16384;
 struct ReduceLaunch {
   static constexpr int kMaxWorld = 64;
@@ -27,7 +27,9 @@ struct ReduceLaunch {
   int world = 1;
   DType dtype = DType::kFloat32;  // float32, bfloat16, float16 or float64
   int64_t numel = 0;
-  double divisor = 1.0;  // of the sum, before it is rounded: the world size for ReduceOp::kAvg
+  // Of the sum, before it is rounded.
+  double factor = 1.0;   // of ReduceOp::kPreMul
+  double divisor = 1.0;  // the world size for ReduceOp::kAvg
   int max_blocks = 0;
 };
 

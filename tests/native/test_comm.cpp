@@ -120,8 +120,8 @@ void check_values(Comm& comm, int64_t numel, bool uses_pool) {
   const Segment plain = segment(full, shard.data(), numel, world);
   const Segment sunk = segment(full, nullptr, numel, world);
   auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&by_sink});
-  const HandleRef first = comm.reduce_scatter({&plain, 1}, ReduceOp::kSum, nullptr, {});
-  const HandleRef second = comm.reduce_scatter({&sunk, 1}, ReduceOp::kSum, std::move(sink), {});
+  const HandleRef first = comm.reduce_scatter({&plain, 1}, {}, nullptr, {});
+  const HandleRef second = comm.reduce_scatter({&sunk, 1}, {}, std::move(sink), {});
   second->synchronize();
   CHECK(first->query());
   for (int64_t i = 0; i < numel; ++i) {
@@ -206,7 +206,7 @@ TEST(mixed_lists_and_a_sink_over_several_segments) {
     const std::vector<Segment> segments = {segment(a.data(), nullptr, 10'000, 3), segment(b.data(), nullptr, 3, 3),
                                            segment(c.data(), nullptr, 50'000, 3)};
     auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&out_a, &out_b, &out_c});
-    comm.reduce_scatter(segments, ReduceOp::kSum, std::move(sink), {})->synchronize();
+    comm.reduce_scatter(segments, {}, std::move(sink), {})->synchronize();
     CHECK(out_a == Floats(10'000, 3.0f) && out_b == Floats(3, 6.0f) && out_c == Floats(50'000, 12.0f));
   });
 }

@@ -1,0 +1,75 @@
+#include "comm/health.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+
+namespace bucketwheel {
+namespace {
+
+std::exception_ptr exception_of(const Failure& failure, const std::string& message) {
+  switch (failure.kind) {
+    case FailureKind::kPeer:
+      return std::make_exception_ptr(PeerError(failure.rank, message));
+    case FailureKind::kTimeout:
+      return std::make_exception_ptr(CommTimeout(message));
+    case FailureKind::kMismatch:
+      return std::make_exception_ptr(MismatchError(message));
+    case FailureKind::kClosed:
+      return std::make_exception_ptr(ClosedError(message));
+    case FailureKind::kNone:
+    case FailureKind::kAborted:
+    case FailureKind::kError:
+      break;
+  }
+  return std::make_exception_ptr(CommError(message));
+}
+
+}  // namespace
+
+Health::Health(std::string name, int rank, int world)
+    : name_(std::move(name)), rank_(rank), world_(world), fork_generation_(fork_generation()) {}
+
+std::string Health::prefix(uint64_t seq, const std::string& part) const {
+  return "[bucketwheel rank " + std::to_string(rank_) + "/" + std::to_string(world_) + " comm '" + name_ + part +
+         "' seq " + std::to_string(seq) + "] ";
+}
+
+bool Health::is_forked() const { return fork_generation_ != fork_generation(); }
+
+void Health::expect_usable() const {
+  if (is_forked()) {
+    throw DeviceError(prefix(last_seq_) +
+                      "the communicator belongs to the parent process; make a new one in the child");
+  }
+  if (is_closing_) {
+    throw ClosedError(prefix(last_seq_) + "the communicator is closed");
+  }
+  if (has_failed_) {
+    std::rethrow_exception(error());
+  }
+}
+
+Health::Verdict Health::fail(const Failure& failure, const std::string& prefix) {
+  std::lock_guard lock(mutex_);
+  const bool is_first = error_ == nullptr;
+  if (is_first) {
+    message_ = prefix + failure.text;
+    error_ = exception_of(failure, message_);
+    has_failed_ = true;
+  }
+  return {error_, message_, is_first};
+}
+
+std::exception_ptr Health::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::string Health::message() const {
+  std::lock_guard lock(mutex_);
+  return message_;
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,64 @@
+// Health: whether a communicator can go on, and if not, the error that everybody gets who asks it for something.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "comm/control.h"
+
+namespace bucketwheel {
+
+// Why the communicator cannot go on. Thrown inside comm/ only; Health turns it into the error that callers see.
+struct Failure {
+  FailureKind kind;
+  std::string text;
+  int rank = -1;     // kPeer: who died or left
+  uint64_t seq = 0;  // operations before this one are not affected; 0: all are
+};
+
+class Health {
+ public:
+  Health(std::string name, int rank, int world);
+
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+  // "[bucketwheel rank r/w comm 'name' seq n] "; `part` is appended to the name.
+  std::string prefix(uint64_t seq, const std::string& part = "") const;
+
+  void set_last_seq(uint64_t seq) { last_seq_ = seq; }  // for messages
+  // Throws the error; ClosedError after start_closing(); DeviceError in a forked child.
+  void expect_usable() const;
+  bool is_forked() const;  // the communicator is the parent process's
+
+  struct Verdict {
+    std::exception_ptr error;
+    std::string message;
+    bool is_first = false;
+  };
+  // Makes `failure` the error, its message behind `prefix`, unless there is one. Returns the error that stands.
+  Verdict fail(const Failure& failure, const std::string& prefix);
+  bool has_failed() const { return has_failed_; }
+  std::exception_ptr error() const;  // null while healthy
+  std::string message() const;       // of the error
+
+  void start_closing() { is_closing_ = true; }
+  bool is_closing() const { return is_closing_; }
+
+ private:
+  const std::string name_;
+  const int rank_;
+  const int world_;
+  const uint64_t fork_generation_;
+  mutable std::mutex mutex_;
+  std::exception_ptr error_;
+  std::string message_;
+  std::atomic<bool> has_failed_{false};
+  std::atomic<bool> is_closing_{false};
+  std::atomic<uint64_t> last_seq_{0};
+};
+
+}  // namespace bucketwheel
