@@ -201,10 +201,10 @@ def _archs(found: _build.Found) -> str | None:
 
 
 def _nccl_facts(core: dict[str, Any]) -> dict[str, Any]:
-    """The NCCL that would be used, torch's own version of it, and an ``error`` where there is none."""
+    """The NCCL that would be used, torch's version of it, and an ``error`` where there is none that can be used."""
     torchs = nccl.version_of_torch()
     if "error" in core or core["state"] == "missing":
-        return {"torch": torchs, "error": "unknown until the native module is built"}
+        return {"torch": torchs, "unknown": "until the native module is built"}
     try:
         return {"torch": torchs, **asdict(nccl.info())}
     except (DeviceError, ValueError) as error:
@@ -264,7 +264,8 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
         concerns.append(
             "there are GPUs, but torch sees none: is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
         )
-    if "error" in found["nccl"] and ("BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"])):
+    is_nccl_needed = "BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"] is not None)
+    if is_nccl_needed and "error" in found["nccl"]:
         concerns.append(found["nccl"]["error"])
     concerns += _not_covered(devices, found["modules"]["cuda"].get("archs"))
     return errors, concerns
@@ -325,8 +326,8 @@ def render(found: Facts) -> str:
 
 def _nccl_rows(facts: Facts) -> list[tuple[str, str]]:
     versus = f"torch has {facts['torch']}" if facts["torch"] else "torch has none"
-    if "error" in facts:
-        return [("nccl", f"{facts['error']} ({versus})")]
+    if "version" not in facts:
+        return [("nccl", f"{facts.get('error') or 'unknown ' + facts['unknown']} ({versus})")]
     gates = [name if there else f"no {name}" for name, there in facts["features"].items()]
     text = f"{nccl.version_text(facts['version'])} ({facts['path']}, {facts['found']}; {versus})"
     return [("nccl", text), ("", ", ".join(gates))]
