@@ -6,12 +6,14 @@ A test whose need is not met is skipped, with the reason; where the environment 
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu")
+NEEDS = ("nvcc", "gpu", "nccl")
 
 
 def required() -> set[str]:
@@ -37,3 +39,13 @@ def need_nvcc() -> None:
         _nvcc.nvcc_version(_nvcc.find_nvcc())
     except BuildError as error:
         unmet("nvcc", str(error).splitlines()[0])
+
+
+def need_nccl() -> Path:
+    """The folder of the package nvidia-nccl-cu13, with include/nccl.h and lib/libnccl.so.2."""
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        folder = Path(place) / "nccl"
+        if (folder / "include" / "nccl.h").is_file() and (folder / "lib" / "libnccl.so.2").is_file():
+            return folder
+    unmet("nccl", "the package nvidia-nccl-cu13 is not installed")

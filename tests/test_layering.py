@@ -36,7 +36,7 @@ MAY_INCLUDE = {
 PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
-    ["device"],
+    ["device", "nccl"],
     ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
     ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["foreign_step", "grad", "grad_owner", "hooks"],

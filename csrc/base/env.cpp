@@ -56,6 +56,14 @@ std::optional<Isa> read_isa(const char* name) {
   throw bad_value(name, value, "expected 'plain', 'avx2' or 'avx512'");
 }
 
+std::string read_absolute_path(const char* name) {
+  const std::string value = read(name);
+  if (!value.empty() && value.front() != '/') {
+    throw bad_value(name, value, "expected an absolute path");
+  }
+  return value;
+}
+
 Env* read_all() {
   Env env;
   const std::string stream = read("BW_HOST_STREAM");
@@ -67,6 +75,7 @@ Env* read_all() {
   env.pool_poison = read_flag("BW_POOL_POISON");
   env.cpu_isa = read_isa("BW_CPU_ISA");
   env.trace_dir = read("BW_TRACE_DIR");
+  env.nccl_lib = read_absolute_path("BW_NCCL_LIB");
   return new Env(env);
 }
 

@@ -21,6 +21,8 @@ struct Env {
   std::optional<Isa> cpu_isa;
   // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
   std::string trace_dir;
+  // BW_NCCL_LIB=path: the NCCL to use, an absolute path; empty: the one that torch loaded, else the first found.
+  std::string nccl_lib;
 };
 
 // ValueError when a variable holds what it cannot mean.

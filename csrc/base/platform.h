@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include <dlfcn.h>
+
 #if defined(__x86_64__)
 #define BW_X86_64 1
 #include <cpuid.h>
@@ -38,6 +40,15 @@ namespace bucketwheel {
 inline constexpr bool kIsCompiledByNvcc = true;
 #else
 inline constexpr bool kIsCompiledByNvcc = false;
+#endif
+}  // namespace bucketwheel
+
+// The flag of dlopen for a library that must see its own symbols before those of the process. Sanitizers refuse it.
+namespace bucketwheel {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr int kDeepBind = 0;
+#else
+inline constexpr int kDeepBind = RTLD_DEEPBIND;
 #endif
 }  // namespace bucketwheel
 

@@ -7,6 +7,7 @@
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
+#include "bindings/nccl_py.h"
 #include "bindings/norm_cuda_py.h"
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
@@ -23,6 +24,7 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_adam(m);
   bucketwheel::bind_adam_cuda(m);
   bucketwheel::bind_comm(m);
+  bucketwheel::bind_nccl(m);
   bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_bucket(m);
 }

@@ -17,22 +17,23 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bucketwheel import _build, _cache, _compile, _nvcc, _toolchain
+from bucketwheel import _build, _cache, _compile, _nvcc, _toolchain, nccl
 from bucketwheel._toolchain import CPU, CUDA, Module
 from bucketwheel._version import __version__
-from bucketwheel.errors import BuildError
+from bucketwheel.errors import BuildError, DeviceError
 
 __all__ = ["add_arguments", "facts", "judge", "main", "render"]
 
 _MODULES = {module.kind: module for module in (CPU, CUDA)}
 _VARIABLES = (
     *("BW_", "CXX", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVCC", "TORCH_CUDA_ARCH_LIST"),
-    *("NCCL_LAUNCH_ORDER_IMPLICIT", "XDG_CACHE_HOME"),
+    *("NCCL_", "XDG_CACHE_HOME"),
 )
 
 Facts = dict[str, Any]
@@ -56,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
 def facts(build: Sequence[str] = ()) -> Facts:
     """All that is to be known, as values that JSON can hold. Builds the modules of these kinds first."""
     built = {kind: _built(_MODULES[kind]) for kind in build}
+    modules = {kind: {**_state(module), **built.get(kind, {})} for kind, module in _MODULES.items()}
     return {
         "bucketwheel": {"version": __version__, "path": str(Path(__file__).parent)},
         "python": {
@@ -66,7 +68,8 @@ def facts(build: Sequence[str] = ()) -> Facts:
         "torch": {"version": str(torch.__version__), "cuda": torch.version.cuda, "dlpack": _dlpack_version()},
         "tools": _tools(),
         "gpus": _gpus(),
-        "modules": {kind: {**_state(module), **built.get(kind, {})} for kind, module in _MODULES.items()},
+        "modules": modules,
+        "nccl": _nccl_facts(modules["cpu"]),
         "cache": _cache_facts(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
@@ -197,6 +200,17 @@ def _archs(found: _build.Found) -> str | None:
     return str(archs) if archs else None
 
 
+def _nccl_facts(core: dict[str, Any]) -> dict[str, Any]:
+    """The NCCL that would be used, torch's version of it, and an ``error`` where there is none that can be used."""
+    torchs = nccl.version_of_torch()
+    if "error" in core or core["state"] == "missing":
+        return {"torch": torchs, "unknown": "until the native module is built"}
+    try:
+        return {"torch": torchs, **asdict(nccl.info())}
+    except (DeviceError, ValueError) as error:
+        return {"torch": torchs, "error": str(error)}
+
+
 def _cache_facts() -> dict[str, Any]:
     try:
         folder = _cache.cache_dir()
@@ -250,6 +264,9 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
         concerns.append(
             "there are GPUs, but torch sees none: is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
         )
+    is_nccl_needed = "BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"] is not None)
+    if is_nccl_needed and "error" in found["nccl"]:
+        concerns.append(found["nccl"]["error"])
     concerns += _not_covered(devices, found["modules"]["cuda"].get("archs"))
     return errors, concerns
 
@@ -294,6 +311,7 @@ def render(found: Facts) -> str:
         text += f", for {module['archs']}" if module.get("archs") else ""
         text += f", ready after {module['seconds']} s" if "seconds" in module else ""
         rows.append((f"_{kind}", text))
+    rows += _nccl_rows(found["nccl"])
     if cache["path"]:
         size = sum(cache["entries"].values()) / 2**20
         notes = "" if cache["writable"] else ", cannot be written"
@@ -304,3 +322,12 @@ def render(found: Facts) -> str:
     lines = [f"{name:12} {text}" for name, text in rows]
     lines += [f"\nwarning: {text}" for text in found["warnings"]] + [f"\nbroken: {text}" for text in found["errors"]]
     return "\n".join([*lines, "", ("all well", "works, with warnings", "broken")[found["status"]]])
+
+
+def _nccl_rows(facts: Facts) -> list[tuple[str, str]]:
+    versus = f"torch has {facts['torch']}" if facts["torch"] else "torch has none"
+    if "version" not in facts:
+        return [("nccl", f"{facts.get('error') or 'unknown ' + facts['unknown']} ({versus})")]
+    gates = [name if there else f"no {name}" for name, there in facts["features"].items()]
+    text = f"{nccl.version_text(facts['version'])} ({facts['path']}, {facts['found']}; {versus})"
+    return [("nccl", text), ("", ", ".join(gates))]

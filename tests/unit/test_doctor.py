@@ -72,6 +72,18 @@ def test_build(tree: TinyTree) -> None:
     assert len(tree.compiled()) == 4
 
 
+def test_nccl(tree: TinyTree) -> None:
+    assert "nccl         unknown until the native module is built" in run(tree, status=0)
+    tree.run()
+    found = run(tree, "--json", status=0, NCCL_DEBUG="WARN")
+    assert found["nccl"]["path"] == "/tiny/libnccl.so.2" and found["nccl"]["version"] == 22809
+    assert found["nccl"]["features"] == {"windows": True, "symmetric_avg": False}
+    assert found["environment"]["NCCL_DEBUG"] == "WARN"
+    text = run(tree, status=0)
+    assert "nccl         2.28.9 (/tiny/libnccl.so.2, the system; torch has " in text
+    assert "windows, no symmetric_avg" in text
+
+
 def test_a_broken_build_is_status_2(tree: TinyTree) -> None:
     tree.write("base/second.cpp", "#error not today\n")
     text = run(tree, "--build", "cpu", status=2)
@@ -165,6 +177,7 @@ def well(**changes: Any) -> doctor.Facts:
         "modules": {"cpu": {"state": "cached", "path": "/cache/_cpu.so"}, "cuda": cuda},
         "cache": {"path": "/cache", "writable": True, "network": False, "entries": {}, "builders": {}},
         "environment": {},
+        "nccl": {"torch": "2.28.9", "path": "/nccl", "found": "loaded already", "version": 22809, "features": {}},
         **changes,
     }
 
@@ -182,11 +195,21 @@ def test_all_well() -> None:
         ({"cache": {**well()["cache"], "network": True}}, "network file system"),
         ({"cache": {**well()["cache"], "writable": False}}, "cannot be written: name another"),
         ({"cache": {"path": None, "error": "the cache folder /tmp/x cannot be used"}}, "cannot be used"),
+        ({"nccl": {"torch": "2.28.9", "error": "NCCL: none was found"}}, "none was found"),
     ],
 )
 def test_warnings(changes: dict[str, Any], says: str) -> None:
     errors, concerns = doctor.judge(well(**changes))
     assert errors == [] and len(concerns) == 1 and says in concerns[0]
+
+
+def test_a_missing_nccl_matters_only_where_it_is_needed() -> None:
+    """With GPUs and a torch for them, or where the user named one."""
+    no_nccl = {"torch": None, "error": "NCCL: none was found"}
+    on_cpu = well(gpus={"devices": [], "driver": None, "torch_sees_them": False}, nccl=no_nccl)
+    assert doctor.judge(on_cpu) == ([], [])
+    assert doctor.judge({**on_cpu, "environment": {"BW_NCCL_LIB": "/x"}}) == ([], ["NCCL: none was found"])
+    assert doctor.judge(well(nccl={"torch": "2.28.9", "unknown": "until the native module is built"})) == ([], [])
 
 
 def test_a_torch_without_the_exchange_api_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

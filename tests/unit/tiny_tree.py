@@ -15,12 +15,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
 # doctor.py and __main__.py need torch, the others nothing.
 REAL = ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py")
-REAL += ("doctor.py", "__main__.py")
+REAL += ("doctor.py", "nccl.py", "__main__.py")
 
 MODULE = """
 #include <Python.h>
 #include "base/answer.h"
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+static PyObject* set_nccl_folders(PyObject*, PyObject*) { Py_RETURN_NONE; }
+static PyObject* nccl_info(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:s,s:s,s:i,s:{s:O,s:O}}", "path", "/tiny/libnccl.so.2", "found", "the system", "version", 22809,
+                       "features", "windows", Py_True, "symmetric_avg", Py_False);
+}
+static PyMethodDef methods[] = {{"set_nccl_folders", set_nccl_folders, METH_O, nullptr},
+                                {"nccl_info", nccl_info, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cpu() {
   PyObject* module = PyModule_Create(&definition);
   PyModule_AddIntConstant(module, "answer", ANSWER);

@@ -1,0 +1,158 @@
+"""The NCCL that is found, how, and what is said where it cannot be used. The real library loads without a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bucketwheel import nccl
+from tests.requirements import need_nccl
+
+LIBRARY = "lib/libnccl.so.2"
+PRINT = "from bucketwheel import nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
+EMPTY = "int nothing;\n"
+
+
+def run(code: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """A process with no NCCL settings but ``changes``."""
+    kept = {name: value for name, value in os.environ.items() if name != "BW_NCCL_LIB"}
+    env = {**kept, "PYTHONPATH": os.pathsep.join(sys.path), **{k: v for k, v in changes.items() if v is not None}}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def found_by(code: str = PRINT, **changes: str | None) -> list[str]:
+    done = run(code, **changes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().split("|")
+
+
+def error_of(code: str = PRINT, **changes: str | None) -> str:
+    done = run(code, **changes)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def folder() -> Path:
+    return need_nccl()
+
+
+@pytest.fixture
+def not_nccl(tmp_path: Path) -> Path:
+    """A library named like NCCL, without any of its functions."""
+    (tmp_path / "empty.cpp").write_text(EMPTY)
+    path = tmp_path / "libnccl.so.2"
+    compiler = os.environ.get("CXX", "c++").split()
+    argv = [*compiler, "-shared", "-fPIC", str(tmp_path / "empty.cpp"), "-Wl,-soname,libnccl.so.2", "-o", str(path)]
+    subprocess.run(argv, check=True, timeout=100)
+    return path
+
+
+def version_of_package() -> int:
+    major, minor, patch = importlib.metadata.version("nvidia-nccl-cu13").split(".")[:3]
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def test_the_real_library_answers(folder: Path) -> None:
+    code = (
+        "from bucketwheel import nccl; info = nccl.info(); ids = [nccl.unique_id() for _ in range(3)];"
+        "assert len(set(ids)) == 3 and all(len(one) == 128 for one in ids);"
+        "print(info.version, sorted(k for k, there in info.features.items() if there), nccl.error_string(0),"
+        "nccl.error_string(5), sep='|')"
+    )
+    version, features, fine, usage = found_by(code, BW_NCCL_LIB=str(folder / LIBRARY))
+    assert int(version) == version_of_package()
+    assert features == str(
+        ["multi_rank_gpu", "revoke", "shrink", "symmetric_avg", "windows", "zero_cta"]
+    )  # of 2.30, which constraints.txt names
+    assert fine == "no error"
+    assert usage.startswith("invalid usage")
+
+
+def test_versions_are_told_as_nccl_tells_them() -> None:
+    assert nccl.version_text(22809) == "2.28.9"
+    assert nccl.version_text(23007) == "2.30.7"
+
+
+def test_a_package_is_found(folder: Path) -> None:
+    assert str(folder / "lib") in nccl.folders()
+    how, path, version = found_by()
+    assert how == "a Python package"
+    assert path == str(folder / LIBRARY)
+    assert int(version) == version_of_package()
+
+
+def test_what_is_loaded_already_comes_before_packages(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "libnccl.so.2"
+    shutil.copy(folder / LIBRARY, other)
+    how, path, _ = found_by(f"import ctypes; ctypes.CDLL({str(other)!r}); {PRINT}")
+    assert (how, path) == ("loaded already", str(other))
+
+
+def test_the_variable_comes_first(folder: Path, tmp_path: Path) -> None:
+    """Another copy than the loaded one."""
+    other = tmp_path / "libnccl.so.2"
+    shutil.copy(folder / LIBRARY, other)
+    code = f"import ctypes; ctypes.CDLL({str(folder / LIBRARY)!r}); {PRINT}"
+    how, path, _ = found_by(code, BW_NCCL_LIB=str(other))
+    assert (how, path) == ("BW_NCCL_LIB", str(other))
+
+
+def test_the_system_comes_last(folder: Path) -> None:
+    code = f"from bucketwheel import nccl; nccl.folders = lambda: []; {PRINT}"
+    how, path, _ = found_by(code, LD_LIBRARY_PATH=str(folder / "lib"))
+    assert (how, path) == ("the system", str(folder / LIBRARY))
+
+
+def test_folders_without_it_are_passed_over(folder: Path, tmp_path: Path) -> None:
+    folders = [str(tmp_path), str(folder / "lib")]
+    how, path, _ = found_by(f"from bucketwheel import nccl; nccl.folders = lambda: {folders!r}; {PRINT}")
+    assert (how, path) == ("a Python package", str(folder / LIBRARY))
+
+
+def test_none_anywhere(tmp_path: Path) -> None:
+    code = f"from bucketwheel import nccl; nccl.folders = lambda: [{str(tmp_path)!r}]; {PRINT}"
+    if (done := run(code)).returncode == 0:
+        pytest.skip(f"the system has an NCCL: {done.stdout}")
+    error = error_of(code)
+    assert error.startswith("bucketwheel.errors.DeviceError: NCCL: no libnccl.so.2 is loaded, and none was found in ")
+    assert str(tmp_path) in error
+    assert "install the package nvidia-nccl-cu13" in error
+    twice = (
+        f"from bucketwheel import nccl; nccl.folders = lambda: []\n"
+        f"from bucketwheel.errors import DeviceError\ntry: nccl.info()\nexcept DeviceError: pass\n{PRINT}"
+    )
+    assert "DeviceError: NCCL: no libnccl.so.2" in error_of(twice)
+
+
+def test_a_relative_path_is_refused() -> None:
+    error = error_of(BW_NCCL_LIB="libnccl.so.2")
+    assert error == "ValueError: environment variable BW_NCCL_LIB='libnccl.so.2': expected an absolute path"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "libnccl.so.2"
+    error = error_of(BW_NCCL_LIB=str(path))
+    assert error.startswith(f"bucketwheel.errors.DeviceError: NCCL: {path} (BW_NCCL_LIB) cannot be used: ")
+    assert "No such file" in error
+    assert "BW_NCCL_LIB to the absolute path" in error
+
+
+def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
+    """Also where a package holds it: what is there and cannot be used is not passed over in silence."""
+    for error in (
+        error_of(BW_NCCL_LIB=str(not_nccl)),
+        error_of(f"from bucketwheel import nccl; nccl.folders = lambda: [{str(not_nccl.parent)!r}]; {PRINT}"),
+    ):
+        assert f"NCCL: {not_nccl} (" in error
+        assert "it has no ncclGetVersion, ncclGetUniqueId, " in error
+        assert "ncclRedOpDestroy" in error
+        assert "ncclCommRevoke" not in error  # optional
