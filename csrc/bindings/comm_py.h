@@ -121,7 +121,7 @@ inline Reduction reduction_of(py::handle op) {
   if (py::isinstance<py::str>(op)) {
     const auto name = op.cast<std::string>();
     BW_EXPECTS(name == "sum" || name == "avg", "op '" + name + "' is not supported: 'sum', 'avg' and PreMulSum are");
-    return {name == "sum" ? ReduceOp::kSum : ReduceOp::kAvg};
+    return {name == "sum" ? ReduceOp::kSum : ReduceOp::kAvg, 1.0};
   }
   return {ReduceOp::kPreMul, op.cast<double>()};
 }
@@ -151,12 +151,12 @@ inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, Strea
 inline std::shared_ptr<Request> make_all_gather_request(const CommRef& comm, const py::sequence& outputs,
                                                         const py::sequence& inputs) {
   TensorSegments tensors("outputs", outputs, "inputs", inputs, *comm);
-  return tensors.request(comm, {Collective::kAllGather});
+  return tensors.request(comm, {Collective::kAllGather, {}, 0});
 }
 
 inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm, const py::sequence& outputs,
                                                             const py::sequence& inputs, py::handle op) {
-  const OperationKind kind{Collective::kReduceScatter, reduction_of(op)};
+  const OperationKind kind{Collective::kReduceScatter, reduction_of(op), 0};
   TensorSegments tensors("inputs", inputs, "outputs", outputs, *comm);
   return tensors.request(comm, kind);
 }

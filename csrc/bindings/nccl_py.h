@@ -1,13 +1,26 @@
-// Bindings of comm/nccl_api.h: which NCCL there is.
+// Bindings of comm/nccl_api.h, comm_nccl.h and peers_store.h: which NCCL there is, and communicators over it.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
 #include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "bindings/comm_py.h"
+#include "bindings/device_py.h"
+#include "comm/comm_nccl.h"
+#include "comm/host_comm.h"
 #include "comm/nccl_api.h"
+#include "comm/peers_store.h"
 
 namespace bucketwheel {
 
@@ -43,11 +56,195 @@ inline py::bytes nccl_unique_id() {
   return py::bytes(id.internal, sizeof(id.internal));
 }
 
+// A function of Python's for threads that do not hold the GIL; it takes it to end.
+inline std::shared_ptr<const py::function> held_function(const py::object& function) {
+  return {new py::function(function), [](const py::function* owned) {
+            const py::gil_scoped_acquire locked;
+            delete owned;
+          }};
+}
+
+inline NcclUniqueId unique_id_of(const py::bytes& bytes) {
+  const std::string_view view = bytes;
+  NcclUniqueId id{};
+  BW_EXPECTS(view.size() == sizeof(id.internal), "a unique id of " + std::to_string(view.size()) + " bytes");
+  view.copy(id.internal, view.size());
+  return id;
+}
+
+inline void set_config(NcclConfig& config, const std::string& name, int value) {
+  const std::pair<const char*, int NcclConfig::*> fields[] = {{"blocking", &NcclConfig::blocking},
+                                                              {"cga_cluster_size", &NcclConfig::cga_cluster_size},
+                                                              {"min_ctas", &NcclConfig::min_ctas},
+                                                              {"max_ctas", &NcclConfig::max_ctas},
+                                                              {"split_share", &NcclConfig::split_share},
+                                                              {"traffic_class", &NcclConfig::traffic_class},
+                                                              {"collnet_enable", &NcclConfig::collnet_enable},
+                                                              {"cta_policy", &NcclConfig::cta_policy}};
+  std::string known;
+  for (const auto& [field, member] : fields) {
+    if (name == field) {
+      config.*member = value;
+      return;
+    }
+    known += std::string(known.empty() ? "" : ", ") + field;
+  }
+  throw ValueError("NCCL has no option '" + name + "' that can be set here: " + known + " and net_name can");
+}
+
+// `check` (or None) is called as NcclOptions::check, with the GIL.
+inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::string net_name, bool registers_memory,
+                                PoolRef pool, bool serialises, const py::object& check) {
+  NcclOptions options;
+  for (const auto& [name, value] : config) {
+    set_config(options.config, name, value);
+  }
+  options.net_name = std::move(net_name);
+  options.registers_memory = registers_memory;
+  options.pool = std::move(pool);
+  options.serialises = serialises;
+  if (!check.is_none()) {
+    options.check = [function = held_function(check)](const std::string& comm, uint64_t seq, const std::string& text) {
+      const py::gil_scoped_acquire locked;
+      (*function)(comm, seq, text);
+    };
+  }
+  return options;
+}
+
+inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock::now() + timeout; }
+
+inline void bind_peers(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<Peers, PeersRef>(m, "Peers").def("expect_usable", [](Peers& self) { self.health().expect_usable(); });
+  py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
+      .def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
+                       const py::object& collect) {
+             StorePeers::Agreement agreement;
+             agreement.post = [post = held_function(post)](std::span<const std::byte> payload) {
+               const py::gil_scoped_acquire locked;
+               (*post)(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
+             };
+             agreement.collect = [collect = held_function(collect)](Deadline deadline, const auto&) {
+               const py::gil_scoped_acquire locked;
+               const std::chrono::duration<double> left =
+                   deadline ? *deadline - Clock::now() : std::chrono::duration<double>(0);
+               const py::object timeout = deadline ? py::object(py::float_(left.count())) : py::object(py::none());
+               StorePeers::Payloads payloads;
+               for (const py::handle item : (*collect)(timeout)) {
+                 const std::string_view view = py::cast<std::string_view>(item);
+                 const auto* const begin = reinterpret_cast<const std::byte*>(view.data());
+                 payloads.emplace_back(begin, begin + view.size());
+               }
+               return payloads;
+             };
+             return std::make_shared<StorePeers>(std::move(name), rank, world, expect_timeout(timeout_s),
+                                                 std::move(agreement));
+           }),
+           py::arg("name"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("post"),
+           py::arg("collect"))
+      .def(
+          "take_report",
+          [](StorePeers& self, double timeout) -> std::optional<std::tuple<int, std::string, int, uint64_t>> {
+            std::optional<Failure> report;
+            {
+              py::gil_scoped_release unlocked;
+              report = self.take_report(deadline_of(timeout));
+            }
+            if (!report) {
+              return std::nullopt;
+            }
+            return std::tuple{static_cast<int>(report->kind), report->text, report->rank, report->seq};
+          },
+          py::arg("timeout"))
+      .def(
+          "deliver",
+          [](StorePeers& self, int kind, std::string text, int rank, uint64_t seq) {
+            BW_EXPECTS(kind > 0 && kind <= static_cast<int>(FailureKind::kClosed), "failure " + std::to_string(kind));
+            self.deliver({static_cast<FailureKind>(kind), std::move(text), rank, seq});
+            wake_watchdog();
+          },
+          py::arg("kind"), py::arg("text"), py::arg("rank"), py::arg("seq"), Unlocked())
+      .def(
+          "lose",
+          [](StorePeers& self, int rank, bool has_left) {
+            self.lose(rank, has_left);
+            wake_watchdog();
+          },
+          py::arg("rank"), py::arg("has_left"), Unlocked())
+      .def(
+          "trouble",
+          [](StorePeers& self, const std::vector<int>& needs, const std::string& what) {
+            const auto is_needed = [&](int rank) { return std::ranges::find(needs, rank) != needs.end(); };
+            if (const auto failure = self.trouble(0, is_needed, what.c_str())) {
+              std::rethrow_exception(self.fail(*failure, self.health().prefix(0)));
+            }
+          },
+          py::arg("needs"), py::arg("what"), Unlocked())
+      .def(
+          "time_out",
+          [](StorePeers& self, std::string text) {
+            std::rethrow_exception(self.fail({FailureKind::kTimeout, std::move(text), -1, 0}, self.health().prefix(0)));
+          },
+          py::arg("text"), Unlocked())
+      .def_property_readonly("has_left", &StorePeers::has_left);
+  m.def(
+      "peers_of",
+      [](const CommRef& comm) -> PeersRef {
+        auto host = std::dynamic_pointer_cast<HostComm>(comm);
+        BW_EXPECTS(host != nullptr, "only a communicator of ranks that share a host can stand for their agreement");
+        host->leave_flight_to_another();
+        return host;
+      },
+      py::arg("comm"));
+}
+
 inline void bind_nccl(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("set_nccl_folders", &set_nccl_folders, py::arg("folders"));
   m.def("nccl_info", &nccl_info);
   m.def("nccl_unique_id", &nccl_unique_id);
   m.def("nccl_error_string", [](int code) { return std::string(nccl_api().get_error_string(code)); }, py::arg("code"));
+  bind_peers(m);
+  py::class_<NcclOptions>(m, "NcclOptions")
+      .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),
+           py::arg("pool"), py::arg("serialises"), py::arg("check"));
+  py::class_<NcclComm, Comm, NcclComm::Ref>(m, "NcclComm")
+      .def_property_readonly("has_windows", &NcclComm::has_windows)
+      .def("register_pool", &NcclComm::register_pool, Unlocked())
+      .def(
+          "split",
+          [](NcclComm& self, const PeersRef& peers, int color, int key, const NcclOptions& options, double timeout_s) {
+            return released_without_gil(
+                self.split(peers, color, key, options, deadline_after(expect_timeout(timeout_s))));
+          },
+          py::arg("peers").none(true), py::arg("color"), py::arg("key"), py::arg("options"), py::arg("timeout_s"),
+          Unlocked());
+  m.def(
+      "make_nccl_comm",
+      [](const PeersRef& peers, int device, const py::bytes& id, const NcclOptions& options, double timeout_s) {
+        const NcclUniqueId unique_id = unique_id_of(id);
+        const Deadline deadline = deadline_after(expect_timeout(timeout_s));
+        py::gil_scoped_release unlocked;
+        return released_without_gil(NcclComm::make(peers, device, unique_id, options, deadline));
+      },
+      py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
+  m.def(
+      "make_nccl_pair",
+      [](const PeersRef& peers, int device, const py::bytes& id, const NcclOptions& options, double timeout_s) {
+        const NcclUniqueId unique_id = unique_id_of(id);
+        const Deadline deadline = deadline_after(expect_timeout(timeout_s));
+        py::gil_scoped_release unlocked;
+        auto [gathers, reduces] = NcclComm::pair(peers, device, unique_id, options, deadline);
+        return std::pair(released_without_gil(std::move(gathers)), released_without_gil(std::move(reduces)));
+      },
+      py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
+  m.def(
+      "borrow_nccl_comm",
+      [](const PeersRef& peers, int device, uintptr_t comm, const NcclOptions& options) {
+        return released_without_gil(NcclComm::borrow(peers, device, reinterpret_cast<NcclCommRef>(comm), options));
+      },
+      py::arg("peers"), py::arg("device"), py::arg("comm"), py::arg("options"), Unlocked());
 }
 
 }  // namespace bucketwheel

@@ -8,13 +8,13 @@ namespace bucketwheel {
 
 HandleRef Comm::all_gather(std::span<const Segment> segments, const IssueOptions& options) {
   expect_usable();
-  return issue(make_operation({Collective::kAllGather}, segments, nullptr, rank(), world()), options);
+  return issue(make_operation({Collective::kAllGather, {}, 0}, segments, nullptr, rank(), world()), options);
 }
 
 HandleRef Comm::reduce_scatter(std::span<const Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
                                const IssueOptions& options) {
   expect_usable();
-  return issue(make_operation({Collective::kReduceScatter, reduction}, segments, std::move(sink), rank(), world()),
+  return issue(make_operation({Collective::kReduceScatter, reduction, 0}, segments, std::move(sink), rank(), world()),
                options);
 }
 

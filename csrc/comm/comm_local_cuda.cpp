@@ -238,19 +238,27 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
   }
   std::lock_guard lock(issue_mutex_);
   const uint64_t seq = seq_ + 1;
-  host_->expect_peers(seq, [](int) { return false; });  // one that has failed will not come
+  host_->expect_usable();
+  if (const auto failure = host_->trouble(seq, [](int) { return false; }, "the operation")) {
+    std::rethrow_exception(host_->fail(*failure, host_->health().prefix(seq)));  // one that has failed will not come
+  }
   op->seq = seq;
   const Deadline deadline = host_->timeout_from_now();
   // Called by threads that wait for the peers to issue.
   auto poll = [host = host_, board = board_, seq, deadline] {
+    const std::string what = "operation " + std::to_string(seq);
+    const std::string prefix = host->health().prefix(seq);
     const auto is_missing = [&](int r) { return !board->has_arrived(r, seq); };
-    host->expect_peers(seq, is_missing);
+    host->expect_usable();
+    if (const auto failure = host->trouble(seq, is_missing, what.c_str())) {
+      std::rethrow_exception(host->fail(*failure, prefix));
+    }
     if (has_passed(deadline)) {
-      std::string text = "timeout in operation " + std::to_string(seq) + ". Not arrived:";
+      std::string text = "timeout in " + what + ". Not arrived:";
       for (int r = 0; r < host->world(); ++r) {
         text += is_missing(r) ? " rank " + std::to_string(r) : "";
       }
-      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, host->health().prefix(seq)));
+      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, prefix));
     }
   };
   auto done = std::make_shared<DeferredEvent>(std::move(poll));

@@ -37,6 +37,10 @@ struct RankRecord {
   alignas(kCacheLineBytes) std::atomic<uint64_t> posted;
   uint64_t payload_bytes[2];
 
+  // How far each data path that is not this segment's has issued.
+  static constexpr int kPaths = 2;
+  alignas(kCacheLineBytes) std::atomic<uint64_t> issued[kPaths];
+
   // The doorbell: peers (and threads of the rank) ring it after they changed something the rank may sleep on.
   alignas(kCacheLineBytes) std::atomic<uint32_t> bell;
   std::atomic<uint32_t> sleepers;

@@ -1,14 +1,46 @@
 #include "comm/handle.h"
 
+#include <chrono>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "device/deferred_event.h"
 
 namespace bucketwheel {
+namespace {
+
+constexpr std::chrono::milliseconds kSlice{50};
+
+}  // namespace
+
+bool Fate::complete() {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::kRunning) {
+    state_ = State::kDone;
+  }
+  return state_ == State::kDone;
+}
+
+void Fate::fail(std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::kRunning) {
+    state_ = State::kFailed;
+    error_ = std::move(error);
+  }
+}
+
+void Fate::rethrow() const {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::kFailed) {
+    std::rethrow_exception(error_);
+  }
+}
 
 void Handle::rethrow() const {
-  if (state_->error) {
+  if (state_->fate) {
+    state_->fate->rethrow();
+  } else if (state_->error) {
     std::rethrow_exception(state_->error);
   }
 }
@@ -16,13 +48,34 @@ void Handle::rethrow() const {
 void Handle::wait(Stream* stream) {
   if (stream == nullptr) {
     synchronize();
-  } else {
-    stream->wait(state_->done);
+    return;
   }
+  if (state_->fate) {
+    rethrow();
+  }
+  stream->wait(state_->done);
+}
+
+bool Handle::await_done(Deadline deadline) const {
+  if (!state_->fate) {
+    return state_->done->synchronize(deadline);
+  }
+  // In slices: an operation may fail while the device cannot be made to give it up.
+  while (!state_->done->synchronize(earlier(deadline, Clock::now() + kSlice))) {
+    rethrow();
+    if (has_passed(deadline)) {
+      return false;
+    }
+  }
+  state_->fate->complete();
+  return true;
 }
 
 void Handle::synchronize(Deadline deadline) {
-  if (!state_->done->synchronize(deadline)) {
+  if (state_->fate) {
+    rethrow();
+  }
+  if (!await_done(deadline)) {
     throw CommTimeout("operation " + std::to_string(state_->seq) + " (" + std::to_string(state_->size_bytes) +
                       " bytes) was still running at the deadline given to synchronize()");
   }
@@ -40,8 +93,14 @@ bool Handle::await_order(Deadline deadline) const {
 }
 
 bool Handle::query() const {
+  if (state_->fate) {
+    rethrow();
+  }
   if (!state_->done->query()) {
     return false;
+  }
+  if (state_->fate) {
+    state_->fate->complete();
   }
   rethrow();
   return true;

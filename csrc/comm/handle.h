@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,22 @@
 #include "pool/lease.h"
 
 namespace bucketwheel {
+
+// How an operation of a device ended. Its event does not tell: that of an aborted one completes too.
+class Fate {
+ public:
+  // The event has completed. False when the operation has failed before.
+  bool complete();
+  // The operation has failed, unless it had completed.
+  void fail(std::exception_ptr error);
+  void rethrow() const;  // what it failed with; returns when it has not
+
+ private:
+  enum class State : uint8_t { kRunning, kDone, kFailed };
+  mutable std::mutex mutex_;
+  State state_ = State::kRunning;
+  std::exception_ptr error_;
+};
 
 class Handle {
  public:
@@ -41,19 +58,22 @@ class Handle {
   const EventRef& event() const { return state_->done; }  // completes when the operation is over, failed or not
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
-  // completes; the rest is set before the handle is given out.
+  // completes; the rest is set before the handle is given out. An operation whose end others than its own task may
+  // bring about has a fate instead of `error`.
   struct State {
     uint64_t seq = 0;
     size_t size_bytes = 0;
     DeviceId device;
     EventRef done;
     std::exception_ptr error;
+    std::shared_ptr<Fate> fate;
     std::vector<Keepalive> keepalive;
   };
   explicit Handle(std::shared_ptr<const State> state) : state_(std::move(state)) {}
 
  private:
   void rethrow() const;
+  bool await_done(Deadline deadline) const;
   std::shared_ptr<const State> state_;
 };
 using HandleRef = std::shared_ptr<Handle>;

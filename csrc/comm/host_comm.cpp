@@ -173,13 +173,25 @@ void HostComm::close(Deadline deadline) {
   stream_->close();
 }
 
-void HostComm::expect_peers(uint64_t seq, const std::function<bool(int)>& needs) {
-  expect_usable();
+std::optional<Failure> HostComm::trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) {
   try {
-    team_->expect_no_trouble({seq, {}}, [] { return false; }, needs);
+    team_->expect_no_trouble({seq, {}, nullptr, what}, [] { return false; }, needs);
+    return {};
   } catch (const Failure& failure) {
-    std::rethrow_exception(fail(failure, seq));
+    return failure;
   }
+}
+
+std::string HostComm::late_ranks(int path, uint64_t seq) const {
+  std::string text;
+  for (int r = 0; r < world(); ++r) {
+    const uint64_t issued = team_->record(r).issued[path];
+    if (issued < seq) {
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(r) + " (" + team_->transport().describe_peer(r) +
+              ", last issued " + std::to_string(issued) + ")";
+    }
+  }
+  return text;
 }
 
 std::exception_ptr HostComm::fail(const Failure& failure, const std::string& prefix) {
@@ -189,7 +201,7 @@ std::exception_ptr HostComm::fail(const Failure& failure, const std::string& pre
       team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});
     } else {
       team_->publish(failure);
-      if (options_.has_flight) {
+      if (has_flight_) {
         flight_.write(verdict.message);
       }
     }
@@ -201,13 +213,11 @@ std::exception_ptr HostComm::fail(const Failure& failure, const std::string& pre
 // Called by the watchdog. A rank that is busy elsewhere does not notice that a peer failed; its last operations are
 // written out all the same, for they may be why.
 void HostComm::look() {
-  if (!options_.has_flight || flight_.is_written() || health_.is_closing()) {
+  if (!has_flight_ || flight_.is_written() || health_.is_closing()) {
     return;
   }
-  try {
-    team_->expect_no_trouble({}, [] { return false; }, [](int) { return false; });
-  } catch (const Failure& failure) {
-    flight_.write(health_.prefix(seq_) + "(not noticed yet) " + failure.text);
+  if (const auto failure = trouble(0, [](int) { return false; }, nullptr)) {
+    flight_.write(health_.prefix(seq_) + "(not noticed yet) " + failure->text);
   }
 }
 

@@ -21,7 +21,6 @@ struct HostCommOptions {
   int rank = 0;
   std::string name;
   std::chrono::nanoseconds timeout{};  // of an operation, from when the stream reaches it
-  bool has_flight = true;              // false: another communicator has the operations, and writes them out
 };
 
 class HostComm final : public Comm, public Peers {
@@ -50,12 +49,16 @@ class HostComm final : public Comm, public Peers {
 
   Health& health() override { return health_; }
   std::chrono::nanoseconds timeout() const override { return options_.timeout; }
-  void expect_peers(uint64_t seq, const std::function<bool(int)>& needs) override;
+  std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
   std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
-  void leave(Deadline deadline) override { close(deadline); }
+  void note_issued(int path, uint64_t seq) override { team_->own().issued[path] = seq; }
+  std::string late_ranks(int path, uint64_t seq) const override;
   FlightRing& flight() { return flight_; }
+  // Another communicator has the operations, and writes them out.
+  void leave_flight_to_another() { has_flight_ = false; }
 
  private:
+  void leave(Deadline deadline) override { close(deadline); }
   void execute(const Operation& op, Handle::State& state);
   std::exception_ptr fail(const Failure& failure, uint64_t seq) { return fail(failure, health_.prefix(seq)); }
   void look();
@@ -66,6 +69,7 @@ class HostComm final : public Comm, public Peers {
   std::unique_ptr<Team> team_;
   StreamRef stream_;
   FlightRing flight_;
+  std::atomic<bool> has_flight_{true};
 
   std::mutex issue_mutex_;  // seq order is issue order; also guards the four below
   std::atomic<uint64_t> seq_{0};

@@ -3,12 +3,14 @@
 // others the torch Store and a process group of the CPU (StorePeers).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,14 +32,34 @@ class Peers {
   virtual void post(std::span<const std::byte> payload) = 0;
   virtual std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) = 0;
 
-  // Throws when the communicator has failed, or must now: a rank has failed at `seq` or before, or one for which
-  // needs(rank) holds is dead or has left.
-  virtual void expect_peers(uint64_t seq, const std::function<bool(int)>& needs) = 0;
+  // Why an operation cannot be completed: a rank has failed at `seq` or before (0: whenever), or one for which
+  // needs(rank) holds is dead or has left. `what` needs it, for the message.
+  virtual std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) = 0;
   // Makes `failure` the communicator's error, unless it has one, and tells the peers. Returns the error that stands.
   // The message begins with `prefix`.
   virtual std::exception_ptr fail(const Failure& failure, const std::string& prefix) = 0;
+
+  // Tells the peers how far this rank has issued on one of the data paths that share it (at most kPaths).
+  static constexpr int kPaths = 2;
+  virtual void note_issued(int path, uint64_t seq) = 0;
+  // The ranks that have not issued `seq`, for messages: "rank 2 (pid 1234, last issued 117)"; empty when all have, or
+  // when that is not known.
+  virtual std::string late_ranks(int path, uint64_t seq) const = 0;
+
+  // Data paths that share these peers: the last one that goes says goodbye to them.
+  void join() { ++users_; }
+  void part(Deadline deadline) {
+    if (--users_ == 0) {
+      leave(deadline);
+    }
+  }
+
+ protected:
   // Says goodbye to the peers; later calls throw ClosedError. Idempotent.
   virtual void leave(Deadline deadline) = 0;
+
+ private:
+  std::atomic<int> users_{0};
 };
 using PeersRef = std::shared_ptr<Peers>;
 

@@ -135,6 +135,9 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
 
 // Our own record describes the operation that we are in.
 std::string Team::text_of_wait(const Wait& wait) const {
+  if (wait.what != nullptr) {
+    return wait.what;
+  }
   return wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own());
 }
 

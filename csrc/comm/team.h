@@ -33,6 +33,7 @@ class Team {
     uint64_t seq;  // of the operation; failures at later ones do not concern this wait. 0: not an operation, all do
     Deadline deadline;                            // Failure kTimeout behind it
     const std::function<void()>* poll = nullptr;  // called, unless empty, every 100 ms of sleep; may throw
+    const char* what = nullptr;                   // for messages; null: the operation of our record, or the round
   };
   // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or
   // left, a rank failed, we were stopped, or the deadline passed. Safe on several threads.

@@ -1,0 +1,509 @@
+#include "comm/comm_nccl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "base/error.h"
+#include "comm/nccl_memory.h"
+#include "comm/reaper.h"
+#include "kernels/float16.h"
+
+namespace bucketwheel {
+namespace {
+
+// An operation that is the next one and has not ended after so long makes a dead peer, or one that has left, a failure.
+// Shorter, and a peer that has finished first and gone would look like one.
+constexpr std::chrono::milliseconds kPeerPatience{800};
+constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other ranks of this host
+constexpr std::chrono::seconds kDestructorGrace{5};
+constexpr std::chrono::microseconds kPollClose{100};
+constexpr size_t kReapedAtIssue = 4;
+
+int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
+
+NcclSettings settings_of(const NcclOptions& options, const std::string& name) {
+  return {options.config, "bw/" + name, options.net_name};
+}
+
+std::byte* own_part(const Segment& segment, int rank) {
+  return static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * segment.shard.size_bytes();
+}
+
+// `factor` as one element of `dtype`.
+void store_scalar(void* to, DType dtype, double factor) {
+  const float single = static_cast<float>(factor);
+  const uint16_t half = dtype == DType::kBFloat16 ? round_to_bf16(single) : round_to_fp16(single);
+  const void* const from = dtype == DType::kFloat64   ? static_cast<const void*>(&factor)
+                           : dtype == DType::kFloat32 ? static_cast<const void*>(&single)
+                                                      : &half;
+  std::memcpy(to, from, size_of(dtype));
+}
+
+std::string describe(const Operation& op) {
+  auto record = std::make_unique<RankRecord>();
+  op.describe(*record);
+  return text_of(*record);
+}
+
+}  // namespace
+
+// ---- making
+
+NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const std::string& part, NcclOptions options,
+                   std::shared_ptr<Turn> turn)
+    : peers_(std::move(peers)),
+      session_(std::move(session)),
+      part_(part),
+      name_(peers_->health().name() + part),
+      options_(std::move(options)),
+      turn_(std::move(turn)),
+      stream_(CudaDevice::at(session_->device()).new_stream("bw" + part)),
+      pool_(options_.pool),
+      flight_({name_, session_->rank(), session_->world(), "nccl"}) {
+  if (options_.registers_memory) {
+    memory_ = std::make_shared<NcclMemory>(session_);
+    pool_ = Pool::make(CudaDevice::at(session_->device()), memory_);
+  }
+  peers_->join();
+  watch_ = watch([this] { look(); });
+}
+
+NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
+                             Deadline deadline) {
+  const Health& health = peers->health();
+  auto session = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
+                                   settings_of(options, health.name()), {}, deadline);
+  return Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+}
+
+std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
+                                                       const NcclOptions& options, Deadline deadline) {
+  const Health& health = peers->health();
+  const auto gathers = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
+                                         settings_of(options, health.name() + "/ag"), {true, false}, deadline);
+  std::shared_ptr<NcclSession> reduces;
+  NcclOptions unshared = options;
+  unshared.config.split_share = 0;  // shared resources would put the two in one order
+  try {
+    reduces = gathers->split(0, health.rank(), settings_of(unshared, health.name() + "/rs"), {false, true}, deadline);
+  } catch (...) {
+    gathers->abort();
+    throw;
+  }
+  auto turn = options.serialises ? std::make_shared<Turn>() : nullptr;
+  return {Ref(new NcclComm(peers, gathers, "/ag", options, turn)),
+          Ref(new NcclComm(peers, std::move(reduces), "/rs", options, turn))};
+}
+
+NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const NcclOptions& options,
+                              Deadline deadline) {
+  expect_usable();
+  const std::string name = peers == nullptr ? "" : peers->health().name();
+  auto session = session_->split(color, key, settings_of(options, name), {}, deadline);
+  return session == nullptr ? nullptr : Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+}
+
+NcclComm::Ref NcclComm::borrow(const PeersRef& peers, int device, NcclCommRef comm, const NcclOptions& options) {
+  const Health& health = peers->health();
+  auto session = NcclSession::borrow(nccl_api(), device, comm, health.rank(), health.world());
+  return Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+}
+
+NcclComm::~NcclComm() {
+  if (peers_->health().is_forked()) {
+    new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    return;
+  }
+  try {
+    close(Clock::now() + kDestructorGrace);
+  } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
+  }
+  await_device(Clock::now() + kDestructorGrace);
+  watch_->stop();
+}
+
+// After operations were given up: the device uses their memory until the abort is through. What it may still use at the
+// deadline is never freed.
+void NcclComm::await_device(Deadline deadline) noexcept {
+  try {
+    for (;;) {
+      const std::vector<Running> finished = take_finished(SIZE_MAX);
+      std::lock_guard lock(running_mutex_);
+      if (running_.empty()) {
+        return;
+      }
+      if (has_passed(deadline)) {
+        break;
+      }
+      std::this_thread::sleep_for(kPollClose);
+    }
+  } catch (const std::exception&) {  // the device is in trouble
+  }
+  std::lock_guard lock(running_mutex_);
+  new std::deque<Running>(std::move(running_));
+  running_.clear();
+}
+
+bool NcclComm::has_windows() const { return memory_ != nullptr && memory_->is_registered(); }
+
+size_t NcclComm::register_pool() {
+  expect_usable();
+  if (memory_ == nullptr) {
+    return 0;
+  }
+  const std::vector<size_t> mine = memory_->new_slabs();
+  const auto bytes = std::as_bytes(std::span(mine));
+  post(bytes);
+  for (const std::vector<std::byte>& theirs : collect({}, {})) {
+    BW_EXPECTS(std::ranges::equal(theirs, bytes),
+               "ranks have other slabs to register (here " + std::to_string(mine.size()) +
+                   "): all must make the same acquires of the pool, in one order, before register_pool()");
+  }
+  return memory_->register_slabs(mine.size());
+}
+
+// ---- issuing
+
+void NcclComm::expect_usable() const {
+  peers_->health().expect_usable();
+  if (is_closing_) {
+    throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed");
+  }
+}
+
+HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+  BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
+  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
+  (void)native_stream(stream, "an operation of NCCL");
+  const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
+  auto state = std::make_shared<Handle::State>();
+  state->size_bytes = op->size_bytes;
+  state->device = device();
+  state->fate = std::make_shared<Fate>();
+  Running running;
+  running.op = op;
+  running.fate = state->fate;
+  running.keepalive = options.keepalive;
+  std::vector<Running> finished;  // destroyed without the locks
+  CudaGuard guard(session_->device());
+  std::unique_lock lock(session_->issue_mutex());
+  expect_usable();
+  op->seq = state->seq = running.seq = seq_ + 1;
+  if (options_.check) {
+    options_.check(name_, op->seq, describe(*op) + place_text(*op));
+  }
+  running.ready = order(stream, options, is_captured);
+  flight_.issued(*op);
+  std::exception_ptr error;
+  try {
+    enqueue(*op, stream);
+    // Out: whoever uses inputs or outputs next waits for this.
+    state->done = running.done = stream.record(options.timing);
+  } catch (const std::exception& failure) {
+    error = fail({FailureKind::kError, failure.what(), -1, op->seq});
+  }
+  seq_ = op->seq;
+  issued_ = seq_;
+  peers_->note_issued(path_of(part_), seq_);
+  if (turn_ != nullptr && !is_captured) {
+    turn_->last_done = running.done;
+  }
+  {
+    std::lock_guard running_lock(running_mutex_);
+    if (is_captured && error == nullptr) {
+      flight_.captured(op->seq);
+      captured_.push_back(std::move(op));
+      std::ranges::move(running.keepalive, std::back_inserter(captured_));
+    } else {
+      running_.push_back(std::move(running));
+    }
+  }
+  if (error != nullptr) {
+    give_up(error);
+    std::rethrow_exception(error);
+  }
+  finished = take_finished(kReapedAtIssue);
+  lock.unlock();
+  return std::make_shared<Handle>(std::move(state));
+}
+
+// In: the inputs are complete and the outputs nobody's any more. Without it NCCL reads gradients that are not there
+// yet. Returns what the operation waits for.
+std::vector<EventRef> NcclComm::order(Stream& stream, const IssueOptions& options, bool is_captured) {
+  std::vector<EventRef> ready = options.after;
+  if (options.stream == nullptr) {
+    ready.push_back(options.caller->record());
+  }
+  if (turn_ != nullptr && turn_->last_done != nullptr && !is_captured) {
+    ready.push_back(turn_->last_done);
+  }
+  for (const EventRef& event : ready) {
+    stream.wait(event);
+  }
+  return ready;
+}
+
+void NcclComm::enqueue(const Operation& op, Stream& stream) {
+  const NcclApi& nccl = api();
+  void* const native = native_stream(stream, name_of(op.collective));
+  NcclCommRef const comm = session_->comm();
+  if (comm == nullptr) {
+    throw CommError("the communicator has ended");
+  }
+  // A factor that NCCL multiplies by is in the tensors' dtype: one operator for each of these.
+  std::map<DType, int> operators;
+  if (op.collective == Collective::kReduceScatter && op.reduction.op == ReduceOp::kPreMul) {
+    for (const Segment& segment : op.segments) {
+      if (!operators.contains(segment.full.dtype)) {
+        operators[segment.full.dtype] = make_operator(op.reduction.factor, segment.full.dtype);
+      }
+    }
+  }
+  const auto operator_for = [&](DType dtype) {
+    switch (op.reduction.op) {
+      case ReduceOp::kSum:
+        return kNcclSum;
+      case ReduceOp::kAvg:
+        return kNcclAvg;
+      case ReduceOp::kPreMul:
+        return operators.at(dtype);
+    }
+    return kNcclSum;
+  };
+  const auto count = std::ranges::count_if(op.segments, [](const Segment& s) { return s.full.numel != 0; });
+  const auto deadline = peers_->timeout_from_now();
+  NcclCall failed = NcclCall::group_end;
+  int result = kNcclSuccess;
+  const bool is_group = count > 1;
+  if (is_group) {
+    BW_NCCL_TRY(nccl, group_start);
+  }
+  for (const Segment& segment : op.segments) {
+    if (segment.full.numel != 0 && (result == kNcclSuccess || result == kNcclInProgress)) {
+      result = call(op, segment, operator_for(segment.full.dtype), native, &failed);
+    }
+  }
+  if (is_group) {  // always closed, or the thread's next call of any communicator would be part of it
+    const int ended = BW_NCCL_CALL(nccl, group_end);
+    if (result == kNcclSuccess || result == kNcclInProgress) {
+      failed = NcclCall::group_end;
+      result = ended;
+    }
+  }
+  result = session_->settle(result, deadline);
+  if (result == kNcclInProgress) {
+    throw CommError(std::string(symbol_of(failed)) + " was still in progress after the communicator's timeout");
+  }
+  const std::string why = result == kNcclSuccess ? "" : nccl_error(nccl, failed, result).what();
+  for (const auto& [dtype, made] : operators) {
+    (void)BW_NCCL_CALL(nccl, red_op_destroy, made, comm);
+  }
+  if (result != kNcclSuccess) {
+    throw NcclError(result, why);
+  }
+  if (op.sink) {
+    for (size_t i = 0; i < op.segments.size(); ++i) {
+      const View& shard = op.segments[i].shard;
+      const void* const sum = own_part(op.segments[i], rank());
+      if (shard.numel != 0) {
+        op.sink->enqueue(i, {&sum, 1}, shard.dtype, shard.numel, stream);
+      }
+    }
+  }
+}
+
+int NcclComm::make_operator(double factor, DType dtype) const {
+  alignas(8) unsigned char scalar[8] = {};
+  store_scalar(scalar, dtype, factor);
+  int made = kNcclSum;
+  BW_NCCL_TRY(api(), red_op_create_pre_mul_sum, &made, scalar, nccl_type(dtype), kNcclScalarHostImmediate,
+              session_->comm());
+  return made;
+}
+
+int NcclComm::call(const Operation& op, const Segment& segment, int reduction, void* native, NcclCall* called) const {
+  const NcclApi& nccl = api();
+  const View& shard = segment.shard;
+  const auto numel = static_cast<size_t>(shard.numel);
+  switch (op.collective) {
+    case Collective::kAllGather:
+      *called = NcclCall::all_gather;
+      return BW_NCCL_CALL(nccl, all_gather, shard.data, segment.full.data, nccl_move_count(shard.dtype, numel),
+                          nccl_move_type(shard.dtype), session_->comm(), native);
+    case Collective::kReduceScatter:
+      *called = NcclCall::reduce_scatter;
+      // A sink takes the sums from where the rank's own part of the input was.
+      return BW_NCCL_CALL(nccl, reduce_scatter, segment.full.data, op.sink ? own_part(segment, rank()) : shard.data,
+                          numel, nccl_type(shard.dtype), reduction, session_->comm(), native);
+    case Collective::kBroadcast:
+      *called = NcclCall::broadcast;
+      return BW_NCCL_CALL(nccl, broadcast, shard.data, shard.data, nccl_move_count(shard.dtype, numel),
+                          nccl_move_type(shard.dtype), op.root, session_->comm(), native);
+  }
+  return kNcclInvalidArgument;
+}
+
+// Where the tensors lie in registered memory, which must be the same on all ranks: " at slab 0 + 512, ...".
+std::string NcclComm::place_text(const Operation& op) const {
+  std::string text;
+  for (const Segment& segment : op.segments) {
+    const bool is_input = op.collective == Collective::kReduceScatter;
+    const View& view = is_input || op.collective == Collective::kAllGather ? segment.full : segment.shard;
+    if (memory_ == nullptr || view.numel == 0) {
+      continue;
+    }
+    const Pool::Location location = pool_->locate(view.data, view.size_bytes());
+    text += (text.empty() ? " at " : ", ") +
+            (location.slab == nullptr
+                 ? "other memory"
+                 : "slab " + std::to_string(location.slab->id) + " + " + std::to_string(location.offset_bytes));
+  }
+  return text;
+}
+
+// ---- looking after operations
+
+std::vector<NcclComm::Running> NcclComm::take_finished(size_t most) {
+  std::vector<Running> finished;
+  std::lock_guard lock(running_mutex_);
+  while (finished.size() < most && !running_.empty() && running_.front().done != nullptr &&
+         running_.front().done->query()) {
+    Running& front = running_.front();
+    flight_.finished(front.seq, front.fate->complete());
+    finished.push_back(std::move(front));
+    running_.pop_front();
+  }
+  return finished;
+}
+
+// Called by the watchdog.
+void NcclComm::look() noexcept {
+  try {
+    const size_t all = SIZE_MAX;
+    for (Running& one : take_finished(all)) {
+      one.keepalive.push_back(std::move(one.op));  // and its sink
+      free_later(std::move(one.keepalive));
+    }
+    if (!peers_->health().has_failed()) {
+      expect_progress();
+    }
+  } catch (const std::exception& error) {  // the device is in trouble
+    fail({FailureKind::kError, error.what(), -1, issued_});
+  }
+  if (peers_->health().has_failed()) {
+    give_up(peers_->health().error());
+  }
+}
+
+void NcclComm::expect_progress() {
+  if (const auto error = session_->async_error()) {
+    fail({FailureKind::kError, *error, -1, issued_});
+    return;
+  }
+  std::shared_ptr<const Operation> op;
+  Clock::duration waited{};
+  {
+    std::lock_guard lock(running_mutex_);
+    if (running_.empty()) {
+      return;
+    }
+    Running& front = running_.front();
+    if (!front.has_started) {
+      if (!std::ranges::all_of(front.ready, [](const EventRef& event) { return event->query(); })) {
+        return;
+      }
+      front.has_started = true;
+      front.since = Clock::now();
+      flight_.started(front.seq);
+    }
+    op = front.op;
+    waited = Clock::now() - front.since;
+  }
+  const std::string what = describe(*op);
+  const bool needs_all = waited > kPeerPatience;
+  if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
+    fail({failure->kind, failure->text, failure->rank, op->seq});
+  } else if (waited > peers_->timeout()) {
+    const std::string late = peers_->late_ranks(path_of(part_), op->seq);
+    fail({FailureKind::kTimeout,
+          "timeout in " + what + (late.empty() ? ", which all ranks have issued" : ". Not issued by: " + late), -1,
+          op->seq});
+  }
+}
+
+std::exception_ptr NcclComm::fail(const Failure& failure) {
+  return peers_->fail(failure, peers_->health().prefix(failure.seq, part_));
+}
+
+// Operations that have not ended fail with `error`, then NCCL is told to end them: in this order, for the event of an
+// aborted operation completes like any other.
+void NcclComm::give_up(const std::exception_ptr& error) {
+  {
+    std::lock_guard lock(running_mutex_);
+    if (has_given_up_) {
+      return;
+    }
+    has_given_up_ = true;
+    for (Running& one : running_) {
+      bool is_done = false;
+      try {
+        is_done = one.done != nullptr && one.done->query() && one.fate->complete();
+      } catch (const std::exception&) {  // the device is in trouble
+      }
+      if (!is_done) {
+        one.fate->fail(error);
+        flight_.finished(one.seq, false);
+      }
+    }
+  }
+  session_->abort();
+  flight_.write(peers_->health().message());
+}
+
+void NcclComm::abort(const std::string& why) noexcept {
+  if (peers_->health().is_forked() || is_closing_) {
+    return;
+  }
+  give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why, -1, issued_}));
+}
+
+void NcclComm::close(Deadline deadline) {
+  if (peers_->health().is_forked()) {
+    return;  // the parent's communicator is not the child's to close
+  }
+  std::lock_guard lock(close_mutex_);
+  if (is_closed_) {
+    return;
+  }
+  {
+    std::unique_lock issue_lock(session_->issue_mutex(), kDestructorGrace);  // a thread may be stuck in there
+    is_closing_ = true;
+  }
+  const auto is_busy = [this] {
+    const std::vector<Running> finished = take_finished(SIZE_MAX);
+    std::lock_guard running_lock(running_mutex_);
+    return !running_.empty() && !has_given_up_;
+  };
+  while (is_busy()) {
+    if (has_passed(deadline)) {
+      give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
+      break;
+    }
+    std::this_thread::sleep_for(kPollClose);
+  }
+  is_closed_ = true;
+  if (memory_ != nullptr) {
+    memory_->release_windows();
+  }
+  if (peers_->health().has_failed()) {
+    session_->abort();
+  } else {
+    session_->destroy(earlier(deadline, Clock::now() + kGoodbyePatience));
+  }
+  peers_->part(deadline);
+}
+
+}  // namespace bucketwheel

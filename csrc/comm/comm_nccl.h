@@ -1,0 +1,140 @@
+// The `nccl` backend: every rank has a GPU, or shares one where NCCL can do that.
+//
+// Operations go into a stream at once; the communicator keeps what they use until the device has done them. Agreement
+// between hosts, and the knowledge that peers live, are those of its Peers.
+//
+// [Note: two communicators] NCCL runs the operations of one communicator one after the other, whatever streams they are
+// in, so an all-gather and a reduce-scatter overlap only on two. NcclComm::pair() makes these. Kernels of two
+// communicators may wait for each other across GPUs unless every GPU starts them in the same order: NCCL sees to that
+// when NCCL_LAUNCH_ORDER_IMPLICIT=1 was there before its first launch, and every rank issues in the same order. Where
+// that is not known, `serialises`: the operations of the two wait for each other.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/comm.h"
+#include "comm/flight.h"
+#include "comm/nccl_session.h"
+#include "comm/operation.h"
+#include "comm/peers.h"
+#include "comm/watchdog.h"
+#include "device/device_cuda.h"
+
+namespace bucketwheel {
+
+struct NcclOptions {
+  NcclConfig config;
+  std::string net_name;
+  bool registers_memory = false;  // pools are of registered memory (nccl_memory.h); else `pool`
+  PoolRef pool;
+  bool serialises = false;  // [Note: two communicators]
+  // Debug: called before every operation with its seq and what it is (kind, sizes, places in registered memory); throws
+  // MismatchError when ranks differ.
+  std::function<void(const std::string& comm, uint64_t seq, const std::string& text)> check;
+};
+
+class NcclMemory;
+
+class NcclComm final : public Comm {
+ public:
+  using Ref = std::shared_ptr<NcclComm>;
+  // All three are collective, and fail as NcclSession says, or with the error of `peers`.
+  static Ref make(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
+                  Deadline deadline);
+  // The first for all-gathers, the second for reduce-scatters; their names end in "/ag" and "/rs".
+  static std::pair<Ref, Ref> pair(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
+                                  Deadline deadline);
+  // Called by all ranks of this communicator; `peers` is that of the new one, null with a color < 0 (then null comes
+  // back). New ranks are in the order of `key`, then of the old ranks.
+  Ref split(const PeersRef& peers, int color, int key, const NcclOptions& options, Deadline deadline);
+  // Around a communicator that somebody else owns, who also has to abort it.
+  static Ref borrow(const PeersRef& peers, int device, NcclCommRef comm, const NcclOptions& options);
+
+  ~NcclComm() override;
+
+  int rank() const override { return session_->rank(); }
+  int world() const override { return session_->world(); }
+  const std::string& name() const override { return name_; }
+  const char* backend() const override { return "nccl"; }
+  DeviceId device() const override { return {DeviceId::Kind::kCuda, session_->device()}; }
+  const PoolRef& pool() const override { return pool_; }
+  StreamRef stream() const override { return stream_; }
+  const NcclApi& api() const { return session_->api(); }
+  // Whether all of the pool's memory is in windows of NCCL.
+  bool has_windows() const;
+  // Collective, at a point that all ranks agree on: what the pool got from the system since the last time becomes
+  // registered memory. Before that, and where NCCL refuses, it works like any other. The number of new windows.
+  size_t register_pool();
+
+  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  void expect_usable() const override;
+  void post(std::span<const std::byte> payload) override { peers_->post(payload); }
+  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {
+    return peers_->collect(deadline, poll);
+  }
+  void abort(const std::string& why) noexcept override;
+  void close(Deadline deadline) override;
+
+ private:
+  struct Running {  // one operation, until the device has done it
+    uint64_t seq = 0;
+    std::shared_ptr<Operation> op;
+    std::vector<EventRef> ready;  // what it starts after
+    EventRef done;
+    std::shared_ptr<Fate> fate;
+    std::vector<Handle::Keepalive> keepalive;
+    bool has_started = false;
+    Clock::time_point since;  // it has been the next one, and could start
+  };
+  struct Turn {  // of two communicators that take turns
+    EventRef last_done;
+  };
+
+  NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const std::string& part, NcclOptions options,
+           std::shared_ptr<Turn> turn);
+  std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
+  void enqueue(const Operation& op, Stream& stream);
+  int make_operator(double factor, DType dtype) const;
+  int call(const Operation& op, const Segment& segment, int reduction, void* native, NcclCall* called) const;
+  std::string place_text(const Operation& op) const;
+  std::exception_ptr fail(const Failure& failure);
+  void give_up(const std::exception_ptr& error);
+
+  void look() noexcept;
+  void await_device(Deadline deadline) noexcept;
+  // At most so many, in order; what they hold is to be freed without our locks.
+  std::vector<Running> take_finished(size_t most);
+  void expect_progress();
+
+  const PeersRef peers_;
+  const std::shared_ptr<NcclSession> session_;
+  const std::string part_;
+  const std::string name_;
+  const NcclOptions options_;
+  const std::shared_ptr<Turn> turn_;  // null: no taking of turns
+  StreamRef stream_;
+  std::shared_ptr<NcclMemory> memory_;
+  PoolRef pool_;
+  FlightRing flight_;
+
+  uint64_t seq_ = 0;  // guarded by the session's issue mutex
+  std::atomic<uint64_t> issued_{0};
+  std::mutex running_mutex_;
+  std::deque<Running> running_;  // in the order of issue
+  bool has_given_up_ = false;
+  std::vector<Handle::Keepalive> captured_;  // what graphs replay
+  std::atomic<bool> is_closing_{false};
+  std::mutex close_mutex_;
+  bool is_closed_ = false;
+  std::shared_ptr<Watch> watch_;
+};
+
+}  // namespace bucketwheel

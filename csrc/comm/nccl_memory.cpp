@@ -1,0 +1,141 @@
+#include "comm/nccl_memory.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "device/device_cuda.h"
+
+namespace bucketwheel {
+
+// What the slabs, which may outlive the communicator, share with it.
+struct NcclMemory::Windows {
+  explicit Windows(std::shared_ptr<NcclSession> session) : session(std::move(session)) {}
+  struct Entry {
+    uint32_t slab;
+    std::byte* data;
+    size_t size_bytes;
+    bool is_tried = false;
+    NcclWindowRef window = nullptr;
+  };
+  // With the lock held. The window of memory that is about to be freed.
+  void end(Entry& entry) noexcept {
+    if (entry.window == nullptr) {
+      return;
+    }
+    try {
+      std::lock_guard issue_lock(session->issue_mutex());
+      if (session->comm() != nullptr) {
+        (void)BW_NCCL_CALL(session->api(), comm_window_deregister, session->comm(), entry.window);
+      }
+    } catch (const std::exception&) {  // the communicator's end takes its windows with it
+    }
+    entry.window = nullptr;
+  }
+
+  const std::shared_ptr<NcclSession> session;
+  std::mutex mutex;
+  std::vector<Entry> entries;
+  uint32_t next_slab = 0;
+};
+
+struct NcclMemory::NcclSlab final : Slab {
+  explicit NcclSlab(std::shared_ptr<Windows> windows) : windows(std::move(windows)) {}
+  ~NcclSlab() override {
+    if (data == nullptr) {
+      return;
+    }
+    {
+      std::lock_guard lock(windows->mutex);
+      const auto found = std::ranges::find(windows->entries, id, &Windows::Entry::slab);
+      if (found != windows->entries.end()) {
+        windows->end(*found);
+        windows->entries.erase(found);
+      }
+    }
+    try {
+      CudaGuard guard(windows->session->device());
+      const RelaxedCapture relaxed;
+      (void)BW_NCCL_CALL(windows->session->api(), mem_free, data);
+    } catch (const std::exception&) {  // the driver is gone, and the memory with it
+    }
+  }
+  const std::shared_ptr<Windows> windows;
+};
+
+NcclMemory::NcclMemory(std::shared_ptr<NcclSession> session)
+    : session_(std::move(session)), windows_(std::make_shared<Windows>(session_)) {
+  BW_EXPECTS(session_->api().features.windows,
+             "registered memory needs NCCL 2.27 or newer with ncclMemAlloc and ncclCommWindowRegister; this one is " +
+                 nccl_version_text(session_->api().version) + " (" + session_->api().path + ")");
+}
+
+NcclMemory::~NcclMemory() { release_windows(); }
+
+SlabRef NcclMemory::allocate(size_t size_bytes) {
+  auto slab = std::make_shared<NcclSlab>(windows_);
+  size_bytes = (size_bytes + kNcclWindowAlignment - 1) / kNcclWindowAlignment * kNcclWindowAlignment;
+  CudaGuard guard(session_->device());
+  const RelaxedCapture relaxed;  // somebody may be capturing something else
+  void* data = nullptr;
+  try {
+    BW_NCCL_TRY(session_->api(), mem_alloc, &data, size_bytes);
+  } catch (const NcclError& error) {
+    throw PoolError("a slab of " + std::to_string(size_bytes) + " bytes: " + error.what() +
+                    ": use smaller buckets, or less memory elsewhere");
+  }
+  slab->data = static_cast<std::byte*>(data);
+  slab->size_bytes = size_bytes;
+  {
+    std::lock_guard lock(windows_->mutex);
+    slab->id = windows_->next_slab++;
+    windows_->entries.push_back({slab->id, slab->data, size_bytes});
+  }
+  CudaDevice::at(session_->device()).fill(slab->data, 0, size_bytes, nullptr);
+  return slab;
+}
+
+std::vector<size_t> NcclMemory::new_slabs() const {
+  std::lock_guard lock(windows_->mutex);
+  std::vector<size_t> sizes;
+  for (const auto& entry : windows_->entries) {
+    if (!entry.is_tried) {
+      sizes.push_back(entry.size_bytes);
+    }
+  }
+  return sizes;
+}
+
+size_t NcclMemory::register_slabs(size_t count) {
+  CudaGuard guard(session_->device());
+  std::lock_guard lock(windows_->mutex);
+  size_t granted = 0;
+  for (auto& entry : windows_->entries) {
+    if (entry.is_tried || count == 0) {
+      continue;
+    }
+    --count;
+    std::lock_guard issue_lock(session_->issue_mutex());
+    BW_EXPECTS(session_->comm() != nullptr, "the communicator has ended");
+    BW_NCCL_TRY(session_->api(), comm_window_register, session_->comm(), entry.data, entry.size_bytes, &entry.window,
+                kNcclWindowSymmetric);
+    entry.is_tried = true;
+    granted += entry.window != nullptr ? 1 : 0;
+  }
+  return granted;
+}
+
+bool NcclMemory::is_registered() const {
+  std::lock_guard lock(windows_->mutex);
+  return std::ranges::all_of(windows_->entries, [](const auto& entry) { return entry.window != nullptr; });
+}
+
+void NcclMemory::release_windows() noexcept {
+  std::lock_guard lock(windows_->mutex);
+  for (auto& entry : windows_->entries) {
+    windows_->end(entry);
+  }
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,295 @@
+#include "comm/nccl_session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "device/cuda_buffer.h"
+#include "device/device_cuda.h"
+
+namespace bucketwheel {
+namespace {
+
+constexpr int kMaxDevices = 256;
+// How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
+constexpr std::chrono::seconds kAbortPatience{1};
+constexpr std::chrono::microseconds kPoll{100};
+
+// [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
+// when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
+// watched, once small and once large, for the two take different algorithms. Afterwards issuing only enqueues.
+constexpr size_t kSmallShardBytes = 1024;
+constexpr size_t kLargeFullBytes = size_t{8} << 20;
+
+std::timed_mutex& issue_mutex_of(int device) {
+  static auto* const mutexes = new std::timed_mutex[kMaxDevices];  // never freed: aborts run until the process ends
+  BW_EXPECTS(device >= 0 && device < kMaxDevices, "CUDA device " + std::to_string(device));
+  return mutexes[device];
+}
+
+// Runs `task` in a thread of its own. False when it has not ended at the deadline: it goes on. Rethrows what it threw.
+bool run_until(Deadline deadline, std::function<void()> task) {
+  struct Run {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_over = false;
+    std::exception_ptr error;
+  };
+  auto run = std::make_shared<Run>();
+  std::thread([run, task = std::move(task)]() mutable {
+    std::exception_ptr error;
+    try {
+      task();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task = nullptr;  // what it holds goes before anybody hears of the end
+    std::lock_guard lock(run->mutex);
+    run->error = std::move(error);
+    run->is_over = true;
+    run->changed.notify_all();
+  }).detach();
+  std::unique_lock lock(run->mutex);
+  const auto is_over = [&] { return run->is_over; };
+  if (!deadline) {
+    run->changed.wait(lock, is_over);
+  } else if (!run->changed.wait_until(lock, *deadline, is_over)) {
+    return false;
+  }
+  if (run->error) {
+    std::rethrow_exception(run->error);
+  }
+  return true;
+}
+
+// The making of a session, which may be given up while it goes on.
+class Attempt {
+ public:
+  // There is a communicator. CommTimeout, and it is aborted, when the attempt has been given up.
+  void started(const std::shared_ptr<NcclSession>& session) {
+    {
+      std::lock_guard lock(mutex_);
+      session_ = session;
+      if (!is_given_up_) {
+        return;
+      }
+    }
+    session->abort();
+    throw CommTimeout("given up");
+  }
+  void give_up() {
+    std::lock_guard lock(mutex_);
+    is_given_up_ = true;
+    if (session_ != nullptr) {
+      session_->abort();  // so that it comes back from where it waits
+    }
+  }
+  std::shared_ptr<NcclSession> session() const {
+    std::lock_guard lock(mutex_);
+    return session_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  bool is_given_up_ = false;
+  std::shared_ptr<NcclSession> session_;
+};
+
+std::shared_ptr<NcclSession> attempt(Deadline deadline, const char* what, int device,
+                                     std::function<void(Attempt&)> make) {
+  auto made = std::make_shared<Attempt>();
+  try {
+    const bool is_over = run_until(deadline, [made, device, make = std::move(make)] {
+      CudaGuard guard(device);
+      const RelaxedCapture relaxed;  // somebody may be capturing a graph
+      make(*made);
+    });
+    if (is_over) {
+      return made->session();
+    }
+  } catch (...) {
+    made->give_up();
+    throw;
+  }
+  made->give_up();
+  throw CommTimeout(std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached");
+}
+
+// The strings are those of `settings`.
+NcclConfig config_of(const NcclSettings& settings) {
+  NcclConfig config = settings.config;
+  config.comm_name = settings.name.c_str();
+  config.net_name = settings.net_name.empty() ? nullptr : settings.net_name.c_str();
+  return config;
+}
+
+int settle_comm(const NcclApi& api, NcclCommRef comm, int result, Deadline deadline) {
+  while (result == kNcclInProgress && !has_passed(deadline)) {
+    std::this_thread::sleep_for(kPoll);
+    const int asked = BW_NCCL_CALL(api, comm_get_async_error, comm, &result);
+    result = asked == kNcclSuccess ? result : asked;
+  }
+  return result;
+}
+
+}  // namespace
+
+NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
+                         std::shared_ptr<const NcclSettings> settings)
+    : api_(api),
+      device_(device),
+      rank_(rank),
+      world_(world),
+      settings_(std::move(settings)),
+      issue_mutex_(issue_mutex_of(device)),
+      comm_(comm) {}
+
+std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, const NcclUniqueId& id, int rank,
+                                               int world, NcclSettings settings, const NcclUses& uses,
+                                               Deadline deadline) {
+  const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
+  return attempt(deadline, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
+    NcclConfig config = config_of(*kept);
+    NcclCommRef comm = nullptr;
+    const int result = BW_NCCL_TRY(api, comm_init_rank_config, &comm, world, id, rank, &config);
+    expect_success(api, NcclCall::comm_init_rank_config, settle_comm(api, comm, result, deadline));
+    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, comm, rank, world, kept));
+    attempt.started(made);
+    made->warm_up(uses);
+  });
+}
+
+std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings settings, const NcclUses& uses,
+                                                Deadline deadline) {
+  const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
+  return attempt(deadline, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
+    NcclConfig config = config_of(*kept);
+    NcclCommRef child = nullptr;
+    {
+      std::lock_guard lock(self->issue_mutex_);
+      BW_EXPECTS(self->comm() != nullptr, "split of a communicator that has ended");
+      const int result = BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key,
+                                     &child, &config);
+      expect_success(self->api_, NcclCall::comm_split, self->settle(result, deadline));
+    }
+    if (child == nullptr) {
+      return;
+    }
+    expect_success(self->api_, NcclCall::comm_split, settle_comm(self->api_, child, kNcclInProgress, deadline));
+    int rank = 0;
+    int world = 0;
+    BW_NCCL_TRY(self->api_, comm_user_rank, child, &rank);
+    BW_NCCL_TRY(self->api_, comm_count, child, &world);
+    const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, rank, world, kept));
+    attempt.started(made);
+    made->warm_up(uses);
+  });
+}
+
+std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device, NcclCommRef comm, int rank,
+                                                 int world) {
+  BW_EXPECTS(comm != nullptr, "the process group has no NCCL communicator yet: run a collective of it on this device");
+  int count = 0;
+  int user_rank = 0;
+  int cu_device = 0;
+  BW_NCCL_TRY(api, comm_count, comm, &count);
+  BW_NCCL_TRY(api, comm_user_rank, comm, &user_rank);
+  BW_NCCL_TRY(api, comm_cu_device, comm, &cu_device);
+  BW_EXPECTS(count == world && user_rank == rank && cu_device == device,
+             "the borrowed communicator is rank " + std::to_string(user_rank) + "/" + std::to_string(count) +
+                 " on cuda:" + std::to_string(cu_device) + ", its process group rank " + std::to_string(rank) + "/" +
+                 std::to_string(world) + " on cuda:" + std::to_string(device));
+  return std::shared_ptr<NcclSession>(new NcclSession(api, device, comm, rank, world, nullptr));
+}
+
+int NcclSession::settle(int result, Deadline deadline) const {
+  return result == kNcclInProgress ? settle_comm(api_, comm(), result, deadline) : result;
+}
+
+std::optional<std::string> NcclSession::async_error() const {
+  std::unique_lock lock(issue_mutex_, std::try_to_lock);
+  if (!lock || comm() == nullptr) {
+    return {};
+  }
+  int error = kNcclSuccess;
+  const int asked = BW_NCCL_CALL(api_, comm_get_async_error, comm(), &error);
+  error = asked == kNcclSuccess ? error : asked;
+  if (error == kNcclSuccess || error == kNcclInProgress) {
+    return {};
+  }
+  return nccl_error(api_, NcclCall::comm_get_async_error, error).what();
+}
+
+void NcclSession::abort() noexcept {
+  NcclCommRef const comm = comm_.exchange(nullptr);
+  if (comm == nullptr || settings_ == nullptr) {
+    return;
+  }
+  try {
+    std::thread([self = shared_from_this(), comm] {
+      // Whoever is inside NCCL with this communicator had better come out first; one that cannot is what the abort is
+      // for.
+      std::unique_lock lock(self->issue_mutex_, kAbortPatience);
+      try {
+        CudaGuard guard(self->device_);
+        const RelaxedCapture relaxed;
+        (void)BW_NCCL_CALL(self->api_, comm_abort, comm);
+      } catch (const std::exception&) {  // the driver is gone, and the kernels with it
+      }
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had: the kernels stay
+  }
+}
+
+void NcclSession::destroy(Deadline deadline) noexcept {
+  NcclCommRef const comm = comm_.exchange(nullptr);
+  if (comm == nullptr || settings_ == nullptr) {
+    return;
+  }
+  try {
+    (void)run_until(deadline, [self = shared_from_this(), comm] {
+      CudaGuard guard(self->device_);
+      const RelaxedCapture relaxed;
+      int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);
+      result = settle_comm(self->api_, comm, result, Clock::now() + std::chrono::seconds(60));
+      if (result == kNcclSuccess) {
+        (void)BW_NCCL_CALL(self->api_, comm_destroy, comm);
+      } else {
+        (void)BW_NCCL_CALL(self->api_, comm_abort, comm);
+      }
+    });
+  } catch (const std::exception&) {  // nobody is left who could do anything about it
+  }
+}
+
+void NcclSession::warm_up(const NcclUses& uses) const {
+  CudaDevice& device = CudaDevice::at(device_);
+  const StreamRef stream = device.new_stream("bw-warm-up");
+  void* const native = native_stream(*stream, "warm-up");
+  CudaBuffer scratch(device);
+  const auto world = static_cast<size_t>(world_);
+  for (const size_t shard_bytes : {kSmallShardBytes, std::max(kSmallShardBytes, kLargeFullBytes / world / 16 * 16)}) {
+    auto* const full = static_cast<std::byte*>(scratch.reserve(world * shard_bytes));
+    device.fill(full, 0, world * shard_bytes, stream.get());
+    std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
+    const size_t count = shard_bytes / sizeof(float);
+    std::unique_lock lock(issue_mutex_);
+    const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
+    if (comm() != nullptr && uses.gathers) {
+      check(NcclCall::all_gather, BW_NCCL_TRY(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
+    }
+    if (comm() != nullptr && uses.reduces) {
+      check(NcclCall::reduce_scatter,
+            BW_NCCL_TRY(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
+    }
+    lock.unlock();
+    stream->synchronize();
+  }
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,78 @@
+// NcclSession: one ncclComm_t, from its making under a deadline to its end. What blocks inside NCCL does so in a thread
+// that can be left behind.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/deadline.h"
+#include "comm/nccl_api.h"
+
+namespace bucketwheel {
+
+struct NcclSettings {
+  NcclConfig config;     // without the strings
+  std::string name;      // in NCCL's own log
+  std::string net_name;  // empty: NCCL's choice
+};
+
+// Which collectives a communicator connects for when it is made ([Note: warm-up], nccl_session.cpp).
+struct NcclUses {
+  bool gathers = true;
+  bool reduces = true;
+};
+
+class NcclSession : public std::enable_shared_from_this<NcclSession> {
+ public:
+  // Collective. The first waits for all ranks of the world, the second for all of this session's: those with
+  // `color` < 0 take part and get null. NcclError when NCCL refuses; CommTimeout at the deadline, after which the
+  // attempt goes on in the background and is undone should it succeed.
+  static std::shared_ptr<NcclSession> make(const NcclApi& api, int device, const NcclUniqueId& id, int rank, int world,
+                                           NcclSettings settings, const NcclUses& uses, Deadline deadline);
+  std::shared_ptr<NcclSession> split(int color, int key, NcclSettings settings, const NcclUses& uses,
+                                     Deadline deadline);
+  // A communicator of somebody else, of the same library: neither destroyed nor aborted here. `rank` and `world` are
+  // what its owner says; ValueError when the communicator says otherwise.
+  static std::shared_ptr<NcclSession> borrow(const NcclApi& api, int device, NcclCommRef comm, int rank, int world);
+
+  const NcclApi& api() const { return api_; }
+  int device() const { return device_; }
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+
+  // NCCL wants one thread at a time per device, in one order. Held while an operation is issued.
+  std::timed_mutex& issue_mutex() const { return issue_mutex_; }
+  // With the lock held, while it is used; null after abort() and destroy().
+  NcclCommRef comm() const { return comm_; }
+  // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
+  // it has ended, and returns how. kNcclInProgress at the deadline. With the lock held.
+  int settle(int result, Deadline deadline) const;
+  // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
+  std::optional<std::string> async_error() const;
+
+  // Ends the kernels that wait for peers. In the background; the first call of the two counts.
+  void abort() noexcept;
+  // Orderly end, all operations being over. Ranks of one host wait for each other in it: after the deadline it goes on
+  // in the background.
+  void destroy(Deadline deadline) noexcept;
+
+ private:
+  NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
+              std::shared_ptr<const NcclSettings> settings);
+  void warm_up(const NcclUses& uses) const;
+
+  const NcclApi& api_;
+  const int device_;
+  const int rank_;
+  const int world_;
+  const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
+  std::timed_mutex& issue_mutex_;
+  std::atomic<NcclCommRef> comm_;
+};
+
+}  // namespace bucketwheel

@@ -1,0 +1,90 @@
+#include "comm/peers_store.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "comm/comm.h"
+
+namespace bucketwheel {
+
+StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement)
+    : health_(std::move(name), rank, world),
+      timeout_(timeout),
+      agreement_(std::move(agreement)),
+      presence_(static_cast<size_t>(world), Presence::kHere) {}
+
+void StorePeers::post(std::span<const std::byte> payload) {
+  health_.expect_usable();
+  BW_EXPECTS(payload.size() <= Comm::kMaxPayloadBytes, "post: the payload has " + std::to_string(payload.size()) +
+                                                           " bytes, at most " + std::to_string(Comm::kMaxPayloadBytes) +
+                                                           " fit");
+  agreement_.post(payload);
+}
+
+StorePeers::Payloads StorePeers::collect(Deadline deadline, const std::function<void()>& poll) {
+  health_.expect_usable();
+  return agreement_.collect(deadline, poll);
+}
+
+std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) {
+  std::lock_guard lock(mutex_);
+  if (delivered_ && (seq == 0 || delivered_->seq <= seq)) {
+    return delivered_;
+  }
+  for (int r = 0; r < health_.world(); ++r) {
+    const Presence presence = presence_[static_cast<size_t>(r)];
+    if (presence != Presence::kHere && r != health_.rank() && needs(r)) {
+      return Failure{FailureKind::kPeer,
+                     "rank " + std::to_string(r) +
+                         (presence == Presence::kLeft ? " has closed the communicator" : " died") + "; needed for " +
+                         what,
+                     r, seq};
+    }
+  }
+  return {};
+}
+
+std::exception_ptr StorePeers::fail(const Failure& failure, const std::string& prefix) {
+  const Health::Verdict verdict = health_.fail(failure, prefix);
+  std::lock_guard lock(mutex_);
+  if (verdict.is_first && !delivered_) {
+    report_ = failure;
+    if (failure.kind == FailureKind::kClosed) {
+      report_ = {FailureKind::kPeer, "rank " + std::to_string(health_.rank()) + " " + failure.text, health_.rank(),
+                 failure.seq};
+    }
+    changed_.notify_all();
+  }
+  return verdict.error;
+}
+
+std::optional<Failure> StorePeers::take_report(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [this] { return report_.has_value() || health_.is_closing(); };
+  if (deadline) {
+    changed_.wait_until(lock, *deadline, is_ready);
+  } else {
+    changed_.wait(lock, is_ready);
+  }
+  return std::exchange(report_, std::nullopt);
+}
+
+void StorePeers::deliver(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (!delivered_ && !health_.has_failed()) {
+    delivered_ = failure;
+  }
+}
+
+void StorePeers::lose(int rank, bool has_left) {
+  std::lock_guard lock(mutex_);
+  presence_.at(static_cast<size_t>(rank)) = has_left ? Presence::kLeft : Presence::kDead;
+}
+
+void StorePeers::leave(Deadline) {
+  std::lock_guard lock(mutex_);
+  health_.start_closing();
+  changed_.notify_all();
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,62 @@
+// StorePeers: the peers of ranks that do not share a host. Payloads travel over a process group of the CPU, failures
+// through the torch Store; both are reached from Python, whose threads carry out what is queued here.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/peers.h"
+
+namespace bucketwheel {
+
+class StorePeers final : public Peers {
+ public:
+  using Payloads = std::vector<std::vector<std::byte>>;
+  // How payloads travel; they throw what post() and collect() throw.
+  struct Agreement {
+    std::function<void(std::span<const std::byte>)> post;
+    std::function<Payloads(Deadline, const std::function<void()>&)> collect;
+  };
+  StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement);
+
+  Health& health() override { return health_; }
+  std::chrono::nanoseconds timeout() const override { return timeout_; }
+  void post(std::span<const std::byte> payload) override;
+  Payloads collect(Deadline deadline, const std::function<void()>& poll) override;
+  std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
+  std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
+  void note_issued(int, uint64_t) override {}
+  std::string late_ranks(int, uint64_t) const override { return {}; }
+
+  // ---- for the thread that reads and writes the Store
+
+  // The failure that this rank has to tell its peers, once; nothing at the deadline, or when there will be none.
+  std::optional<Failure> take_report(Deadline deadline);
+  // What a peer told: the first that comes counts.
+  void deliver(const Failure& failure);
+  // `rank` is dead, or has said goodbye.
+  void lose(int rank, bool has_left);
+  bool has_left() const { return health_.is_closing(); }
+
+ private:
+  void leave(Deadline deadline) override;
+
+  Health health_;
+  const std::chrono::nanoseconds timeout_;
+  const Agreement agreement_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Failure> report_;
+  std::optional<Failure> delivered_;
+  enum class Presence : uint8_t { kHere, kDead, kLeft };
+  std::vector<Presence> presence_;
+};
+
+}  // namespace bucketwheel
