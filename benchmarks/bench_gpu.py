@@ -23,7 +23,8 @@ from harness import Timing, parse_args
 
 from bucketwheel import ops
 from bucketwheel._build import native
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from tests.gpu.device import DEVICE, Calls
 
 # Seconds that a section may take; run_all.py ends it a little later.

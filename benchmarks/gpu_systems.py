@@ -17,7 +17,8 @@ from gpu_timing import random
 from torch import Tensor, nn
 
 import bucketwheel as bw
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from tests.gpu.device import DEVICE
 
 __all__ = [

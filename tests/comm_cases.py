@@ -15,8 +15,9 @@ import torch
 from reference import from_bf16, to_bf16
 from simulated_cuda import posing
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal, run_threads
 
 TIMEOUT_S = 30.0

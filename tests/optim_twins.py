@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal, run_threads
 
 SHAPES = [(5, 7), (3,), (), (64, 33), (0,), (1, 1), (257,), (4, 3, 2, 2), (40, 6)]

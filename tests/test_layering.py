@@ -37,7 +37,7 @@ PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device", "nccl"],
-    ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
+    ["plan", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm", "ops", "ops_cuda"],
     ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],

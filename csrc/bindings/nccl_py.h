@@ -106,7 +106,7 @@ inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::s
   if (!check.is_none()) {
     options.check = [function = held_function(check)](const std::string& comm, uint64_t seq, const std::string& text) {
       const py::gil_scoped_acquire locked;
-      (*function)(comm, seq, text);
+      return (*function)(comm, seq, text).cast<std::string>();
     };
   }
   return options;
@@ -165,28 +165,29 @@ inline void bind_peers(py::module_& m) {
             wake_watchdog();
           },
           py::arg("kind"), py::arg("text"), py::arg("rank"), py::arg("seq"), Unlocked())
+      .def("lose", &StorePeers::lose, py::arg("rank"), Unlocked())
+      .def("await_leave", &StorePeers::await_leave, Unlocked())
+      .def("finish", &StorePeers::finish, Unlocked())
       .def(
-          "lose",
-          [](StorePeers& self, int rank, bool has_left) {
-            self.lose(rank, has_left);
-            wake_watchdog();
-          },
-          py::arg("rank"), py::arg("has_left"), Unlocked())
-      .def(
-          "trouble",
-          [](StorePeers& self, const std::vector<int>& needs, const std::string& what) {
-            const auto is_needed = [&](int rank) { return std::ranges::find(needs, rank) != needs.end(); };
-            if (const auto failure = self.trouble(0, is_needed, what.c_str())) {
+          "expect_peers",
+          [](StorePeers& self, const std::string& what) {
+            self.health().expect_usable();
+            if (const auto failure = self.trouble(0, [](int) { return true; }, what.c_str())) {
               std::rethrow_exception(self.fail(*failure, self.health().prefix(0)));
             }
           },
-          py::arg("needs"), py::arg("what"), Unlocked())
+          py::arg("what"), Unlocked())
       .def(
-          "time_out",
-          [](StorePeers& self, std::string text) {
-            std::rethrow_exception(self.fail({FailureKind::kTimeout, std::move(text), -1, 0}, self.health().prefix(0)));
+          "fail",
+          [](StorePeers& self, const std::string& kind, std::string text, int rank) {
+            const FailureKind failure = kind == "timeout" ? FailureKind::kTimeout
+                                        : kind == "peer"  ? FailureKind::kPeer
+                                                          : FailureKind::kError;
+            const auto error = self.fail({failure, std::move(text), rank, 0}, self.health().prefix(0));
+            wake_watchdog();
+            std::rethrow_exception(error);
           },
-          py::arg("text"), Unlocked())
+          py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
       .def_property_readonly("has_left", &StorePeers::has_left);
   m.def(
       "peers_of",

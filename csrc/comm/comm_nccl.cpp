@@ -193,7 +193,12 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   expect_usable();
   op->seq = state->seq = running.seq = seq_ + 1;
   if (options_.check) {
-    options_.check(name_, op->seq, describe(*op) + place_text(*op));
+    const std::string differs = options_.check(name_, op->seq, describe(*op) + place_text(*op));
+    if (!differs.empty()) {
+      const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq});
+      give_up(error);
+      std::rethrow_exception(error);
+    }
   }
   running.ready = order(stream, options, is_captured);
   flight_.issued(*op);

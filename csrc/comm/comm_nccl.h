@@ -36,9 +36,9 @@ struct NcclOptions {
   bool registers_memory = false;  // pools are of registered memory (nccl_memory.h); else `pool`
   PoolRef pool;
   bool serialises = false;  // [Note: two communicators]
-  // Debug: called before every operation with its seq and what it is (kind, sizes, places in registered memory); throws
-  // MismatchError when ranks differ.
-  std::function<void(const std::string& comm, uint64_t seq, const std::string& text)> check;
+  // Debug: called before every operation with its seq and what it is (kind, sizes, places in registered memory).
+  // Returns how the ranks differ, if they do: a MismatchError.
+  std::function<std::string(const std::string& comm, uint64_t seq, const std::string& text)> check;
 };
 
 class NcclMemory;

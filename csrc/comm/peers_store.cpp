@@ -6,24 +6,30 @@
 #include "comm/comm.h"
 
 namespace bucketwheel {
+namespace {
+
+// A process that ends right after leave() would look dead to a peer that has not had its goodbye.
+constexpr std::chrono::seconds kGoodbyePatience{2};
+
+}  // namespace
 
 StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement)
     : health_(std::move(name), rank, world),
       timeout_(timeout),
       agreement_(std::move(agreement)),
-      presence_(static_cast<size_t>(world), Presence::kHere) {}
+      is_gone_(static_cast<size_t>(world)) {}
 
 void StorePeers::post(std::span<const std::byte> payload) {
   health_.expect_usable();
   BW_EXPECTS(payload.size() <= Comm::kMaxPayloadBytes, "post: the payload has " + std::to_string(payload.size()) +
                                                            " bytes, at most " + std::to_string(Comm::kMaxPayloadBytes) +
                                                            " fit");
-  agreement_.post(payload);
+  agreement().post(payload);
 }
 
 StorePeers::Payloads StorePeers::collect(Deadline deadline, const std::function<void()>& poll) {
   health_.expect_usable();
-  return agreement_.collect(deadline, poll);
+  return agreement().collect(deadline, poll);
 }
 
 std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) {
@@ -32,13 +38,9 @@ std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<boo
     return delivered_;
   }
   for (int r = 0; r < health_.world(); ++r) {
-    const Presence presence = presence_[static_cast<size_t>(r)];
-    if (presence != Presence::kHere && r != health_.rank() && needs(r)) {
+    if (is_gone_[static_cast<size_t>(r)] && r != health_.rank() && needs(r)) {
       return Failure{FailureKind::kPeer,
-                     "rank " + std::to_string(r) +
-                         (presence == Presence::kLeft ? " has closed the communicator" : " died") + "; needed for " +
-                         what,
-                     r, seq};
+                     "rank " + std::to_string(r) + " has closed the communicator; needed for " + what, r, seq};
     }
   }
   return {};
@@ -76,15 +78,38 @@ void StorePeers::deliver(const Failure& failure) {
   }
 }
 
-void StorePeers::lose(int rank, bool has_left) {
+void StorePeers::lose(int rank) {
   std::lock_guard lock(mutex_);
-  presence_.at(static_cast<size_t>(rank)) = has_left ? Presence::kLeft : Presence::kDead;
+  is_gone_.at(static_cast<size_t>(rank)) = true;
 }
 
-void StorePeers::leave(Deadline) {
+StorePeers::Agreement StorePeers::agreement() const {
   std::lock_guard lock(mutex_);
+  if (!agreement_.post) {
+    throw ClosedError(health_.prefix(0) + "the communicator is closed");
+  }
+  return agreement_;
+}
+
+void StorePeers::await_leave() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return health_.is_closing(); });
+}
+
+void StorePeers::finish() {
+  std::lock_guard lock(mutex_);
+  ++finished_;
+  changed_.notify_all();
+}
+
+void StorePeers::leave(Deadline deadline) {
+  Agreement agreement;  // freed without the lock
+  std::unique_lock lock(mutex_);
   health_.start_closing();
   changed_.notify_all();
+  changed_.wait_until(lock, *earlier(deadline, Clock::now() + kGoodbyePatience),
+                      [this] { return finished_ == kThreads; });
+  std::swap(agreement, agreement_);
 }
 
 }  // namespace bucketwheel

@@ -41,22 +41,28 @@ class StorePeers final : public Peers {
   std::optional<Failure> take_report(Deadline deadline);
   // What a peer told: the first that comes counts.
   void deliver(const Failure& failure);
-  // `rank` is dead, or has said goodbye.
-  void lose(int rank, bool has_left);
+  // `rank` has said goodbye.
+  void lose(int rank);
   bool has_left() const { return health_.is_closing(); }
+  // Blocks until this rank leaves.
+  void await_leave();
+  // One of the kThreads threads has done what was to be done after that; the leaving rank waits for it a while.
+  static constexpr int kThreads = 2;
+  void finish();
 
  private:
   void leave(Deadline deadline) override;
+  Agreement agreement() const;
 
   Health health_;
   const std::chrono::nanoseconds timeout_;
-  const Agreement agreement_;
+  Agreement agreement_;  // until leave(); it holds us
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<Failure> report_;
   std::optional<Failure> delivered_;
-  enum class Presence : uint8_t { kHere, kDead, kLeft };
-  std::vector<Presence> presence_;
+  std::vector<bool> is_gone_;
+  int finished_ = 0;
 };
 
 }  // namespace bucketwheel

@@ -4,7 +4,7 @@ Importing compiles nothing; the native module builds itself at first use.
 """
 
 from bucketwheel._version import __version__
-from bucketwheel.comm import Communicator, LocalRank, LocalWorld
+from bucketwheel.comm import Communicator
 from bucketwheel.errors import (
     BuildError,
     ClosedError,
@@ -24,6 +24,7 @@ from bucketwheel.errors import (
 from bucketwheel.handle import Handle
 from bucketwheel.ops import adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalRank, LocalWorld
 from bucketwheel.plan import Packing, PackItem, pack
 from bucketwheel.pool import Lease, Pool, PoolStats
 

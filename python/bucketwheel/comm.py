@@ -3,68 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
-import os
+import json
 import secrets
-import socket
-import struct
-import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bucketwheel import comm_nccl
 from bucketwheel._build import native
-from bucketwheel.device import CPU, device_index, torch_device
+from bucketwheel.comm_nccl import NcclChoices
+from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import CommError
 from bucketwheel.handle import Handle
+from bucketwheel.place import LocalRank, Place
 from bucketwheel.pool import Pool
 
-__all__ = ["Communicator", "LocalRank", "LocalWorld"]
+__all__ = ["Communicator"]
 
-_CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
-_HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _EXIT_GRACE_S = 2.0
-_HELLO_TIMEOUT_S = 1.0
 
-_numbers = itertools.count()
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class LocalRank:
-    """One rank of a `LocalWorld`; pass it to `Communicator` as the group."""
-
-    world: LocalWorld
-    rank: int
-
-
-class LocalWorld:
-    """Ranks that are threads of this process.
-
-    >>> world = LocalWorld(4)
-    >>> comm = Communicator(world.rank(2))  # in the thread that is rank 2
-
-    Each rank is taken once. ``stages_inputs`` sends tensors through the staging buffers, as between processes (for
-    tests).
-    """
-
-    def __init__(self, size: int, *, stages_inputs: bool = False) -> None:
-        self._native = native().LocalWorld(size, stages_inputs)
-
-    @property
-    def size(self) -> int:
-        return self._native.world
-
-    def rank(self, rank: int) -> LocalRank:
-        """The group argument of the communicator of ``rank``."""
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is not in a world of {self.size}")
-        return LocalRank(self, rank)
 
 
 class Communicator:
@@ -73,17 +35,24 @@ class Communicator:
     Args:
         group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default
             process group if there is one, else a world of one rank.
-        backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"auto"``,
-            ``"local"`` for a `LocalRank` and a world of one, else ``"shm"``. Whether all ranks share a host is found
-            by trying, and all ranks come to the same result.
+        backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"nccl"``,
+            CUDA tensors of processes on any number of hosts, each with a GPU; ``"auto"``, ``"local"`` for a `LocalRank`
+            and a world of one, else ``"shm"`` on the CPU and ``"nccl"`` on CUDA. Whether all ranks share a host is
+            found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
             `CommTimeout`. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
+        max_ctas, cta_policy, options: NCCL's (ncclConfig_t): most blocks of a kernel; ``"default"``, ``"efficiency"`` or
+            ``"zero"`` (all-gathers by the copy engines; needs ``registered``); a dict of ``blocking``, ``min_ctas``,
+            ``cga_cluster_size``, ``traffic_class``, ``split_share``, ``collnet_enable``, ``net_name``.
+        registered: `pool` is memory that NCCL can register (`register_pool`). NCCL 2.27 or newer.
 
-    Making one is collective. Raises `ValueError` for bad arguments, `NotImplementedError` when the ranks do not share
-    a host.
+    Making one is collective. Raises `ValueError` for bad arguments, `DeviceError` when there is no NCCL to use,
+    `CommError` or `CommTimeout` when it cannot be made on all ranks, `NotImplementedError` when CPU ranks do not share a
+    host. NCCL's communicators have the library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of
+    torch's own NCCL process groups must come from the same thread as ours, in the same order on all ranks.
 
     An operation that fails (`PeerError`: a peer died or left, `CommTimeout`, `MismatchError`: ranks called different
     operations, or an `abort`) fails the communicator: every later call raises the same error. Bad arguments do not.
@@ -98,17 +67,119 @@ class Communicator:
         timeout_s: float = 600.0,
         name: str | None = None,
         device: torch.device | str | int | None = None,
+        max_ctas: int | None = None,
+        cta_policy: str | None = None,
+        registered: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        if backend not in ("auto", "shm", "local"):
-            raise ValueError(f"backend must be 'auto', 'shm' or 'local', got {backend!r}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-        if isinstance(group, LocalRank) or (group is None and not _has_default_group()):
-            self._native = _make_alone_or_local(group, backend, timeout_s, name, device_index(device))
-        else:
-            self._native = _make_of_group(group, backend, timeout_s, name, device_index(device))
-        self._pool = Pool.of(self._native.pool)
+        _expect_arguments(group, backend, timeout_s)
+        index = device_index(device)
+        _expect_device(backend, index)
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        place = Place.of(group, backend, timeout_s)
+        kind = place.backend(backend, index)
+        if kind != "nccl" and choices != NcclChoices():
+            raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
+        self._finish(place.make(kind, index, name, choices), place, choices)
+
+    def _finish(self, native_comm: Any, place: Place, choices: NcclChoices) -> Communicator:
+        self._native = native_comm
+        self._place = place
+        self._choices = choices
+        self._splits = itertools.count()
+        self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
+        return self
+
+    @classmethod
+    def pair(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | int = "cuda",
+        timeout_s: float = 600.0,
+        name: str | None = None,
+        max_ctas: int | None = None,
+        cta_policy: str | None = None,
+        registered: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Communicator, Communicator]:
+        """Two NCCL communicators over the same ranks: one for all-gathers, one for reduce-scatters, which then overlap.
+
+        NCCL runs the operations of one communicator one after the other, whatever streams they are in. The two share
+        agreement (`post`, `collect`) and fate: a failure of one is one of both; their names end in ``/ag`` and ``/rs``.
+        Every rank issues the operations of both in one order. ``max_ctas`` small enough for both kernels to be on the
+        device (8 and 16, say) lets them run at once.
+
+        Where NCCL may have launched before bucketwheel was imported, without ``NCCL_LAUNCH_ORDER_IMPLICIT=1``, this
+        warns, and the operations of the two take turns.
+        """
+        _expect_arguments(group, "nccl", timeout_s)
+        index = device_index(device)
+        _expect_device("nccl", index)
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        place = Place.of(group, "nccl", timeout_s)
+        natives = comm_nccl.pair(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        both = [cls.__new__(cls)._finish(one, place, choices) for one in natives]
+        return both[0], both[1]
+
+    @classmethod
+    def borrow(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | str | int = "cuda",
+        timeout_s: float = 600.0,
+        name: str | None = None,
+    ) -> Communicator:
+        """A communicator around the NCCL communicator that the process group ``group`` has for the device.
+
+        It costs no second initialisation and no memory. But its operations and the group's own run one after the other,
+        the group must have run a collective on this device before, its NCCL must be the one that bucketwheel uses, its
+        watchdog may abort under our operations, and a failure here leaves the aborting to it: `abort` and time-outs end
+        waiting on the host, while kernels stay until the group is aborted.
+        """
+        _expect_arguments(group, "nccl", timeout_s)
+        index = device_index(device)
+        _expect_device("nccl", index)
+        place = Place.of(group, "nccl", timeout_s)
+        if place.meeting is None:
+            raise ValueError("borrow takes a process group")
+        native_comm = comm_nccl.borrow(place.meeting, group, index, place.agreed_name(name, "nccl"), timeout_s)
+        return cls.__new__(cls)._finish(native_comm, place, NcclChoices())
+
+    def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
+        """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
+
+        New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
+        one's; nothing else is shared.
+        """
+        number = next(self._splits)
+        token = secrets.token_hex(8)
+        everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
+        members = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
+        ranks = [rank for _, rank in members]
+        place = self._place.part(self, ranks if color >= 0 else [], f"{number}/{color}", everyone[ranks[0]][2])
+        name = name or f"{self.name}.{number}.{color}"
+        if self.backend == "nccl":
+            meeting = place.meeting if place is not None else None
+            made = comm_nccl.split(
+                self._native,
+                meeting,
+                color,
+                ranks.index(self.rank),
+                name,
+                self.device,
+                self._place.timeout_s,
+                self._choices,
+            )
+        else:
+            made = place.make(self.backend, self.device, name, self._choices) if place is not None else None
+        return (
+            None
+            if made is None or place is None
+            else type(self).__new__(type(self))._finish(made, place, self._choices)
+        )
 
     @property
     def rank(self) -> int:
@@ -125,7 +196,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """``"shm"`` or ``"local"``."""
+        """``"shm"``, ``"local"`` or ``"nccl"``."""
         return self._native.backend
 
     @property
@@ -137,6 +208,21 @@ class Communicator:
     def pool(self) -> Pool:
         """Memory that peers read without a staging copy: the place for the inputs of collectives."""
         return self._pool
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What this communicator does. Of NCCL: its version (``"nccl"``), whether the pool is registered memory
+        (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages are made in
+        float32 (``"symmetric_avg"``), whether two communicators overlap (``"overlap"``)."""
+        return comm_nccl.features(self._native, self._choices) if self.backend == "nccl" else {}
+
+    def register_pool(self) -> int:
+        """Make registered memory of what the pool got from the system since the last time; how many slabs NCCL accepted.
+
+        Collective, and only for ``registered=True``: all ranks must have made the same acquires in one order, and every
+        tensor of an operation must lie at the same place on all ranks (``BW_COMM_CHECK=1`` verifies that).
+        """
+        return int(self._native.register_pool()) if self._choices.registered else 0
 
     @property
     def stream(self) -> Any:
@@ -210,166 +296,23 @@ def _natives(handles: Sequence[Handle]) -> list[Any]:
     return [handle._native for handle in handles]
 
 
-def _has_default_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _make_alone_or_local(group: LocalRank | None, backend: str, timeout_s: float, name: str | None, device: int) -> Any:
-    if device != CPU and backend == "shm":
-        raise ValueError("backend 'shm' is for CPU tensors")
-    if group is None and backend == "shm":
-        return native().make_shm_comm(0, [-1], [os.getpid()], name or _default_name("shm"), timeout_s)
-    if backend == "shm":
-        raise ValueError("backend 'shm' takes a process group, got a LocalRank")
-    place = group if group is not None else LocalWorld(1).rank(0)
-    if device != CPU:
-        pool = Pool(device=torch_device(device))
-        return place.world._native.join_cuda(place.rank, name or "local", timeout_s, pool._native)
-    return place.world._native.join(place.rank, name or "local", timeout_s)
-
-
-def _default_name(backend: str) -> str:
-    return f"{backend}{next(_numbers)}"
-
-
-def _make_of_group(
-    group: dist.ProcessGroup | None, backend: str, timeout_s: float, name: str | None, device: int
-) -> Any:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+def _expect_arguments(group: Any, backend: str, timeout_s: float) -> None:
+    if backend not in ("auto", "shm", "local", "nccl"):
+        raise ValueError(f"backend must be 'auto', 'shm', 'local' or 'nccl', got {backend!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if isinstance(group, LocalRank):
+        if backend in ("shm", "nccl"):
+            raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
-    if backend == "local":
-        raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
-    if dist.get_world_size(group) == 1:
-        return _make_alone_or_local(None, backend, timeout_s, name, device)
-    if device != CPU:
-        raise NotImplementedError(
-            "CUDA tensors over a process group need the nccl backend, which is not implemented yet"
-        )
-    return _Meeting(group, timeout_s, name or "").native_comm()
 
 
-class _Meeting:
-    """How the ranks of a process group get connected: who is where goes through the group, the rest over Unix sockets.
-
-    Names in the abstract namespace are random and end with their socket. Each end checks the other's credentials, so
-    that the process at the other end is the one that the group speaks of. All ranks come to the same result: what
-    fails on one is told to all through the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, name: str) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
-        self.name = name
-        self.nonce = secrets.token_bytes(16)
-        self.peers: list[dict[str, Any]] = []
-        self.sockets: dict[int, socket.socket] = {}
-
-    def native_comm(self) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close_sockets)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            address = f"\0bucketwheel-{secrets.token_hex(16)}"
-            listener.bind(address)
-            listener.listen(self.size)
-            me = {"address": address, "nonce": self.nonce, "pid": os.getpid(), "uid": os.getuid(), "name": self.name}
-            me["default_name"] = _default_name("shm")
-            self.peers = self._all_gather(me)
-            self._expect_equal_names()
-            # Connecting needs no accept() on the other side: a listening socket queues it.
-            self._agree(self._attempt(self._call_lower_ranks))
-            self._agree(self._attempt(self._accept_higher_ranks, listener))
-            comm: list[Any] = []
-            failure = self._attempt(lambda: comm.append(self._make()))
-            try:
-                self._agree(failure, CommError)
-            except BaseException:
-                for made in comm:
-                    made.close(0.0)
-                raise
-            return comm[0]
-
-    def _close_sockets(self) -> None:
-        for call in self.sockets.values():
-            call.close()
-
-    def _make(self) -> Any:
-        name = self.peers[0]["name"] or self.peers[0]["default_name"]
-        fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
-        self.sockets.clear()
-        pids = [peer["pid"] for peer in self.peers]
-        return native().make_shm_comm(self.rank, fds, pids, name, self.timeout_s)
-
-    def _all_gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
-    def _expect_equal_names(self) -> None:
-        names = [peer["name"] for peer in self.peers]
-        if len(set(names)) != 1:
-            raise ValueError(f"ranks gave different names to one communicator: {names}")
-
-    @staticmethod
-    def _attempt(step: Any, *args: Any) -> str:
-        """What went wrong in ``step``; empty if nothing did."""
-        try:
-            step(*args)
-        except (OSError, CommError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _agree(self, failure: str, raises: type[Exception] = NotImplementedError) -> None:
-        failures = {rank: text for rank, text in enumerate(self._all_gather(failure)) if text}
-        if failures:
-            listed = "".join(f"\n  rank {rank}: {text}" for rank, text in failures.items())
-            if raises is NotImplementedError:
-                raise NotImplementedError(
-                    "the ranks do not all share a host (or its network and process namespaces), which backend 'shm' needs; "
-                    f"the c10d backend, for any process group, comes later{listed}"
-                )
-            raise raises(f"the communicator could not be made on all ranks{listed}")
-
-    def _call_lower_ranks(self) -> None:
-        for rank in range(self.rank):
-            peer = self.peers[rank]
-            call = self.sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            call.settimeout(max(self.deadline - time.monotonic(), 0.001))
-            call.connect(peer["address"])
-            if not self._is_peer(call, peer):
-                raise ConnectionRefusedError(
-                    f"the socket of rank {rank} belongs to another process than pid {peer['pid']}"
-                )
-            call.send(_HELLO.pack(self.rank, peer["nonce"]))
-
-    def _accept_higher_ranks(self, listener: socket.socket) -> None:
-        while len(self.sockets) < self.size - 1:
-            listener.settimeout(max(self.deadline - time.monotonic(), 0.001))
-            call, _ = listener.accept()
-            call.settimeout(_HELLO_TIMEOUT_S)  # a peer sends its hello before anybody accepts
-            rank = self._caller(call)
-            if rank is None:
-                call.close()  # some other process of this host
-            else:
-                self.sockets[rank] = call
-
-    def _caller(self, call: socket.socket) -> int | None:
-        try:
-            hello = call.recv(_HELLO.size)
-        except OSError:
-            return None
-        if len(hello) != _HELLO.size:
-            return None
-        rank, nonce = _HELLO.unpack(hello)
-        is_expected = self.rank < rank < self.size and rank not in self.sockets and nonce == self.nonce
-        return rank if is_expected and self._is_peer(call, self.peers[rank]) else None
-
-    @staticmethod
-    def _is_peer(call: socket.socket, peer: dict[str, Any]) -> bool:
-        pid, uid, _ = _CREDENTIALS.unpack(call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        return pid == peer["pid"] and uid == peer["uid"] == os.getuid()
+def _expect_device(backend: str, device: int) -> None:
+    if backend == "shm" and device != CPU:
+        raise ValueError("backend 'shm' is for CPU tensors")
+    if backend == "nccl" and device == CPU:
+        raise ValueError("backend 'nccl' is for CUDA tensors: pass device='cuda'")
 
 
 def _close_all() -> None:

@@ -163,11 +163,11 @@ class Pool:
         return int(self._native.device)
 
     @classmethod
-    def of(cls, native_pool: Any) -> Pool:
-        """The pool around a native one (a communicator's)."""
+    def of(cls, native_pool: Any, *, is_cache: bool = True) -> Pool:
+        """The pool around a native one (a communicator's). ``is_cache``: it may be trimmed when memory is short."""
         pool = cls.__new__(cls)
         pool._native = native_pool
-        if pool.device != CPU:
+        if is_cache and pool.device != CPU:
             keep_as_cache(pool)
         return pool
 

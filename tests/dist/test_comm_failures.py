@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, MismatchError, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, run_threads
@@ -180,7 +181,8 @@ def test_exit_with_an_operation_in_flight():
     """A process whose peer never comes ends soon, with exit code 0 and no crash, though it drops what it gathers."""
     code = """
 import torch
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.ops import all_gather
 world = LocalWorld(2)
 comm, other = Communicator(world.rank(0)), Communicator(world.rank(1))

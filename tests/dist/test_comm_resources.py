@@ -177,7 +177,7 @@ def elsewhere(rank: int, size: int) -> str:
 
     open_before = len(os.listdir("/proc/self/fd"))
     pid = os.getpid() + (1_000_000 if rank == 1 else 0)
-    with mock.patch("bucketwheel.comm.os.getpid", return_value=pid), pytest.raises(NotImplementedError) as caught:
+    with mock.patch("bucketwheel.comm_shm.os.getpid", return_value=pid), pytest.raises(NotImplementedError) as caught:
         Communicator(backend="auto", timeout_s=5)
     assert len(os.listdir("/proc/self/fd")) == open_before
     with Communicator() as comm:

@@ -11,7 +11,8 @@ import torch
 from simulated_cuda import posing
 
 from bucketwheel import inflight
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import run_threads
 

@@ -12,7 +12,8 @@ import torch
 from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.errors import CaptureError, ClosedError, CommError, CommTimeout, DeviceError, MismatchError, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.pool import Pool

@@ -12,7 +12,8 @@ from simulated_cuda import Calls, Graph, posing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bucketwheel as bw
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.errors import CaptureError
 from bucketwheel.testing import run_threads
 

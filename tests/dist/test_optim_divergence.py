@@ -24,7 +24,8 @@ from optim_twins import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import RankFailed, assert_bitwise_equal
 

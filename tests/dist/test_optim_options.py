@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 

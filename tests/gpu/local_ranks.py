@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
 

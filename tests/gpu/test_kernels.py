@@ -18,7 +18,8 @@ from unit.test_adam_matrix import KINDS, assert_same, ids, make, run_op, run_tab
 import bucketwheel as bw
 from bucketwheel import ops
 from bucketwheel._build import native
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
 

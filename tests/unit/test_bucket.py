@@ -12,7 +12,8 @@ from bucketwheel import bucket as buckets
 from bucketwheel import hooks
 from bucketwheel._build import native
 from bucketwheel.bucket import GradBucket, Part
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
 from bucketwheel.pool import Pool
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from comm_cases import check_usable, run_local
 
-from bucketwheel.comm import Communicator, LocalWorld
+from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.place import LocalWorld
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -1,0 +1,236 @@
+"""How the ranks of the nccl backend get connected: a unique id goes through a `Meeting`, and so does the outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from . import agreement, comm_shm, nccl
+from ._build import native
+from .device import torch_device
+from .errors import CommError, DeviceError
+from .meeting import Meeting
+from .pool import Pool
+
+__all__ = ["NcclChoices", "borrow", "features", "make", "pair", "split"]
+
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
+
+
+def _claim_launch_order() -> bool:
+    """Whether NCCL starts the kernels of several communicators in the order of the calls. It reads the variable once, at
+    its first launch: called when this module is imported, which may be too late."""
+    if _LAUNCH_ORDER in os.environ:
+        return os.environ[_LAUNCH_ORDER] == "1"
+    os.environ[_LAUNCH_ORDER] = "1"
+    return not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()))
+
+
+_is_launch_order_kept = _claim_launch_order()
+
+
+@dataclass(frozen=True)
+class NcclChoices:
+    """What can be chosen of an NCCL communicator: see `Communicator`."""
+
+    max_ctas: int | None = None
+    cta_policy: str | None = None
+    registered: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> tuple[dict[str, int], str]:
+        """The ints of ncclConfig_t, and the name of the network. ValueError for what this NCCL cannot do."""
+        rest = dict(self.options)
+        net_name = str(rest.pop("net_name", ""))
+        found = nccl.info()
+        config = {name: int(value) for name, value in rest.items()}
+        if self.max_ctas is not None:
+            config["max_ctas"] = self.max_ctas
+        if self.cta_policy is not None:
+            if self.cta_policy not in _POLICIES:
+                raise ValueError(f"cta_policy must be one of {sorted(_POLICIES)}, got {self.cta_policy!r}")
+            config["cta_policy"] = _POLICIES[self.cta_policy]
+        if self.cta_policy == "zero" and not (self.registered and found.features["zero_cta"]):
+            raise ValueError(
+                "cta_policy='zero' needs registered=True and NCCL 2.28 or newer; this is "
+                f"{nccl.version_text(found.version)} with registered={self.registered}"
+            )
+        if self.registered and not found.features["windows"]:
+            raise ValueError(
+                f"registered=True needs NCCL 2.27 or newer with windows; this is {nccl.version_text(found.version)} ({found.path})"
+            )
+        return config, net_name
+
+
+class _Check:
+    """Debug (``BW_COMM_CHECK=1``): compares every operation of a communicator between the ranks, through the Store."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._store, self._rank, self._size = meeting.store, meeting.rank, meeting.size
+        self._timeout = timedelta(seconds=meeting.timeout_s)
+
+    def __call__(self, comm: str, seq: int, text: str) -> str:
+        keys = [f"check/{comm}/{seq}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], text)
+        try:
+            self._store.wait(keys, self._timeout)
+        except dist.DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return f"this rank called {text}; ranks {missing} called nothing for {self._timeout}"
+        texts = [self._store.get(key).decode() for key in keys]
+        if seq > 1:  # whoever has come here has read what was there before
+            self._store.delete_key(f"check/{comm}/{seq - 1}/{self._rank}")
+        if len(set(texts)) == 1:
+            return ""
+        return "ranks called different operations:" + "".join(f"\n  rank {r}: {one}" for r, one in enumerate(texts))
+
+
+def _options(choices: NcclChoices, device: int, meeting: Meeting | None, *, serialises: bool = False) -> Any:
+    config, net_name = choices.config()
+    pool = Pool(device=torch_device(device))
+    checks = meeting is not None and os.environ.get("BW_COMM_CHECK") == "1"
+    check = _Check(meeting) if checks and meeting is not None else None
+    return native().NcclOptions(config, net_name, choices.registered, pool._native, serialises, check)
+
+
+def _make_peers(meeting: Meeting | None, name: str, timeout_s: float) -> Any:
+    """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo."""
+    if meeting is None or meeting.size == 1:
+        return native().peers_of(native().LocalWorld(1).join(0, name, timeout_s))
+    try:
+        return native().peers_of(comm_shm.connect(meeting, name, timeout_s))
+    except comm_shm.NotOneHost:
+        return agreement.make_peers(meeting, name, timeout_s)
+
+
+def make(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> Any:
+    """The native communicator of the ranks that meet (None: of this process alone)."""
+
+    def one(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
+        return [native().make_nccl_comm(peers, device, unique_id, options, left_s)]
+
+    return _make(meeting, device, name, timeout_s, choices, one, serialises=False)[0]
+
+
+def pair(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> tuple[Any, Any]:
+    """Two native communicators, for all-gathers and for reduce-scatters, that share what they know of their peers."""
+    if not _is_launch_order_kept:
+        warnings.warn(
+            f"{_LAUNCH_ORDER} was not 1 when NCCL may first have launched, so all-gathers and reduce-scatters take turns "
+            "instead of overlapping; import bucketwheel before torch.distributed.init_process_group, or set it to 1",
+            stacklevel=3,
+        )
+
+    def two(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
+        return list(native().make_nccl_pair(peers, device, unique_id, options, left_s))
+
+    gathers, reduces = _make(meeting, device, name, timeout_s, choices, two, serialises=not _is_launch_order_kept)
+    return gathers, reduces
+
+
+def _make(
+    meeting: Meeting | None,
+    device: int,
+    name: str,
+    timeout_s: float,
+    choices: NcclChoices,
+    make: Callable[[Any, bytes, Any, float], list[Any]],
+    *,
+    serialises: bool,
+) -> list[Any]:
+    if meeting is None:
+        options = _options(choices, device, None, serialises=serialises)
+        return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
+    unique_id = _agree_on_nccl(meeting, choices, serialises)
+    peers = _make_peers(meeting, name, timeout_s)
+    options = _options(choices, device, meeting, serialises=serialises)
+    return _all_or_none(meeting, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1)))
+
+
+def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
+    """What ``make`` returns, if it works on all ranks; CommError on every rank otherwise."""
+    made: list[Any] = []
+    failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
+    if failures:
+        for comm in made:
+            if comm is not None:
+                comm.abort("another rank could not make its part")
+                comm.close(0.0)
+        raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
+    return made
+
+
+def _agree_on_nccl(meeting: Meeting, choices: NcclChoices, serialises: bool) -> bytes:
+    """Rank 0's unique id, once all ranks have an NCCL of one version and want the same. Raises on every rank."""
+    facts: dict[str, Any] = {}
+
+    def look() -> None:
+        facts["version"] = nccl.info().version
+        if meeting.rank == 0:
+            facts["id"] = nccl.unique_id().hex()
+
+    error = meeting.attempt(look)
+    everyone = meeting.exchange({**facts, "error": error, "choices": json.dumps(asdict(choices), default=str)})
+    failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
+    if failed:
+        raise DeviceError(f"NCCL cannot be used on all ranks{failed}")
+    versions = [one["version"] for one in everyone]
+    if len(set(versions)) > 1:
+        texts = [nccl.version_text(version) for version in versions]
+        raise DeviceError(f"ranks have different versions of NCCL: {texts} by rank; set BW_NCCL_LIB to one for all")
+    wanted = [one["choices"] for one in everyone]
+    if len(set(wanted)) > 1:
+        raise ValueError(f"ranks gave different options to one communicator: {wanted}")
+    return bytes.fromhex(everyone[0]["id"])
+
+
+def split(
+    parent: Any,
+    meeting: Meeting | None,
+    colour: int,
+    key: int,
+    name: str,
+    device: int,
+    timeout_s: float,
+    choices: NcclChoices,
+) -> Any:
+    """The native communicator of this rank's part of ``parent``; ``meeting`` is that part's, None for no part."""
+    if colour < 0:
+        options = _options(choices, device, None)
+        parent.split(None, colour, key, options, timeout_s)
+        return None
+    peers = _make_peers(meeting, name, timeout_s)
+    options = _options(choices, device, meeting)
+    make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
+    return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
+
+
+def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
+    """A native communicator around the one that ``group`` has for the device."""
+    backend = group._get_backend(torch_device(device))
+    if not hasattr(backend, "_comm_ptr"):
+        raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
+    peers = _make_peers(meeting, name, timeout_s)
+    options = _options(NcclChoices(), device, meeting)
+    return _all_or_none(meeting, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)])[0]
+
+
+def features(comm: Any, choices: NcclChoices) -> dict[str, Any]:
+    found = nccl.info()
+    has_windows = bool(comm.has_windows)
+    return {
+        "nccl": nccl.version_text(found.version),
+        "windows": has_windows,
+        "copy_engines": has_windows and choices.cta_policy == "zero",
+        "symmetric_avg": has_windows and found.features["symmetric_avg"],
+        "overlap": _is_launch_order_kept,
+    }

@@ -1,0 +1,94 @@
+"""Meeting: how the ranks of a process group talk before they have a communicator, through the group's torch Store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import CommError, CommTimeout
+
+__all__ = ["Meeting"]
+
+_LOOK_S = 0.05
+
+
+class Meeting:
+    """Rounds of one JSON value from every rank to all ranks. All ranks take part in the same rounds.
+
+    Rank 0 collects and publishes, so that a round costs every other rank two messages, however many there are.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        """``store`` is this meeting's alone: a `PrefixStore` with a prefix that no other has."""
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self._round = 0
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float) -> Meeting:
+        """The next meeting of a process group: each rank counts its own."""
+        whole: Any = group if group is not None else dist.group.WORLD
+        rank = dist.get_rank(group)
+        store = dist.distributed_c10d._get_process_group_store(whole)
+        number = store.add(f"bucketwheel/meetings/{rank}", 1)
+        return cls(dist.PrefixStore(f"bucketwheel/{number}", store), rank, dist.get_world_size(group), timeout_s)
+
+    def part(self, name: str, rank: int, size: int) -> Meeting:
+        """A meeting of some of the ranks; ``name`` is theirs alone."""
+        return Meeting(dist.PrefixStore(name, self.store), rank, size, self.timeout_s)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Everybody's value by rank. `CommTimeout` naming the ranks that have not come."""
+        self._round += 1
+        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
+        together = f"{self._round}/all"
+        if self.rank != 0:
+            self.store.set(keys[self.rank], json.dumps(mine))
+            self._await(together, [0])
+            return list(json.loads(self.store.get(together)))
+        values = [mine]
+        for rank in range(1, self.size):
+            self._await(keys[rank], range(rank, self.size))
+            values.append(json.loads(self.store.get(keys[rank])))
+            self.store.delete_key(keys[rank])
+        self.store.set(together, json.dumps(values))
+        if self._round > 1:
+            self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
+        return values
+
+    def _await(self, key: str, ranks: Any) -> None:
+        left = max(self.deadline - time.monotonic(), _LOOK_S)
+        try:
+            self.store.wait([key], timedelta(seconds=left))
+        except dist.DistStoreError as error:
+            missing = [rank for rank in ranks if not self.store.check([f"{self._round}/{rank}"])]
+            raise CommTimeout(
+                f"the communicator was not made within {self.timeout_s} s: ranks {missing or list(ranks)} have not come"
+            ) from error
+
+    def attempt(self, step: Callable[[], Any]) -> str:
+        """What went wrong in ``step``; empty if nothing did."""
+        try:
+            step()
+        except (OSError, CommError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def failures(self, mine: str) -> str:
+        """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
+        failed = [(rank, text) for rank, text in enumerate(self.exchange(mine)) if text]
+        return "".join(f"\n  rank {rank}: {text}" for rank, text in failed)
+
+    def expect_equal(self, what: str, mine: Any) -> None:
+        """ValueError on every rank unless ``mine`` is the same on all."""
+        values = self.exchange(mine)
+        if any(value != values[0] for value in values):
+            raise ValueError(f"ranks gave different {what} to one communicator: {values}")
