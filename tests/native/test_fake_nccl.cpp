@@ -514,7 +514,13 @@ TEST(windows) {
     CHECK(BW_NCCL_CALL(api(), mem_free, data) == kNcclInvalidUsage);
     BW_NCCL_TRY(api(), comm_window_deregister, comm, window);
     CHECK(BW_NCCL_CALL(api(), comm_window_deregister, comm, window) == kNcclInvalidArgument);
-    fake_nccl_null_windows(1);
+    BW_NCCL_TRY(api(), mem_free, data);
+  });
+  fake_nccl_null_windows(1);
+  on_ranks(2, [](int, NcclCommRef comm) {
+    void* data = nullptr;
+    NcclWindowRef window = reinterpret_cast<NcclWindowRef>(&data);
+    BW_NCCL_TRY(api(), mem_alloc, &data, 4096);
     BW_NCCL_TRY(api(), comm_window_register, comm, data, 4096, &window, kNcclWindowSymmetric);
     CHECK(window == nullptr);
     BW_NCCL_TRY(api(), mem_free, data);
