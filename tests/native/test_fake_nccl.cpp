@@ -156,7 +156,7 @@ std::vector<T> values(int rank, size_t count) {
 }
 template <class T>
 bool are_equal(const T* a, const T* b, size_t count) {
-  return std::memcmp(a, b, count * sizeof(T)) == 0;
+  return count == 0 || std::memcmp(a, b, count * sizeof(T)) == 0;
 }
 
 // Reduce-scatter and all-reduce have the bits of reduce_sum; all-gather and broadcast move. In place and not.
@@ -361,6 +361,19 @@ TEST(a_failure_within_a_group_ends_all_of_it) {
     CHECK(fake_nccl_calls("ncclAllReduce") == 4 && fake_nccl_calls("ncclGroupEnd") == 2);
     fake_nccl_reset();
     CHECK(fake_nccl_calls("ncclAllReduce") == 0);
+  });
+}
+
+TEST(a_launch_that_fails_is_an_error_of_the_communicator) {
+  on_ranks(1, [](int, NcclCommRef comm) {
+    int64_t a = 1;
+    fake_nccl_set_launch([](void*, void (*)(void*), void*) { return 700; }, nullptr);
+    for (int i = 0; i < 2; ++i) {
+      CHECK_THROWS(NcclError, "ncclAllReduce: 1 unhandled cuda error; the launch in a stream failed",
+                   BW_NCCL_TRY(api(), all_reduce, &a, &a, 1, NcclType::kInt64, kNcclSum, comm, nullptr));
+    }
+    CHECK(async_error(comm) == kNcclUnhandledCudaError);
+    fake_nccl_set_launch(nullptr, nullptr);
   });
 }
 

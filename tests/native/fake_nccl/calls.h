@@ -25,7 +25,7 @@ inline int check_ready(const char* function, const Comm& comm) {
   if (comm.is_joining || comm.polls > 0) {
     return fail(bucketwheel::kNcclInvalidArgument, std::string(function) + ": the last call is still in progress");
   }
-  return comm.error;
+  return comm.tell_error();
 }
 
 bool is_in_group();  // the calling thread

@@ -43,8 +43,8 @@ bool agree(Comm& comm, const Operation& operation) {
   for (int rank = 1; rank < comm.world; ++rank) {
     const Notice& other = board.notice(Lane::kDevice, rank, 0);
     if (std::memcmp(&first, &other, sizeof first) != 0) {
-      comm.error = fail(kNcclInvalidUsage, "ranks disagree: rank 0 calls " + text_of(first) + ", rank " +
-                                               std::to_string(rank) + " calls " + text_of(other));
+      comm.set_error(kNcclInvalidUsage, "ranks disagree: rank 0 calls " + text_of(first) + ", rank " +
+                                            std::to_string(rank) + " calls " + text_of(other));
       return false;
     }
   }
@@ -170,7 +170,7 @@ struct Batch {
   }
 };
 
-// Captured batches belong to graphs, whose end nobody tells.
+// Of a batch whose end nobody tells: a graph's, or one that was launched by half.
 void keep(Batch* batch) {
   static auto* const kept = new std::vector<Batch*>();
   static auto* const mutex = new std::mutex();
@@ -237,9 +237,10 @@ int submit(const std::vector<Issue>& issues) {
         }
       }
     }
-    if (launch_batch(batch, streams) != 0) {  // the batch is left alone: part of it may be in a stream
-      comm->error = fail(kNcclUnhandledCudaError, "the launch in a stream failed");
-      return kNcclUnhandledCudaError;
+    if (launch_batch(batch, streams) != 0) {
+      keep(batch);  // part of it may be in a stream
+      comm->set_error(kNcclUnhandledCudaError, "the launch in a stream failed");
+      return comm->tell_error();
     }
   }
   return kNcclSuccess;

@@ -78,7 +78,8 @@ struct Comm {
   std::atomic<bool> is_joining{false};
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> is_revoked{false};
-  std::atomic<int> error{0};
+  std::atomic<int> error{0};         // of work or initialisation in the background
+  std::string error_text;            // written before `error`, once
   std::atomic<uint64_t> polls{0};    // that answer "in progress"
   std::atomic<uint64_t> pending{0};  // batches that were launched and are not done
   std::atomic<uint64_t> running{0};  // of these, the ones that may touch memory
@@ -90,6 +91,15 @@ struct Comm {
   std::map<int, PreMul> reductions;
 
   bool is_stopped() const { return is_aborted || is_revoked; }
+  void set_error(int code, const std::string& text) {
+    error_text = text;
+    error = code;
+  }
+  // `error`, with its text for the calling thread.
+  int tell_error() const {
+    const int code = error;
+    return code == 0 ? 0 : fail(code, error_text);
+  }
 };
 using CommPtr = std::shared_ptr<Comm>;
 

@@ -206,7 +206,8 @@ FAKE_EXPORT int ncclCommGetAsyncError(NcclCommRef handle, int* error) {
   if (error == nullptr) {
     return fail(kNcclInvalidArgument, "ncclCommGetAsyncError: error is null");
   }
-  *error = async_error_of_script() != 0 ? async_error_of_script() : comm->error.load();
+  const int scripted = async_error_of_script();
+  *error = scripted != 0 ? fail(scripted, "the script has an asynchronous error") : comm->tell_error();
   if (*error == 0 && comm->is_joining) {
     *error = kNcclInProgress;
   } else if (*error == 0 && comm->polls > 0) {

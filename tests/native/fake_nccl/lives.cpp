@@ -52,7 +52,9 @@ int make_comm(const std::string& name, int rank, int world, const NcclConfig& co
     comm->joiner = std::thread([comm = comm.get()] {  // joined before the communicator ends
       int error = 0;
       comm->board = Board::join(comm->name, comm->rank, comm->world, comm->is_aborted, &error);
-      comm->error = error;
+      if (error != 0) {
+        comm->set_error(error, ncclGetLastError(nullptr));  // this thread's
+      }
       comm->is_joining = false;
     });
     *to = add_comm(comm);
@@ -212,7 +214,7 @@ FAKE_EXPORT int ncclCommDestroy(NcclCommRef handle) {
   if (comm->joiner.joinable()) {
     comm->joiner.join();
   }
-  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_stopped(); });
+  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_stopped() || comm->error != 0; });
   if (!comm->is_finalized && !comm->is_stopped() && comm->error == 0) {
     int ignored = 0;  // what others call does not keep this rank from going
     meet(*comm, "ncclCommDestroy", {{kDestroy}}, &ignored);

@@ -42,6 +42,8 @@ Script& script() {
   return *one;
 }
 
+thread_local std::string text_of_thread;
+
 uint64_t generation() {
   std::lock_guard lock(script().mutex);
   return script().released;
@@ -81,6 +83,7 @@ int enter(const char* function, const std::function<bool()>& is_stopped) {
 }
 
 int fail(int code, const std::string& text) {
+  text_of_thread = text;
   std::lock_guard lock(script().mutex);
   script().last_error = text;
   return code;
@@ -196,6 +199,7 @@ FAKE_EXPORT void fake_nccl_reset() {
   ++script().released;
   script().hang_countdown = script().polls = 0;
   script().last_error.clear();
+  fake_nccl::text_of_thread.clear();
   script().async_error = 0;
   script().are_windows_null = false;
   script().max_in_progress = script().in_progress.load();
@@ -206,7 +210,7 @@ namespace bucketwheel {
 FAKE_EXPORT const char* ncclGetLastError(NcclCommRef) {
   thread_local std::string copy;  // the text may change while the caller reads it
   std::lock_guard lock(script().mutex);
-  copy = script().last_error;
+  copy = fake_nccl::text_of_thread.empty() ? script().last_error : fake_nccl::text_of_thread;
   return copy.c_str();
 }
 FAKE_EXPORT const char* ncclGetErrorString(int result) {

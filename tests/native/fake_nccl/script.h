@@ -40,7 +40,8 @@ bool wait_until(Done done, Stop stop) {
 
 // Counts a call, and does what the script says: the error that it returns instead of being made, else 0.
 int enter(const char* function, const std::function<bool()>& is_stopped = [] { return false; });
-// Returns `code` with this text for ncclGetLastError.
+// Returns `code` with this text for ncclGetLastError: of the calling thread, where ranks are threads; a thread that has
+// seen no failure is told the process's last one.
 int fail(int code, const std::string& text);
 
 bool next_operation_hangs();
