@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bucketwheel import nccl
+from tests import simulated_nccl
 from tests.requirements import need_nccl
 
 LIBRARY = "lib/libnccl.so.2"
@@ -156,3 +157,66 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
         assert "it has no ncclGetVersion, ncclGetUniqueId, " in error
         assert "ncclRedOpDestroy" in error
         assert "ncclCommRevoke" not in error  # optional
+
+
+# ---- the fake --------------------------------------------------------------------------------------------------------
+
+FEATURES = "from bucketwheel import nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
+OF_2_27 = "shrink windows"
+OF_2_28 = "revoke shrink windows zero_cta"
+OF_2_30 = "multi_rank_gpu revoke shrink symmetric_avg windows zero_cta"
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize(
+    ("version", "features"),
+    [("22700", OF_2_27), ("22799", OF_2_27), ("22800", OF_2_28), ("22907", OF_2_28), ("23000", OF_2_30)],
+)
+def test_features_follow_the_version(version: str, features: str) -> None:
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": version}
+    assert found_by(FEATURES, **env) == [features]
+
+
+@pytest.mark.timeout_s(300)
+def test_features_need_their_functions() -> None:
+    """A version may promise what a build of it does not have."""
+    path = str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))
+    assert found_by(FEATURES, BW_NCCL_LIB=path, FAKE_NCCL_VERSION="23000") == ["multi_rank_gpu"]
+
+
+@pytest.mark.timeout_s(300)
+def test_an_old_library_is_refused() -> None:
+    path = str(simulated_nccl.build())
+    error = error_of(BW_NCCL_LIB=path, FAKE_NCCL_VERSION="22609")
+    assert error.startswith(
+        f"bucketwheel.errors.DeviceError: NCCL: {path} (BW_NCCL_LIB) cannot be used: it is version 2.26.9, "
+        "and 2.27.0 is the oldest that works; "
+    )
+
+
+@pytest.mark.timeout_s(300)
+def test_a_missing_function_is_named() -> None:
+    path = str(simulated_nccl.build("FAKE_NCCL_WITHOUT_ALL_GATHER"))
+    error = error_of(BW_NCCL_LIB=path)
+    assert f"NCCL: {path} (BW_NCCL_LIB) cannot be used: it has no ncclAllGather; " in error
+    # The version is looked at first: an old library may lack many.
+    assert "it is version 2.18.3" in error_of(BW_NCCL_LIB=path, FAKE_NCCL_VERSION="21803")
+
+
+@pytest.mark.timeout_s(300)
+def test_a_failed_call_says_what_nccl_says() -> None:
+    code = (
+        "from tests import simulated_nccl; script = simulated_nccl.install()\n"
+        "from bucketwheel import nccl\n"
+        "script.fake_nccl_fail(b'ncclGetUniqueId', 1, 3); nccl.unique_id()"
+    )
+    error = error_of(code)
+    assert error == (
+        "bucketwheel.errors.CommError: ncclGetUniqueId: 3 internal error; the script lets ncclGetUniqueId fail"
+    )
+
+
+@pytest.mark.timeout_s(300)
+def test_the_fake_says_when_it_comes_too_late(folder: Path) -> None:
+    code = f"{PRINT}; from tests import simulated_nccl; simulated_nccl.install()"
+    assert "RuntimeError: too late: the native module uses " in error_of(code)

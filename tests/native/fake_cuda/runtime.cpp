@@ -139,6 +139,14 @@ __attribute__((visibility("default"))) void fake_cuda_set_delays(uint64_t seed) 
 __attribute__((visibility("default"))) void fake_cuda_set_capacity(size_t size_bytes) { capacity_bytes = size_bytes; }
 __attribute__((visibility("default"))) size_t fake_cuda_allocated_bytes() { return allocated_bytes; }
 __attribute__((visibility("default"))) void fake_cuda_set_fiber_seed(uint64_t seed) { fake_cuda::set_seed(seed); }
+// For a library that has no headers of ours: work at the end of a stream, as cudaLaunchHostFunc puts it there.
+__attribute__((visibility("default"))) int fake_cuda_launch_host(void* stream, void (*function)(void*),
+                                                                 void* argument) {
+  return cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, argument);
+}
+__attribute__((visibility("default"))) int fake_cuda_is_captured(void* stream) {
+  return fake_cuda::is_captured(static_cast<cudaStream_t>(stream)) ? 1 : 0;
+}
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {

@@ -1,0 +1,39 @@
+// What the functions of the fake begin with.
+#pragma once
+
+#include <string>
+
+#include "comm.h"
+#include "script.h"
+
+namespace fake_nccl {
+
+// `enter`, for a call of a communicator: kNcclInvalidArgument unless that is alive before and after the call was held.
+inline int enter_with(const char* function, bucketwheel::NcclCommRef handle, CommPtr* comm) {
+  *comm = find_comm(handle);
+  if (const int error = enter(function, [&] { return *comm == nullptr || (*comm)->is_aborted; })) {
+    return error;
+  }
+  if (*comm == nullptr || find_comm(handle) == nullptr) {
+    return fail(bucketwheel::kNcclInvalidArgument, std::string(function) + ": the communicator is not alive");
+  }
+  return bucketwheel::kNcclSuccess;
+}
+
+// Whether the communicator takes calls: no failure, nothing in progress.
+inline int check_ready(const char* function, const Comm& comm) {
+  if (comm.is_joining || comm.polls > 0) {
+    return fail(bucketwheel::kNcclInvalidArgument, std::string(function) + ": the last call is still in progress");
+  }
+  return comm.tell_error();
+}
+
+bool is_in_group();  // the calling thread
+
+// A collective call of the host: all ranks come with their notice, of which the first value says what they call.
+// False: aborted, or the ranks call different things; `error` then says which.
+bool meet(Comm& comm, const char* function, const Notice& own, int* error);
+
+void drop_windows(bucketwheel::NcclCommRef comm);
+
+}  // namespace fake_nccl

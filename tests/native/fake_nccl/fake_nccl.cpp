@@ -1,0 +1,237 @@
+// NCCL's functions: groups, collectives, the life of communicators. Memory and windows: windows.cpp.
+#include "fake_nccl.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "calls.h"
+#include "comm.h"
+#include "sums.h"
+
+using namespace bucketwheel;
+
+namespace fake_nccl {
+namespace {
+
+// Of a thread: what was called since the group began.
+struct Group {
+  int depth = 0;
+  int error = 0;  // the first that ends the group; NCCL leaves a refused argument to its own call
+  std::vector<Issue> issues;
+};
+thread_local Group group;
+std::atomic<uint64_t> open_groups{0};
+
+int in_group(int code) {
+  if (group.depth > 0 && code != kNcclInvalidArgument && group.error == 0) {
+    group.error = code;
+  }
+  return code;
+}
+
+// Work that goes on in the background as far as the caller can see, if the script says so.
+int maybe_in_progress(const std::vector<CommPtr>& comms) {
+  const uint64_t polls = comms.empty() ? 0 : take_in_progress_polls();
+  for (const CommPtr& comm : comms) {
+    comm->polls = polls;
+  }
+  return polls == 0 ? kNcclSuccess : kNcclInProgress;
+}
+
+int launch_group(const std::vector<Issue>& issues) {
+  if (const int error = submit(issues)) {
+    return error;
+  }
+  std::vector<CommPtr> comms;
+  for (const Issue& issue : issues) {
+    if (std::find(comms.begin(), comms.end(), issue.comm) == comms.end()) {
+      comms.push_back(issue.comm);
+    }
+  }
+  return maybe_in_progress(comms);
+}
+
+// Fills what only the communicator knows.
+int complete(const char* name, const Comm& comm, Operation& operation) {
+  const std::string where = std::string(name) + ": ";
+  const bool reduces = operation.function == Function::kReduceScatter || operation.function == Function::kAllReduce;
+  const bool sends = operation.function != Function::kBroadcast || operation.root == comm.rank;
+  if (static_cast<int>(operation.type) < 0 || operation.type > NcclType::kBFloat16) {
+    return fail(kNcclInvalidArgument, where + "no type " + std::to_string(static_cast<int>(operation.type)));
+  }
+  if (operation.count > 0 && (operation.recv == nullptr || (sends && operation.send == nullptr))) {
+    return fail(kNcclInvalidArgument, where + "a buffer is null");
+  }
+  if (operation.root < 0 || operation.root >= comm.world) {
+    return fail(kNcclInvalidArgument, where + "no rank " + std::to_string(operation.root));
+  }
+  if (!reduces) {
+    return kNcclSuccess;
+  }
+  if (operation.reduce > kNcclAvg) {
+    const auto found = comm.reductions.find(operation.reduce);
+    if (found == comm.reductions.end() || found->second.type != operation.type) {
+      return fail(kNcclInvalidArgument, where + "the reduction is not of this communicator and type");
+    }
+    operation.scalar = found->second;
+    operation.reduce = kPreMulSum;
+  }
+  if (operation.reduce < 0 || !can_reduce(operation.type)) {
+    return fail(kNcclInvalidArgument, where + "no such reduction, or not for this type");
+  }
+  return kNcclSuccess;
+}
+
+int collective(const char* name, NcclCommRef handle, void* stream, Operation operation) {
+  CommPtr comm;
+  if (const int error = enter_with(name, handle, &comm)) {
+    return in_group(error);
+  }
+  if (const int error = check_ready(name, *comm)) {
+    return in_group(error);
+  }
+  if (comm->is_finalized || comm->is_revoked) {
+    return in_group(fail(kNcclInvalidUsage, std::string(name) + ": the communicator was finalized or revoked"));
+  }
+  if (const int error = complete(name, *comm, operation)) {
+    return in_group(error);
+  }
+  operation.hangs = next_operation_hangs();
+  if (group.depth > 0) {
+    group.issues.push_back({comm, operation, stream});
+    return kNcclSuccess;
+  }
+  return launch_group({{comm, operation, stream}});
+}
+
+}  // namespace
+
+bool is_in_group() { return group.depth > 0; }
+
+}  // namespace fake_nccl
+
+FAKE_EXPORT uint64_t fake_nccl_open_groups() { return fake_nccl::open_groups; }
+
+namespace bucketwheel {
+
+using namespace fake_nccl;
+
+FAKE_EXPORT int ncclGroupStart() {
+  if (const int error = enter("ncclGroupStart")) {
+    return error;
+  }
+  if (group.depth++ == 0) {
+    ++open_groups;
+  }
+  return kNcclSuccess;
+}
+
+FAKE_EXPORT int ncclGroupEnd() {
+  const std::vector<Issue> waiting = group.issues;
+  const auto is_aborted = [&] {
+    return std::any_of(waiting.begin(), waiting.end(),
+                       [](const Issue& issue) { return issue.comm->is_aborted.load(); });
+  };
+  int error = enter("ncclGroupEnd", is_aborted);
+  if (group.depth == 0) {
+    return error != 0 ? error : fail(kNcclInvalidUsage, "ncclGroupEnd: no group is open");
+  }
+  if (error == 0 && is_aborted()) {
+    error = fail(kNcclInternalError, "ncclGroupEnd: a communicator of the group was aborted");
+  }
+  if (error != 0 && group.error == 0) {
+    group.error = error;
+  }
+  if (--group.depth > 0) {
+    return kNcclSuccess;  // the outermost group tells
+  }
+  --open_groups;
+  const Group ended = std::exchange(group, Group());
+  return ended.error != 0 ? ended.error : launch_group(ended.issues);
+}
+
+#ifndef FAKE_NCCL_WITHOUT_ALL_GATHER
+FAKE_EXPORT int ncclAllGather(const void* send, void* recv, size_t send_count, NcclType type, NcclCommRef comm,
+                              void* stream) {
+  return collective("ncclAllGather", comm, stream,
+                    {Function::kAllGather, send, recv, send_count, type, kNcclSum, 0, {}, false});
+}
+#endif
+FAKE_EXPORT int ncclReduceScatter(const void* send, void* recv, size_t recv_count, NcclType type, int op,
+                                  NcclCommRef comm, void* stream) {
+  return collective("ncclReduceScatter", comm, stream,
+                    {Function::kReduceScatter, send, recv, recv_count, type, op, 0, {}, false});
+}
+FAKE_EXPORT int ncclAllReduce(const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm,
+                              void* stream) {
+  return collective("ncclAllReduce", comm, stream, {Function::kAllReduce, send, recv, count, type, op, 0, {}, false});
+}
+FAKE_EXPORT int ncclBroadcast(const void* send, void* recv, size_t count, NcclType type, int root, NcclCommRef comm,
+                              void* stream) {
+  return collective("ncclBroadcast", comm, stream,
+                    {Function::kBroadcast, send, recv, count, type, kNcclSum, root, {}, false});
+}
+
+FAKE_EXPORT int ncclRedOpCreatePreMulSum(int* op, void* scalar, NcclType type, int residence, NcclCommRef handle) {
+  CommPtr comm;
+  if (const int error = enter_with("ncclRedOpCreatePreMulSum", handle, &comm)) {
+    return error;
+  }
+  if (op == nullptr || scalar == nullptr || !can_reduce(type) ||
+      (residence != kNcclScalarDevice && residence != kNcclScalarHostImmediate)) {
+    return fail(kNcclInvalidArgument, "ncclRedOpCreatePreMulSum: null, or no such type or residence");
+  }
+  PreMul made{type, {}, residence == kNcclScalarDevice ? scalar : nullptr};
+  if (residence == kNcclScalarHostImmediate) {
+    std::memcpy(made.immediate.data(), scalar, bytes_of(type));
+  }
+  *op = comm->next_reduce++;
+  comm->reductions[*op] = made;
+  return kNcclSuccess;
+}
+FAKE_EXPORT int ncclRedOpDestroy(int op, NcclCommRef handle) {
+  CommPtr comm;
+  if (const int error = enter_with("ncclRedOpDestroy", handle, &comm)) {
+    return error;
+  }
+  return comm->reductions.erase(op) == 1 ? kNcclSuccess
+                                         : fail(kNcclInvalidArgument, "ncclRedOpDestroy: no such reduction");
+}
+
+FAKE_EXPORT int ncclCommGetAsyncError(NcclCommRef handle, int* error) {
+  CommPtr comm;
+  if (const int failure = enter_with("ncclCommGetAsyncError", handle, &comm)) {
+    return failure;
+  }
+  if (error == nullptr) {
+    return fail(kNcclInvalidArgument, "ncclCommGetAsyncError: error is null");
+  }
+  const int scripted = async_error_of_script();
+  *error = scripted != 0 ? fail(scripted, "the script has an asynchronous error") : comm->tell_error();
+  if (*error == 0 && comm->is_joining) {
+    *error = kNcclInProgress;
+  } else if (*error == 0 && comm->polls > 0) {
+    --comm->polls;
+    *error = kNcclInProgress;
+  }
+  return kNcclSuccess;
+}
+
+#define FAKE_QUESTION(function, value)                                                  \
+  FAKE_EXPORT int function(NcclCommRef handle, int* to) {                               \
+    CommPtr comm;                                                                       \
+    if (const int error = enter_with(#function, handle, &comm)) {                       \
+      return error;                                                                     \
+    }                                                                                   \
+    if (to == nullptr) {                                                                \
+      return fail(kNcclInvalidArgument, #function ": the place of the answer is null"); \
+    }                                                                                   \
+    *to = value;                                                                        \
+    return kNcclSuccess;                                                                \
+  }
+FAKE_QUESTION(ncclCommCount, comm->world)
+FAKE_QUESTION(ncclCommUserRank, comm->rank)
+FAKE_QUESTION(ncclCommCuDevice, 0)
+#undef FAKE_QUESTION
+
+}  // namespace bucketwheel
