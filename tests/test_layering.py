@@ -37,7 +37,7 @@ PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device"],
-    ["plan", "handle", "pool", "comm", "ops", "ops_cuda"],
+    ["plan", "handle", "pool", "comm", "ops", "ops_cuda", "request"],
     ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],

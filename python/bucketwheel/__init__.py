@@ -21,13 +21,15 @@ from bucketwheel.errors import (
     ShardedGradError,
     UseAfterRelease,
 )
-from bucketwheel.handle import Handle
-from bucketwheel.ops import adam_step, all_gather, l2_norm, reduce_scatter
+from bucketwheel.handle import Handle, wait_all
+from bucketwheel.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.plan import Packing, PackItem, pack
 from bucketwheel.pool import Lease, Pool, PoolStats
+from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 
 __all__ = [
+    "AllGatherRequest",
     "BuildError",
     "ClosedError",
     "CommError",
@@ -48,6 +50,8 @@ __all__ = [
     "Pool",
     "PoolError",
     "PoolStats",
+    "PreMulSum",
+    "ReduceScatterRequest",
     "ReleasedTwice",
     "ShardedAdamW",
     "ShardedGradError",
@@ -58,4 +62,5 @@ __all__ = [
     "l2_norm",
     "pack",
     "reduce_scatter",
+    "wait_all",
 ]
