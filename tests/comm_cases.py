@@ -1,6 +1,7 @@
-"""Collectives on one rank, checked bit for bit against numpy: what the tests of communicators run on ranks of any kind.
+"""Collectives on one rank, checked bit for bit against numpy, and the places where tests run them: every backend.
 
-Every rank can make every rank's data, so it knows what it must receive.
+Every rank can make every rank's data, so it knows what it must receive. A backend enters `ON_PROCESSES` or
+`ON_THREADS`, and has all the tests that take the fixture ``run``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from reference import from_bf16, to_bf16
 from simulated_cuda import posing
 
 from bucketwheel.comm import Communicator
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.handle import wait_all
+from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal, run_threads
 
@@ -51,21 +54,26 @@ def expected_gather(world: int, spec: Spec, index: int) -> torch.Tensor:
     return torch.cat([data_of(rank, spec, index, spec[1]) for rank in range(world)])
 
 
-def expected_reduce(rank: int, world: int, spec: Spec, index: int, op: str = "sum") -> torch.Tensor:
+def expected_reduce(rank: int, world: int, spec: Spec, index: int, op: str | PreMulSum = "sum") -> torch.Tensor:
     dtype, numel = spec
     parts = [data_of(r, spec, index, world * numel)[rank * numel : (rank + 1) * numel] for r in range(world)]
-    if dtype == torch.float32:
-        arrays = [part.numpy() for part in parts]
-    else:
+    if dtype == torch.bfloat16:
         arrays = [from_bf16(part.view(torch.int16).numpy().view(np.uint16)) for part in parts]
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total = total + array  # float32, in rank order
-    if op == "avg":
-        total = total / np.float32(world)
-    if dtype == torch.float32:
-        return torch.from_numpy(total)
-    return torch.from_numpy(to_bf16(total).view(np.int16)).view(torch.bfloat16)
+    elif dtype == torch.float16:
+        arrays = [part.numpy().astype(np.float32) for part in parts]
+    else:
+        arrays = [part.numpy() for part in parts]
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities are values like others
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total = total + array  # in rank order, in float32 (float64)
+        if op == "avg":
+            total = total / total.dtype.type(world)
+        elif isinstance(op, PreMulSum):
+            total = total * total.dtype.type(op.factor)
+        if dtype == torch.bfloat16:
+            return torch.from_numpy(to_bf16(total).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(total.astype(np.float16) if dtype == torch.float16 else total)
 
 
 class Memory:
@@ -117,7 +125,7 @@ def check_all_gather(comm: Communicator, specs: Sequence[Spec], kind: str) -> No
             assert_bitwise_equal(shard, data_of(comm.rank, spec, index, spec[1]), f"{kind} input {index} of {spec}")
 
 
-def check_reduce_scatter(comm: Communicator, specs: Sequence[Spec], kind: str, op: str = "sum") -> None:
+def check_reduce_scatter(comm: Communicator, specs: Sequence[Spec], kind: str, op: str | PreMulSum = "sum") -> None:
     with memory_of(comm, kind) as memory:
         pairs = [memory.pair(*spec) for spec in specs]
         for index, (spec, (full, shard)) in enumerate(zip(specs, pairs, strict=True)):
@@ -130,6 +138,17 @@ def check_reduce_scatter(comm: Communicator, specs: Sequence[Spec], kind: str, o
             assert_bitwise_equal(shard, wanted, f"{kind} {op} output {index} of {spec}")
 
 
+def check_broadcast(comm: Communicator, specs: Sequence[Spec], kind: str, root: int) -> None:
+    """One after the other, waited for together."""
+    with memory_of(comm, kind) as memory:
+        tensors = [memory.tensor(*spec) for spec in specs]
+        for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+            tensor.copy_(data_of(comm.rank, spec, index, spec[1]))
+        wait_all([comm.broadcast_into(tensor, root) for tensor in tensors])
+        for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+            assert_bitwise_equal(tensor, data_of(root, spec, index, spec[1]), f"{kind} {index} of {spec} from {root}")
+
+
 def check_usable(comm: Communicator) -> None:
     """The communicator works."""
     check_all_gather(comm, [(torch.float32, 5)], "foreign")
@@ -137,17 +156,14 @@ def check_usable(comm: Communicator) -> None:
     assert comm.exchange(bytes([comm.rank])) == [bytes([rank]) for rank in range(comm.size)]
 
 
+# ---- where cases run
+
+
 def on_shm(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
     """For `RankPool.run`: ``case(comm, *args)`` on a fresh shm communicator."""
     with Communicator(backend="shm", timeout_s=TIMEOUT_S, name=case.__name__) as comm:
         assert (comm.rank, comm.size) == (rank, world)
         return case(comm, *args)
-
-
-def run_cuda(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-    """``case(comm, *args)`` on threads that share a simulated CUDA device."""
-    with posing():
-        return run_local(world, case, *args, device="cuda")
 
 
 def run_local(
@@ -161,3 +177,26 @@ def run_local(
             return case(comm, *args)
 
     return run_threads(body, world, timeout_s=2 * TIMEOUT_S)
+
+
+def run_staged(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """``case(comm, *args)`` on threads that send everything through staging buffers, as between processes."""
+    return run_local(world, case, *args, stages_inputs=True)
+
+
+def run_cuda(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """``case(comm, *args)`` on threads that share a simulated CUDA device."""
+    with posing():
+        return run_local(world, case, *args, device="cuda")
+
+
+# By backend: what a rank of a `RankPool` runs; what runs threads of this process.
+ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm}
+ON_THREADS: dict[str, Callable[..., list[Any]]] = {"local": run_local, "staged": run_staged, "cuda": run_cuda}
+_BACKENDS = (*ON_PROCESSES, *ON_THREADS)
+
+# What the fixture `run` (dist/conftest.py) takes. A test has all of EVERYWHERE, unless it takes long or its subject
+# does not change with the number of ranks: it then says `@in_few_places`.
+EVERYWHERE = [f"{backend} {world}" for backend in _BACKENDS for world in (1, 2, 3, 4)]
+FEW = [*(f"{backend} 3" for backend in _BACKENDS), "shm 2", "shm 4"]
+in_few_places = pytest.mark.parametrize("run", FEW, indirect=True)

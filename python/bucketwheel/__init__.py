@@ -21,14 +21,16 @@ from bucketwheel.errors import (
     ShardedGradError,
     UseAfterRelease,
 )
-from bucketwheel.handle import Handle
-from bucketwheel.ops import adam_step, all_gather, l2_norm, reduce_scatter
+from bucketwheel.handle import Handle, wait_all
+from bucketwheel.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.place import LocalRank, LocalWorld
 from bucketwheel.plan import Packing, PackItem, pack
 from bucketwheel.pool import Lease, Pool, PoolStats
+from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 
 __all__ = [
+    "AllGatherRequest",
     "BuildError",
     "ClosedError",
     "CommError",
@@ -49,6 +51,8 @@ __all__ = [
     "Pool",
     "PoolError",
     "PoolStats",
+    "PreMulSum",
+    "ReduceScatterRequest",
     "ReleasedTwice",
     "ShardedAdamW",
     "ShardedGradError",
@@ -59,4 +63,5 @@ __all__ = [
     "l2_norm",
     "pack",
     "reduce_scatter",
+    "wait_all",
 ]

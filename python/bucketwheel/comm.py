@@ -264,6 +264,10 @@ class Communicator:
         """`all_gather` of one tensor that does not tell autograd about the write: for buffers that nobody saves."""
         return Handle(self._native.all_gather([full], [shard], after=_natives(after)), self)
 
+    def broadcast_into(self, tensor: torch.Tensor, root: int, *, after: Sequence[Handle] = ()) -> Handle:
+        """Make ``tensor`` (contiguous) what it is on rank ``root``. Does not tell autograd about the write."""
+        return Handle(self._native.broadcast(tensor, root, after=_natives(after)), self)
+
     def reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
         return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)

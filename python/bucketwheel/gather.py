@@ -26,8 +26,6 @@ from .plan import Packing
 
 __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings"]
 
-_BROADCAST_CHUNK_BYTES = 8 << 20
-
 
 def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
     """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
@@ -69,15 +67,8 @@ def expect_equal_packings(comm: Communicator, packings: Sequence[Packing]) -> No
 
 
 def broadcast_flat(comm: Communicator, flat: Tensor) -> None:
-    """Makes ``flat`` on every rank what it is on rank 0. Collective; construction only (it moves world times the bytes)."""
-    step = max(1, _BROADCAST_CHUNK_BYTES // flat.element_size() // comm.size)
-    gathered = flat.new_empty(comm.size * step)
-    for begin in range(0, flat.numel(), step):
-        chunk = flat.narrow(0, begin, min(step, flat.numel() - begin))
-        out = gathered.narrow(0, 0, comm.size * chunk.numel())
-        comm.all_gather_into(out, chunk).wait()
-        if comm.rank != 0:
-            chunk.copy_(out.narrow(0, 0, chunk.numel()))
+    """Makes ``flat`` on every rank what it is on rank 0. Collective."""
+    comm.broadcast_into(flat, 0).wait()
 
 
 class Gathers:

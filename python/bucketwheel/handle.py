@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from bucketwheel.device import native_stream
+from bucketwheel.errors import Error
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "wait_all"]
 
 
 class Handle:
-    """The completion of one collective; made by `all_gather` and `reduce_scatter`.
+    """The completion of one collective; made by `all_gather`, `reduce_scatter` and requests.
 
     The operation keeps what it reads and writes alive until it is over: dropping the handle, the tensors or both is
     legal, and means only that nobody learns how it ended. Errors of the operation (`PeerError`, `CommTimeout`,
@@ -80,3 +82,16 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle(seq={self.seq}, nbytes={self.nbytes}, {self._communicator!r})"
+
+
+def wait_all(handles: Iterable[Handle], stream: Any = None) -> None:
+    """`Handle.wait` of each. Where several fail, the error of the first; none is left unwaited for, so that nothing
+    writes to their outputs any more behind this call, failed or not."""
+    error: Error | None = None
+    for handle in handles:
+        try:
+            handle.wait(stream)
+        except Error as failure:
+            error = error or failure
+    if error is not None:
+        raise error

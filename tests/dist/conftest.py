@@ -1,8 +1,10 @@
-"""One pool of rank processes per world size, shared by all tests of a run."""
+"""One pool of rank processes per world size, shared by all tests of a run; and `run`, cases on every backend."""
 
 import contextlib
+import functools
 
 import pytest
+from comm_cases import EVERYWHERE, ON_PROCESSES, ON_THREADS
 
 from bucketwheel._build import native
 from bucketwheel.testing import RankPool
@@ -21,3 +23,12 @@ def rank_pool():
             return pools[world_size]
 
         yield pool_of
+
+
+@pytest.fixture(params=EVERYWHERE)
+def run(request, rank_pool):
+    """``run(case, *args)`` runs ``case(comm, *args)`` on all ranks of one backend and returns the results."""
+    backend, world = request.param.split()
+    if backend in ON_PROCESSES:
+        return functools.partial(rank_pool(int(world)).run, ON_PROCESSES[backend])
+    return functools.partial(ON_THREADS[backend], int(world))

@@ -1,8 +1,8 @@
-"""What the collectives compute, on processes (shm) and threads (local), against numpy and bit for bit."""
+"""What the collectives compute, on every backend, against numpy and bit for bit."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import threading
 import time
@@ -11,36 +11,30 @@ import pytest
 import torch
 
 from bucketwheel.comm import Communicator
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.errors import CommError
+from bucketwheel.gather import broadcast_flat
+from bucketwheel.handle import wait_all
+from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal
 from comm_cases import (
+    EVERYWHERE,
     MEMORIES,
     SIZES,
     check_all_gather,
+    check_broadcast,
     check_reduce_scatter,
     check_usable,
     data_of,
     expected_gather,
     expected_reduce,
+    in_few_places,
     memory_of,
-    on_shm,
-    run_cuda,
     run_local,
 )
 
 pytestmark = pytest.mark.dist
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-@pytest.fixture(params=["shm 2", "shm 3", "shm 4", "local 1", "local 4", "local staged 3", "cuda 3"])
-def run(request, rank_pool):
-    """``run(case, *args)`` runs ``case(comm, *args)`` on all ranks and returns the results."""
-    kind, *options, world = request.param.split()
-    if kind == "shm":
-        return functools.partial(rank_pool(int(world)).run, on_shm)
-    if kind == "cuda":
-        return functools.partial(run_cuda, int(world))
-    return functools.partial(run_local, int(world), stages_inputs=bool(options))
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SUMMED = (F32, BF16, F16, F64)
 
 
 def all_sizes(comm: Communicator, kind: str) -> None:
@@ -50,6 +44,7 @@ def all_sizes(comm: Communicator, kind: str) -> None:
             check_reduce_scatter(comm, [(dtype, numel)], kind)
 
 
+@in_few_places
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_every_size_in_every_memory(run, kind):
     run(all_sizes, kind)
@@ -61,26 +56,82 @@ def some_sizes(comm: Communicator) -> None:
         check_reduce_scatter(comm, [(F32, 1), (BF16, 5000)], kind)
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_every_world_size(world):
+def test_every_memory(run):
+    run(some_sizes)
+
+
+@pytest.mark.parametrize("world", range(5, 9))
+def test_more_ranks(world):
     run_local(world, some_sizes)
 
 
+def sums(comm: Communicator) -> None:
+    """16-bit dtypes are summed in float32 and rounded once, whatever is done to the sum."""
+    for op in ("sum", "avg", PreMulSum(1 / 3), PreMulSum(-3)):
+        for kind in ("foreign", "pool", "offset", "in_place"):
+            check_reduce_scatter(comm, [(dtype, numel) for numel in (1, 0, 4099) for dtype in SUMMED], kind, op)
+
+
+def test_sums_of_every_dtype(run):
+    run(sums)
+
+
 def coalesced(comm: Communicator, kind: str) -> None:
-    gathered = [F32, BF16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8]
+    gathered = [F32, BF16, F16, F64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8]
     specs = [(dtype, numel) for numel in (0, 1, 7, 5000, 70_000) for dtype in gathered]
     check_all_gather(comm, specs, "foreign")
-    summed = [(dtype, numel) for numel in (3, 0, 4097, 130_000) for dtype in (F32, BF16)]
+    summed = [(dtype, numel) for numel in (3, 0, 4097, 130_000) for dtype in SUMMED]
     check_all_gather(comm, summed, kind)
     check_reduce_scatter(comm, summed, kind)
     check_reduce_scatter(comm, summed, kind, "avg")
-    check_all_gather(comm, [], kind)
-    check_reduce_scatter(comm, [], kind)
 
 
+@in_few_places
 @pytest.mark.parametrize("kind", ["foreign", "pool", "by_rank"])
 def test_coalesced_lists_of_mixed_dtypes(run, kind):
     run(coalesced, kind)
+
+
+def empty_lists(comm: Communicator) -> None:
+    """Operations like others: all ranks meet in them."""
+    gathered = all_gather([], [], comm)
+    reduced = reduce_scatter([], [], comm, op="avg")
+    wait_all([gathered, reduced])
+    wait_all([])
+    assert (gathered.seq, reduced.seq, gathered.nbytes, reduced.nbytes) == (1, 2, 0, 0)
+    check_all_gather(comm, [(F32, 0), (BF16, 0)], "foreign")
+    check_reduce_scatter(comm, [(F32, 0), (F16, 0)], "foreign")
+    check_usable(comm)
+
+
+def test_empty_lists(run):
+    run(empty_lists)
+
+
+def broadcasts(comm: Communicator, kind: str) -> None:
+    dtypes = (F32, BF16, F16, F64, torch.int64, torch.uint8)
+    specs = [(dtypes[i % len(dtypes)], numel) for i, numel in enumerate([1, 0, 17, 4097, 100_003, 0, 2])]
+    for root in range(comm.size):
+        check_broadcast(comm, specs, kind, root)
+
+
+@pytest.mark.parametrize("kind", ["foreign", "pool", "offset", "by_rank"])
+def test_broadcast_from_every_rank(run, kind):
+    run(broadcasts, kind)
+
+
+def flat_buffer(comm: Communicator) -> None:
+    """One operation, however long the buffer is."""
+    spec = (BF16, 6_000_001)
+    flat = data_of(comm.rank, spec, 0, spec[1]).clone()
+    broadcast_flat(comm, flat)
+    assert_bitwise_equal(flat, data_of(0, spec, 0, spec[1]))
+    assert all_gather(torch.empty(comm.size), torch.ones(1), comm).wait().seq == 2
+
+
+@in_few_places
+def test_broadcast_of_a_flat_buffer(run):
+    run(flat_buffer)
 
 
 def longer_than_staging(comm: Communicator) -> None:
@@ -88,8 +139,10 @@ def longer_than_staging(comm: Communicator) -> None:
     for kind in ("foreign", "by_rank"):
         check_all_gather(comm, specs, kind)
         check_reduce_scatter(comm, specs, kind)
+        check_broadcast(comm, [(F64, 2_500_001), (BF16, 3)], kind, comm.size - 1)
 
 
+@in_few_places
 def test_tensors_larger_than_the_staging_buffers(run):
     run(longer_than_staging)
 
@@ -100,6 +153,7 @@ def five_thousand(comm: Communicator, kind: str) -> None:
     check_reduce_scatter(comm, specs, kind)
 
 
+@pytest.mark.parametrize("run", ["shm 2", "shm 4", "local 2", "staged 3", "cuda 2"], indirect=True)
 @pytest.mark.parametrize("kind", ["foreign", "pool"])
 def test_five_thousand_tensors_in_one_call(run, kind):
     run(five_thousand, kind)
@@ -141,7 +195,7 @@ def handles(comm: Communicator) -> None:
     assert (first.seq, second.seq, first.nbytes) == (1, 2, 4 * 1000 * comm.size)
     with second:
         pass
-    assert first.query() and second.query() and first.event.query()
+    assert first.synchronize() and first.query() and second.synchronize().query() and first.event.query()
     assert first.elapsed_time(second) > 0 > second.elapsed_time(first)
     assert first.wait() is first and first.synchronize(0.0) is first
     untimed = all_gather(full, shard, comm).wait()
@@ -151,6 +205,46 @@ def handles(comm: Communicator) -> None:
 
 def test_handles(run):
     run(handles)
+
+
+def outlived(comm: Communicator) -> None:
+    """A handle answers when its communicator is closed, however the operation ended."""
+    full = torch.empty(comm.size * 10)
+    good = all_gather(full, torch.full((10,), float(comm.rank)), comm, timing=True)
+    later = all_gather(torch.empty_like(full), torch.ones(10), comm, timing=True)
+    comm.close()
+    assert good.query() and later.synchronize(1.0).query() and good.is_ordered() and good.event.query()
+    wait_all([later, good])
+    assert full.view(comm.size, 10)[:, 0].tolist() == [float(rank) for rank in range(comm.size)]
+    assert (good.seq, later.seq) == (1, 2) and good.elapsed_time(later) >= 0
+    assert f"rank {comm.rank}/{comm.size}" in repr(good)
+
+
+def test_handles_outlive_their_communicator(run):
+    run(outlived)
+
+
+def failed_handles(comm: Communicator) -> None:
+    """The first error is raised behind all; handles of operations that were over before stay good."""
+    good = all_gather(torch.empty(comm.size), torch.ones(1), comm).wait()
+    failed = []
+    if comm.rank == 0:
+        failed = [all_gather(torch.empty(comm.size), torch.ones(1), comm) for _ in range(2)]
+    with contextlib.suppress(CommError):  # the abort may come first
+        comm.exchange(b"issued")
+    if comm.rank != 0:
+        comm.abort("enough")
+        return
+    with pytest.raises(CommError, match="aborted by rank .: enough"):
+        wait_all([good, *failed, good])
+    for handle in failed:
+        with pytest.raises(CommError, match="aborted by rank .: enough"):
+            handle.wait()
+
+
+@pytest.mark.parametrize("run", [place for place in EVERYWHERE if not place.endswith("1")], indirect=True)
+def test_waiting_for_all_of_which_some_fail(run):
+    run(failed_handles)
 
 
 def versions(comm: Communicator) -> None:
@@ -188,6 +282,7 @@ def own_streams(comm: Communicator) -> None:
     assert all(bool((full == 1).all()) for full in buffers)
 
 
+@in_few_places
 def test_other_streams_keep_the_order(run):
     run(own_streams)
 
@@ -207,6 +302,7 @@ def agreement(comm: Communicator) -> None:
     assert comm.exchange(big)[comm.rank] == big
 
 
+@in_few_places
 def test_agreement_between_hosts(run):
     run(agreement)
 
@@ -222,6 +318,7 @@ def agreement_beside_operations(comm: Communicator) -> None:
     handle.wait()
 
 
+@in_few_places
 def test_agreement_does_not_wait_for_operations(run):
     run(agreement_beside_operations)
 
@@ -239,6 +336,7 @@ def late_rank(comm: Communicator) -> None:
         assert results[i][0].view(comm.size, -1)[:, 0].tolist() == [float(rank + i) for rank in range(comm.size)]
 
 
+@in_few_places
 def test_a_late_rank(run):
     run(late_rank)
 
@@ -250,10 +348,16 @@ def stress(comm: Communicator) -> int:
         count, gathers = (int(torch.randint(1, 5, (), generator=same)) for _ in range(2))
         specs = [((F32, BF16)[i % 2], int(torch.randint(0, 60_000, (), generator=same))) for i in range(count)]
         kind = MEMORIES[int(torch.randint(0, len(MEMORIES), (), generator=own))]
-        (check_all_gather if gathers < 3 else check_reduce_scatter)(comm, specs, kind)
+        if gathers < 3:
+            check_all_gather(comm, specs, kind)
+        elif gathers == 3:
+            check_reduce_scatter(comm, specs, kind)
+        else:
+            check_broadcast(comm, specs, kind, count % comm.size)
     return comm.pool.stats().reuses
 
 
+@in_few_places
 def test_stress(run):
     assert min(run(stress)) > 10
 
@@ -279,6 +383,7 @@ def inside_threads(comm: Communicator) -> None:
         raise error
 
 
+@in_few_places
 def test_two_threads_of_a_rank(run):
     run(inside_threads)
 

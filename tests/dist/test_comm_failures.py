@@ -18,7 +18,7 @@ import torch
 from bucketwheel.comm import Communicator
 from bucketwheel.place import LocalWorld
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, MismatchError, PeerError
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, run_threads
 from comm_cases import check_all_gather, check_usable, run_local
 
@@ -204,6 +204,10 @@ def different_calls(comm: Communicator, difference: str) -> tuple[str, str, int 
         call = lambda: reduce_scatter(shard, full, comm).wait()  # noqa: E731
     elif difference == "op":
         call = lambda: reduce_scatter(shard, full, comm, op="avg" if is_odd else "sum").wait()  # noqa: E731
+    elif difference == "factor":
+        call = lambda: reduce_scatter(shard, full, comm, op=PreMulSum(0.25 if is_odd else 0.5)).wait()  # noqa: E731
+    elif difference == "root":
+        call = lambda: comm.broadcast_into(full, 1 if is_odd else 0).wait()  # noqa: E731
     elif difference == "dtype" and is_odd:
         call = lambda: all_gather(full.bfloat16(), shard.bfloat16(), comm).wait()  # noqa: E731
     elif difference == "size" and is_odd:
@@ -220,6 +224,8 @@ def different_calls(comm: Communicator, difference: str) -> tuple[str, str, int 
 DIFFERENCES = {
     "kind": "reduce_scatter(sum) of 1 tensor",
     "op": "reduce_scatter(avg) of 1 tensor",
+    "factor": "reduce_scatter(premul 0.25",
+    "root": "broadcast from rank 1 of 1 tensor",
     "dtype": "bfloat16[",
     "size": "float32[3]",
     "count": "2 tensors",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from comm_cases import check_usable, run_local
 
+from bucketwheel import ops
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.place import LocalWorld
+from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -84,14 +89,15 @@ BAD_REDUCTIONS = {
     ),
     "other dtype": (zeros(2), zeros(4, dtype=BF16), "sum", TypeError, r"inputs\[0\] is bfloat16, expected float32"),
     "unsupported dtype": (
-        zeros(2, dtype=torch.float64),
-        zeros(4, dtype=torch.float64),
+        zeros(2, dtype=torch.int64),
+        zeros(4, dtype=torch.int64),
         "sum",
         ValueError,
-        r"float64 is not supported: float32 and bfloat16 are",
+        r"int64 is not supported: float32, bfloat16, float16 and float64 are",
     ),
     "unknown dtype": (zeros(2, dtype=torch.int8), zeros(4, dtype=torch.int8), "sum", TypeError, r"unsupported dtype"),
-    "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum' and 'avg' are"),
+    "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum', 'avg' and PreM"),
+    "a bare factor": (zeros(2), zeros(4), 0.5, TypeError, r"op is 0.5, expected 'sum', 'avg' or a PreMulSum"),
     "gaps in the output": (zeros(4)[::2], zeros(4), "sum", ValueError, r"outputs\[0\] is not contiguous"),
     "output in another rank's part": (
         BASE[2:4],
@@ -119,15 +125,17 @@ BAD_REDUCTIONS = {
 
 def rejects_gather(comm: Communicator, outputs, inputs, error, message) -> None:
     if comm.rank == 0:
-        with pytest.raises(error, match=message):
-            all_gather(outputs, inputs, comm)
+        for call in (all_gather, AllGatherRequest):
+            with pytest.raises(error, match=message):
+                call(outputs, inputs, comm)
     check_usable(comm)
 
 
 def rejects_reduction(comm: Communicator, outputs, inputs, op, error, message) -> None:
     if comm.rank == 0:
-        with pytest.raises(error, match=message):
-            reduce_scatter(outputs, inputs, comm, op=op)
+        for call in (reduce_scatter, ReduceScatterRequest):
+            with pytest.raises(error, match=message):
+                call(outputs, inputs, comm, op=op)
     check_usable(comm)
 
 
@@ -139,6 +147,83 @@ def test_all_gather_rejects(case):
 @pytest.mark.parametrize("case", BAD_REDUCTIONS)
 def test_reduce_scatter_rejects(case):
     run_local(2, rejects_reduction, *BAD_REDUCTIONS[case])
+
+
+def test_pre_mul_sum_takes_a_finite_number():
+    assert PreMulSum(2) == PreMulSum(2.0) != PreMulSum(0.5)
+    with Communicator() as comm:
+        out = zeros(3)
+        reduce_scatter(out, torch.full((3,), 3.0), comm, op=PreMulSum(np.float32(0.5))).wait()
+        assert out.tolist() == [1.5] * 3
+    for factor in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"the factor of PreMulSum is {factor}"):
+            PreMulSum(factor)
+    for wrong in ("2", None, torch.tensor(2.0)):
+        with pytest.raises(TypeError, match="the factor of PreMulSum is .*, expected a number"):
+            PreMulSum(wrong)  # type: ignore[arg-type]
+
+
+class CalledNccl(Communicator):
+    """Says that it is of the backend nccl and of six ranks; there is one, of the backend local."""
+
+    backend = property(lambda self: "nccl")  # type: ignore[assignment]
+    size = 6  # type: ignore[assignment]
+
+
+@pytest.fixture
+def called_nccl(monkeypatch):
+    monkeypatch.setattr(ops, "_warned_of_nccl", set())
+    with CalledNccl() as comm:
+        yield comm
+
+
+REDUCTIONS = {
+    "call": reduce_scatter,
+    "request": lambda outs, ins, comm, op="sum": ReduceScatterRequest(outs, ins, comm, op=op).start(),
+}
+GATHERS = {"call": all_gather, "request": lambda outs, ins, comm: AllGatherRequest(outs, ins, comm).start()}
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_averages_of_16_bits_on_nccl_are_warned_of_once(called_nccl, kind, recwarn):
+    half, whole = zeros(3, dtype=BF16), zeros(3)
+    call = REDUCTIONS[kind]
+    call(whole, whole.clone(), called_nccl, op="avg")
+    call(half, half.clone(), called_nccl)
+    call(half, half.clone(), called_nccl, op=PreMulSum(0.5))
+    CalledNccl.size = 8
+    call(half, half.clone(), called_nccl, op="avg")
+    CalledNccl.size = 6
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"op='avg' of torch.bfloat16 on 6 ranks: .* 1/6 .* up to 0.2 %") as caught:
+        call([whole, half], [whole.clone(), half.clone()], called_nccl, op="avg")
+    assert caught[0].filename == __file__ and len(caught) == 1
+    call(half, half.clone(), called_nccl, op="avg")
+    assert not recwarn
+
+
+@pytest.mark.parametrize("kind", GATHERS)
+@pytest.mark.parametrize("calls", [GATHERS, REDUCTIONS], ids=["gather", "reduce"])
+def test_many_tensors_on_nccl_are_warned_of_once(called_nccl, kind, calls, recwarn):
+    outs, ins = [zeros(1) for _ in range(65)], [zeros(1) for _ in range(65)]
+    calls[kind](outs[:64], ins[:64], called_nccl)
+    with Communicator() as other:
+        calls[kind](outs, ins, other)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="65 tensors in one call: .* contiguous bucket.* comm.pool"):
+        calls[kind](outs, ins, called_nccl)
+    calls[kind](outs, ins, called_nccl)
+    assert not recwarn
+
+
+def test_a_warning_that_is_an_error_enqueues_nothing(called_nccl):
+    outs, ins = [zeros(1) for _ in range(65)], [zeros(1) for _ in range(65)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="65 tensors"):
+                all_gather(outs, ins, called_nccl)
+    assert all_gather(zeros(1), zeros(1), called_nccl).seq == 1
 
 
 def test_inputs_may_overlap_each_other():
