@@ -22,6 +22,7 @@ from bucketwheel.handle import wait_all
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal, run_threads
+from tests import simulated_nccl
 
 TIMEOUT_S = 30.0
 
@@ -54,26 +55,34 @@ def expected_gather(world: int, spec: Spec, index: int) -> torch.Tensor:
     return torch.cat([data_of(rank, spec, index, spec[1]) for rank in range(world)])
 
 
-def expected_reduce(rank: int, world: int, spec: Spec, index: int, op: str | PreMulSum = "sum") -> torch.Tensor:
+def expected_reduce(
+    rank: int, world: int, spec: Spec, index: int, op: str | PreMulSum = "sum", *, backend: str = ""
+) -> torch.Tensor:
+    """The sum in rank order, in float32 (float64), rounded once. NCCL multiplies before it adds, by a factor in the
+    tensors' dtype."""
     dtype, numel = spec
     parts = [data_of(r, spec, index, world * numel)[rank * numel : (rank + 1) * numel] for r in range(world)]
-    if dtype == torch.bfloat16:
-        arrays = [from_bf16(part.view(torch.int16).numpy().view(np.uint16)) for part in parts]
-    elif dtype == torch.float16:
-        arrays = [part.numpy().astype(np.float32) for part in parts]
-    else:
-        arrays = [part.numpy() for part in parts]
+    arrays = [_widened(part) for part in parts]
     with np.errstate(over="ignore", invalid="ignore"):  # infinities are values like others
+        if isinstance(op, PreMulSum) and backend == "nccl":
+            factor = _widened(torch.tensor([op.factor], dtype=torch.float64).to(dtype))[0]
+            arrays = [array * factor for array in arrays]
         total = arrays[0].copy()
         for array in arrays[1:]:
-            total = total + array  # in rank order, in float32 (float64)
+            total = total + array
         if op == "avg":
             total = total / total.dtype.type(world)
-        elif isinstance(op, PreMulSum):
+        elif isinstance(op, PreMulSum) and backend != "nccl":
             total = total * total.dtype.type(op.factor)
         if dtype == torch.bfloat16:
             return torch.from_numpy(to_bf16(total).view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(total.astype(np.float16) if dtype == torch.float16 else total)
+
+
+def _widened(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return from_bf16(tensor.view(torch.int16).numpy().view(np.uint16))
+    return tensor.numpy().astype(np.float32) if tensor.dtype == torch.float16 else tensor.numpy()
 
 
 class Memory:
@@ -134,7 +143,7 @@ def check_reduce_scatter(comm: Communicator, specs: Sequence[Spec], kind: str, o
         handle = reduce_scatter([shard for _, shard in pairs], [full for full, _ in pairs], comm, op=op)
         assert handle.synchronize().query()
         for index, (spec, (_, shard)) in enumerate(zip(specs, pairs, strict=True)):
-            wanted = expected_reduce(comm.rank, comm.size, spec, index, op)
+            wanted = expected_reduce(comm.rank, comm.size, spec, index, op, backend=comm.backend)
             assert_bitwise_equal(shard, wanted, f"{kind} {op} output {index} of {spec}")
 
 
@@ -166,6 +175,17 @@ def on_shm(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
         return case(comm, *args)
 
 
+def on_nccl(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `RankPool.run`: the same over the fake NCCL, on a simulated CUDA device."""
+    simulated_nccl.install()
+    with (
+        posing(),
+        Communicator(backend="nccl", timeout_s=TIMEOUT_S, name=case.__name__, device="cuda") as comm,
+    ):
+        assert (comm.rank, comm.size, comm.backend) == (rank, world, "nccl")
+        return case(comm, *args)
+
+
 def run_local(
     world: int, case: Callable[..., Any], *args: Any, stages_inputs: bool = False, device: str | None = None
 ) -> list[Any]:
@@ -191,7 +211,7 @@ def run_cuda(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 # By backend: what a rank of a `RankPool` runs; what runs threads of this process.
-ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm}
+ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm, "nccl": on_nccl}
 ON_THREADS: dict[str, Callable[..., list[Any]]] = {"local": run_local, "staged": run_staged, "cuda": run_cuda}
 _BACKENDS = (*ON_PROCESSES, *ON_THREADS)
 

@@ -8,18 +8,21 @@ from comm_cases import EVERYWHERE, ON_PROCESSES, ON_THREADS
 
 from bucketwheel._build import native
 from bucketwheel.testing import RankPool
+from tests import simulated_cuda, simulated_nccl
 
 
 @pytest.fixture(scope="session")
 def rank_pool():
     """``rank_pool(world_size)`` returns that `RankPool`; its ranks have a gloo process group."""
     native()  # built here if need be: in ranks the time limits of the tests would end the build, each time
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build())}  # read once in each process, whatever it runs first
+    simulated_cuda.build()
     with contextlib.ExitStack() as stack:
         pools: dict[int, RankPool] = {}
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(RankPool(world_size))
+                pools[world_size] = stack.enter_context(RankPool(world_size, env=env))
             return pools[world_size]
 
         yield pool_of

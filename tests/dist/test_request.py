@@ -46,7 +46,7 @@ def reduces_again(comm: Communicator, kind: str, op: str | PreMulSum) -> None:
                 full.copy_(data_of(comm.rank, spec, turn + index, comm.size * spec[1]))
             assert request.start().wait().seq == turn + 1
             for index, (spec, (_, shard)) in enumerate(zip(specs, pairs, strict=True)):
-                wanted = expected_reduce(comm.rank, comm.size, spec, turn + index, op)
+                wanted = expected_reduce(comm.rank, comm.size, spec, turn + index, op, backend=comm.backend)
                 assert_bitwise_equal(shard, wanted, f"{kind} turn {turn} output {index} of {spec}")
 
 
