@@ -121,30 +121,8 @@ NcclComm::~NcclComm() {
     close(Clock::now() + kDestructorGrace);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
   }
-  await_device(Clock::now() + kDestructorGrace);
+  inflight_.await_device(Clock::now() + kDestructorGrace);
   watch_->stop();
-}
-
-// After operations were given up: the device uses their memory until the abort is through. What it may still use at the
-// deadline is never freed.
-void NcclComm::await_device(Deadline deadline) noexcept {
-  try {
-    for (;;) {
-      const std::vector<Running> finished = take_finished(SIZE_MAX);
-      std::lock_guard lock(running_mutex_);
-      if (running_.empty()) {
-        return;
-      }
-      if (has_passed(deadline)) {
-        break;
-      }
-      std::this_thread::sleep_for(kPollClose);
-    }
-  } catch (const std::exception&) {  // the device is in trouble
-  }
-  std::lock_guard lock(running_mutex_);
-  new std::deque<Running>(std::move(running_));
-  running_.clear();
 }
 
 bool NcclComm::has_windows() const { return memory_ != nullptr && memory_->is_registered(); }
@@ -183,15 +161,12 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->fate = std::make_shared<Fate>();
-  Running running;
-  running.op = op;
-  running.fate = state->fate;
-  running.keepalive = options.keepalive;
-  std::vector<Running> finished;  // destroyed without the locks
+  Inflight::Item item{op, {}, nullptr, state->fate, options.keepalive};
+  std::vector<Inflight::Item> finished;  // destroyed without the locks
   CudaGuard guard(session_->device());
   std::unique_lock lock(session_->issue_mutex());
   expect_usable();
-  op->seq = state->seq = running.seq = seq_ + 1;
+  op->seq = state->seq = seq_ + 1;
   if (options_.check) {
     const std::string differs = options_.check(name_, op->seq, describe(*op) + place_text(*op));
     if (!differs.empty()) {
@@ -200,13 +175,13 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
       std::rethrow_exception(error);
     }
   }
-  running.ready = order(stream, options, is_captured);
+  item.ready = order(stream, options, is_captured);
   flight_.issued(*op);
   std::exception_ptr error;
   try {
     enqueue(*op, stream);
     // Out: whoever uses inputs or outputs next waits for this.
-    state->done = running.done = stream.record(options.timing);
+    state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {
     error = fail({FailureKind::kError, failure.what(), -1, op->seq});
   }
@@ -214,23 +189,18 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   issued_ = seq_;
   peers_->note_issued(path_of(part_), seq_);
   if (turn_ != nullptr && !is_captured) {
-    turn_->last_done = running.done;
+    turn_->last_done = item.done;
   }
-  {
-    std::lock_guard running_lock(running_mutex_);
-    if (is_captured && error == nullptr) {
-      flight_.captured(op->seq);
-      captured_.push_back(std::move(op));
-      std::ranges::move(running.keepalive, std::back_inserter(captured_));
-    } else {
-      running_.push_back(std::move(running));
-    }
+  if (is_captured && error == nullptr) {
+    inflight_.add_captured(std::move(item));
+  } else {
+    inflight_.add(std::move(item));
   }
   if (error != nullptr) {
     give_up(error);
     std::rethrow_exception(error);
   }
-  finished = take_finished(kReapedAtIssue);
+  finished = inflight_.take_finished(kReapedAtIssue);
   lock.unlock();
   return std::make_shared<Handle>(std::move(state));
 }
@@ -371,24 +341,10 @@ std::string NcclComm::place_text(const Operation& op) const {
 
 // ---- looking after operations
 
-std::vector<NcclComm::Running> NcclComm::take_finished(size_t most) {
-  std::vector<Running> finished;
-  std::lock_guard lock(running_mutex_);
-  while (finished.size() < most && !running_.empty() && running_.front().done != nullptr &&
-         running_.front().done->query()) {
-    Running& front = running_.front();
-    flight_.finished(front.seq, front.fate->complete());
-    finished.push_back(std::move(front));
-    running_.pop_front();
-  }
-  return finished;
-}
-
 // Called by the watchdog.
 void NcclComm::look() noexcept {
   try {
-    const size_t all = SIZE_MAX;
-    for (Running& one : take_finished(all)) {
+    for (Inflight::Item& one : inflight_.take_finished()) {
       one.keepalive.push_back(std::move(one.op));  // and its sink
       free_later(std::move(one.keepalive));
     }
@@ -408,25 +364,11 @@ void NcclComm::expect_progress() {
     fail({FailureKind::kError, *error, -1, issued_});
     return;
   }
-  std::shared_ptr<const Operation> op;
-  Clock::duration waited{};
-  {
-    std::lock_guard lock(running_mutex_);
-    if (running_.empty()) {
-      return;
-    }
-    Running& front = running_.front();
-    if (!front.has_started) {
-      if (!std::ranges::all_of(front.ready, [](const EventRef& event) { return event->query(); })) {
-        return;
-      }
-      front.has_started = true;
-      front.since = Clock::now();
-      flight_.started(front.seq);
-    }
-    op = front.op;
-    waited = Clock::now() - front.since;
+  const std::optional<Inflight::Front> front = inflight_.front();
+  if (!front) {
+    return;
   }
+  const auto& [op, waited] = *front;
   const std::string what = describe(*op);
   const bool needs_all = waited > kPeerPatience;
   if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
@@ -446,26 +388,10 @@ std::exception_ptr NcclComm::fail(const Failure& failure) {
 // Operations that have not ended fail with `error`, then NCCL is told to end them: in this order, for the event of an
 // aborted operation completes like any other.
 void NcclComm::give_up(const std::exception_ptr& error) {
-  {
-    std::lock_guard lock(running_mutex_);
-    if (has_given_up_) {
-      return;
-    }
-    has_given_up_ = true;
-    for (Running& one : running_) {
-      bool is_done = false;
-      try {
-        is_done = one.done != nullptr && one.done->query() && one.fate->complete();
-      } catch (const std::exception&) {  // the device is in trouble
-      }
-      if (!is_done) {
-        one.fate->fail(error);
-        flight_.finished(one.seq, false);
-      }
-    }
+  if (inflight_.give_up(error)) {
+    session_->abort();
+    flight_.write(peers_->health().message());
   }
-  session_->abort();
-  flight_.write(peers_->health().message());
 }
 
 void NcclComm::abort(const std::string& why) noexcept {
@@ -487,12 +413,7 @@ void NcclComm::close(Deadline deadline) {
     std::unique_lock issue_lock(session_->issue_mutex(), kDestructorGrace);  // a thread may be stuck in there
     is_closing_ = true;
   }
-  const auto is_busy = [this] {
-    const std::vector<Running> finished = take_finished(SIZE_MAX);
-    std::lock_guard running_lock(running_mutex_);
-    return !running_.empty() && !has_given_up_;
-  };
-  while (is_busy()) {
+  while (inflight_.take_finished(), !inflight_.is_settled()) {
     if (has_passed(deadline)) {
       give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
       break;

@@ -12,7 +12,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -22,6 +21,7 @@
 
 #include "comm/comm.h"
 #include "comm/flight.h"
+#include "comm/inflight.h"
 #include "comm/nccl_session.h"
 #include "comm/operation.h"
 #include "comm/peers.h"
@@ -84,16 +84,6 @@ class NcclComm final : public Comm {
   void close(Deadline deadline) override;
 
  private:
-  struct Running {  // one operation, until the device has done it
-    uint64_t seq = 0;
-    std::shared_ptr<Operation> op;
-    std::vector<EventRef> ready;  // what it starts after
-    EventRef done;
-    std::shared_ptr<Fate> fate;
-    std::vector<Handle::Keepalive> keepalive;
-    bool has_started = false;
-    Clock::time_point since;  // it has been the next one, and could start
-  };
   struct Turn {  // of two communicators that take turns
     EventRef last_done;
   };
@@ -109,9 +99,6 @@ class NcclComm final : public Comm {
   void give_up(const std::exception_ptr& error);
 
   void look() noexcept;
-  void await_device(Deadline deadline) noexcept;
-  // At most so many, in order; what they hold is to be freed without our locks.
-  std::vector<Running> take_finished(size_t most);
   void expect_progress();
 
   const PeersRef peers_;
@@ -127,10 +114,7 @@ class NcclComm final : public Comm {
 
   uint64_t seq_ = 0;  // guarded by the session's issue mutex
   std::atomic<uint64_t> issued_{0};
-  std::mutex running_mutex_;
-  std::deque<Running> running_;  // in the order of issue
-  bool has_given_up_ = false;
-  std::vector<Handle::Keepalive> captured_;  // what graphs replay
+  Inflight inflight_{flight_};
   std::atomic<bool> is_closing_{false};
   std::mutex close_mutex_;
   bool is_closed_ = false;
