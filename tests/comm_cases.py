@@ -18,6 +18,7 @@ from reference import from_bf16, to_bf16
 from simulated_cuda import posing
 
 from bucketwheel.comm import Communicator
+from bucketwheel.device import torch_device
 from bucketwheel.handle import wait_all
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.place import LocalWorld
@@ -90,6 +91,7 @@ class Memory:
 
     def __init__(self, comm: Communicator, kind: str) -> None:
         self.comm = comm
+        self.device = torch_device(comm.device)
         self.kind = kind if kind != "by_rank" else MEMORIES[comm.rank % 3]
         self.leases: list[Any] = []
 
@@ -99,8 +101,8 @@ class Memory:
             self.leases.append(lease)
             return lease.tensor(dtype, (numel,))
         if self.kind == "offset":  # not aligned to more than an element
-            return torch.empty(numel + 3, dtype=dtype)[3:]
-        return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel + 3, dtype=dtype, device=self.device)[3:]
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def pair(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A full buffer and a shard of ``numel`` elements."""

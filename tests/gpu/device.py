@@ -1,5 +1,5 @@
 """The device that the GPU tests and benchmarks use: a GPU, or with ``BW_GPU_SIMULATE=1`` the one of
-tests/simulated_cuda.py.
+tests/simulated_cuda.py with the NCCL of tests/simulated_nccl.py.
 
 `DEVICE` is the one of this process. All that torch can do on a GPU alone (streams, events, graphs, sync debug mode) is
 behind it, so that tests read the same for both; what only a GPU can show asks `DEVICE.need_gpu`. On the simulated
@@ -22,6 +22,7 @@ from simulated_cuda import Calls, Graph, load, posing
 from torch import Tensor
 
 from bucketwheel._build import native
+from tests import simulated_nccl
 from tests.requirements import unmet
 
 __all__ = ["DEVICE", "Calls", "Device"]
@@ -144,6 +145,7 @@ class SimulatedDevice(Device):
         pytest.skip(f"needs a GPU, this one is simulated: {what}")
 
     def opened(self) -> AbstractContextManager[Any]:
+        simulated_nccl.install()  # before anything reads BW_NCCL_LIB
         return posing()
 
     @contextmanager

@@ -35,6 +35,8 @@ LIMIT_S = 470.0  # of 8 minutes
 LEAST_S = 5.0  # a part is not started with less
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 LOG_BYTES = 400_000  # of one part in logs.txt
+# What ranks that share a GPU openly say where they cannot.
+MULTI_RANK_UNFIT = "ranks that share a GPU need NCCL 2.30 or newer"
 _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
 
 

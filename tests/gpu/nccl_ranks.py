@@ -1,0 +1,96 @@
+"""Two ranks of one GPU that talk over NCCL, each a process.
+
+NCCL refuses two ranks of a communicator on one GPU. ``BW_GPU_RANKS`` names the way around that:
+
+    hosts   the ranks say that they are two hosts, and reach each other by sockets: with any NCCL. Real kernels, groups,
+            aborts and graphs; no windows, no copy engines, and slow: the ranks' kernels take turns on the GPU
+    multi   NCCL 2.30 or newer, which ``BW_NCCL_LIB`` names, is told that ranks share a GPU: windows and peer memory too
+
+On the simulated device the fake NCCL needs neither, and gets the variables all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bucketwheel import nccl
+from bucketwheel.comm import Communicator
+from bucketwheel.testing import RankPool
+from tests.gpu.device import DEVICE
+from tests.gpu.run_all import MULTI_RANK_UNFIT
+
+__all__ = ["WORLD", "new_pool", "on_communicator", "on_rank", "route", "unfit"]
+
+WORLD = 2
+TIMEOUT_S = 20.0
+MULTI_RANK_VERSION = 23000
+# Few blocks: what two ranks want of the GPU has to fit on it at once.
+_BOTH = {"NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+_VARIABLES = {
+    # Whatever BW_NCCL_LIB names, this route shows the NCCL that torch brings.
+    "hosts": {**_BOTH, "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0", "BW_NCCL_LIB": ""},
+    "multi": {**_BOTH, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"},
+}
+
+
+def route() -> str:
+    named = os.environ.get("BW_GPU_RANKS", "hosts")
+    if named not in _VARIABLES:
+        raise ValueError(f"BW_GPU_RANKS={named!r}; known are {', '.join(_VARIABLES)}")
+    return named
+
+
+def unfit() -> str:
+    """Why this machine does not have the route; empty where it does."""
+    if route() == "hosts":
+        return ""
+    if not os.environ.get("BW_NCCL_LIB"):
+        return f"{MULTI_RANK_UNFIT}, and BW_NCCL_LIB names none"
+    found = nccl.info()
+    if found.version < MULTI_RANK_VERSION:
+        return f"{MULTI_RANK_UNFIT}; {found.path} is {nccl.version_text(found.version)}"
+    return ""
+
+
+def new_pool() -> RankPool:
+    """The ranks; their process group is gloo's."""
+    return RankPool(WORLD, env={**_VARIABLES[route()], "BW_GPU_RANKS": route()})
+
+
+# ---- in the ranks
+
+
+def on_rank(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `RankPool.run`: ``case(*args)``."""
+    _enter(rank)
+    result = case(*args)
+    DEVICE.synchronize()
+    return result
+
+
+def on_communicator(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `RankPool.run`: ``case(comm, *args)`` on one communicator for all cases, since making one takes NCCL seconds."""
+    _enter(rank)
+    result = case(_communicator(), *args)
+    DEVICE.synchronize()
+    return result
+
+
+@functools.cache
+def _enter(rank: int) -> None:
+    """Once in the life of a rank, before it uses NCCL, which reads its variables then."""
+    if route() == "hosts":
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    if not DEVICE.is_simulated:
+        torch.cuda.set_device(0)
+    DEVICE.opened().__enter__()
+
+
+@functools.cache
+def _communicator() -> Communicator:
+    return Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="kept")

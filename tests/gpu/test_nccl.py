@@ -1,0 +1,222 @@
+"""NCCL with one rank: data, streams, graphs, registered memory, two communicators at once, and what the host does not do.
+
+What more than one rank shows is in test_nccl_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketwheel import nccl
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CaptureError
+from bucketwheel.handle import Handle
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.testing import assert_bitwise_equal
+from tests.gpu.device import DEVICE, Calls
+from tests.gpu.nccl_cases import CONFORMANCE, F32, poisoned
+from tests.gpu.nccl_ranks import TIMEOUT_S
+from tests.gpu.test_optim import assert_equal, expected_of_one, trained
+
+Tell = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def comm(_device: None) -> Iterator[Communicator]:
+    with Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="one") as made:
+        yield made
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+    """A line of the part's results."""
+
+    def write(case: str, **facts: Any) -> None:
+        with capsys.disabled():
+            print("\n" + json.dumps({"case": case, **facts}))
+
+    return write
+
+
+def pair(**options: Any) -> tuple[Communicator, Communicator]:
+    return Communicator.pair(device="cuda", timeout_s=TIMEOUT_S, **options)
+
+
+def test_which_nccl(comm: Communicator, tell: Tell) -> None:
+    found = nccl.info()
+    tell("nccl", path=found.path, found=found.found, version=nccl.version_text(found.version), features=comm.features)
+    assert comm.features["nccl"] == nccl.version_text(found.version)
+    if not DEVICE.is_simulated:
+        assert found.found == "loaded already" and nccl.version_text(found.version) == nccl.version_of_torch()
+
+
+@pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.__name__)
+def test_conformance(comm: Communicator, case: Callable[[Communicator], None]) -> None:
+    case(comm)
+
+
+# ---- graphs
+
+
+def test_replays_gather_and_reduce_anew(comm: Communicator) -> None:
+    """Calls and requests of both kinds, between torch's operations; eager calls have their turn between the replays."""
+    shard, full, reduced, other = (poisoned(comm, 1000) for _ in range(4))
+    gather, reduce = AllGatherRequest(other, reduced, comm), ReduceScatterRequest(reduced, full, comm)
+
+    def call() -> None:
+        shard.mul_(2.0)
+        all_gather(full, shard, comm).wait()
+        full.add_(1.0)
+        reduce.start()
+        gather.start().wait()
+
+    shard.fill_(1.0)
+    DEVICE.warm_up(call)
+    DEVICE.synchronize()
+    shard.fill_(0.0)
+    other.fill_(0.0)
+    replay = DEVICE.capture(call)
+    assert not other.any(), "capturing must not run anything"
+    for start in (3.0, 5.0):
+        shard.fill_(start)
+        for turn in range(3):
+            replay()
+            assert_bitwise_equal(other, torch.full((1000,), start * 2 ** (turn + 1) + 1.0))
+            assert_bitwise_equal(other, all_gather(torch.empty_like(full), reduced, comm).wait() and reduced.cpu())
+
+
+def test_a_captured_handle_has_no_outcome(comm: Communicator) -> None:
+    shard, full = poisoned(comm, 100), poisoned(comm, 100)
+    kept: list[Handle] = []
+
+    def call() -> None:
+        handle = all_gather(full, shard, comm)
+        kept.append(handle)
+        for ask in (handle.query, handle.synchronize, lambda: handle.synchronize(1.0)):
+            with pytest.raises(CaptureError):
+                ask()
+        handle.wait()
+
+    all_gather(full, shard, comm).synchronize()
+    replay = DEVICE.capture(call)
+    for ask in (kept[0].query, kept[0].synchronize):
+        with pytest.raises(CaptureError):
+            ask()
+    shard.fill_(4.0)
+    replay()
+    assert_bitwise_equal(full, torch.full((100,), 4.0))
+
+
+# ---- registered memory
+
+
+@pytest.mark.parametrize("policy", [None, "zero"])
+def test_registered_memory(policy: str | None, tell: Tell) -> None:
+    """Windows are granted or not; the data is right either way, in place and not."""
+    found = nccl.info()
+    if not found.features["zero_cta" if policy else "windows"]:
+        pytest.skip(f"NCCL {nccl.version_text(found.version)} has no such feature")
+    gathers, reduces = pair(registered=True, cta_policy=policy, name=f"registered {policy}")
+    with gathers, reduces:
+        numel = DEVICE.size(4 << 20, 5_000)
+        leases = [one.pool.acquire("full", 4 * numel) for one in (gathers, reduces)]
+        outs, ins = ([lease.tensor(F32, (numel,))] for lease in leases)
+        granted = [gathers.register_pool(), reduces.register_pool()]
+        tell("registered", policy=policy, granted=granted, features=[gathers.features, reduces.features])
+        assert [one.features["windows"] for one in (gathers, reduces)] == [count == 1 for count in granted]
+        assert gathers.features["copy_engines"] == (policy == "zero" and granted[0] == 1)
+        for turn in range(3):
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(turn))
+            given = values.to(DEVICE.tensors, copy=True)
+            all_gather(outs, [given], gathers).wait()
+            assert_bitwise_equal(outs[0], values)
+            all_gather(outs, outs, gathers).wait()
+            ins[0].copy_(values)
+            reduce_scatter([given.zero_()], ins, reduces).wait()
+            assert_bitwise_equal(given, values)
+            assert_bitwise_equal(outs[0], values)
+        for lease in leases:
+            lease.release()
+
+
+# ---- two communicators
+
+
+def timed(issue: Callable[..., Handle], comm: Communicator) -> tuple[Handle, Handle]:
+    """Where the operation begins and ends: handles made with timing."""
+    begin = all_gather([], [], comm, timing=True)
+    return begin, issue(timing=True)
+
+
+def test_gathers_and_reductions_at_once(tell: Tell) -> None:
+    """Each on its communicator: data in any case; whether they overlap is told, not asserted."""
+    gathers, reduces = pair(max_ctas=8, name="at once")
+    with gathers, reduces:
+        numel = DEVICE.size(64 << 20, 5_000)
+        ones, twos = (torch.full((numel,), float(x), device=DEVICE.tensors) for x in (1, 2))
+        gathered, reduced = torch.zeros_like(ones), torch.zeros_like(ones)
+        gather = lambda **more: all_gather(gathered, ones, gathers, **more)  # noqa: E731
+        reduce = lambda **more: reduce_scatter(reduced, twos, reduces, **more)  # noqa: E731
+        for turn in range(4):
+            gathered.zero_()
+            reduced.zero_()
+            DEVICE.hold(0.005)  # until both are issued
+            begins, ends = zip(timed(gather, gathers), timed(reduce, reduces), strict=True)
+            for handle in (*begins, *ends):
+                handle.synchronize()
+            assert_bitwise_equal(gathered, ones)
+            assert_bitwise_equal(reduced, twos)
+            from_first = [begins[0].elapsed_time(one) for one in (ends[0], begins[1], ends[1])]
+            overlap_ms = min(from_first[0], from_first[2]) - max(0.0, from_first[1])
+            tell("at once", turn=turn, gather_ms=[0.0, from_first[0]], reduce_ms=from_first[1:], overlap_ms=overlap_ms)
+        assert gathers.features["overlap"] == reduces.features["overlap"]
+
+
+# ---- what the host does
+
+
+def calls_of_one(issue: Callable[[], Handle]) -> dict[str, int]:
+    calls = Calls()
+    issue().wait()
+    return calls.since()
+
+
+def test_issuing_neither_waits_nor_allocates(comm: Communicator, tell: Tell) -> None:
+    """Of calls and requests, single and coalesced: some CUDA calls each, the same number for one tensor and for eight."""
+    fulls: list[Tensor] = [poisoned(comm, 1000) for _ in range(8)]
+    shards = [torch.ones_like(full) for full in fulls]
+    gather, reduce = AllGatherRequest(fulls, shards, comm), ReduceScatterRequest(shards, fulls, comm)
+    ways: dict[str, Callable[[], Handle]] = {
+        "all_gather of 1": lambda: all_gather(fulls[0], shards[0], comm),
+        "all_gather of 8": lambda: all_gather(fulls, shards, comm),
+        "reduce_scatter of 8": lambda: reduce_scatter(shards, fulls, comm),
+        "gather request": gather.start,
+        "reduce request": reduce.start,
+    }
+    DEVICE.hold(0.02)  # everything is in flight at once, so later calls find all the events that they need
+    for handle in [issue() for issue in ways.values() for _ in range(30)]:
+        handle.wait()
+    DEVICE.synchronize()
+    with DEVICE.free_running():
+        for issue in ways.values():
+            for _ in range(10):
+                issue().wait()
+    counts = {name: calls_of_one(issue) for name, issue in ways.items()}
+    tell("cuda calls", **counts)
+    recorded = {name: made.get("event_record") for name, made in counts.items()}
+    assert set(recorded.values()) == {2}, recorded  # the caller's stream before, the communicator's behind
+
+
+def test_training_over_nccl_has_the_bits_of_one_process() -> None:
+    """Gradients, gathers and norms go through a pair of communicators of one rank."""
+    gathers, reduces = pair(name="optimizer")
+    with gathers, reduces:
+        assert_equal(trained(reduces, DEVICE.tensors, F32, "own"), expected_of_one())
+        assert reduce_scatter([], [], reduces).seq > 8  # a bucket and more for each of 8 backwards
