@@ -230,6 +230,38 @@ def handles(comm: Communicator) -> None:
     check_usable(comm)
 
 
+def replayed(comm: Communicator) -> None:
+    """A captured graph with calls and requests of both kinds, between torch's operations, reads its inputs anew; eager
+    calls have their turn between the replays."""
+    shard, reduced = poisoned(comm, 1000), poisoned(comm, 1000)
+    full, other = poisoned(comm, 1000 * comm.size), poisoned(comm, 1000 * comm.size)
+    gather, reduce = AllGatherRequest(other, reduced, comm), ReduceScatterRequest(reduced, full, comm)
+
+    def call() -> None:
+        shard.mul_(2.0)
+        all_gather(full, shard, comm).wait()
+        full.add_(1.0)
+        reduce.start()
+        gather.start().wait()
+
+    shard.fill_(1.0)
+    DEVICE.warm_up(call)
+    DEVICE.synchronize()
+    shard.fill_(0.0)
+    other.fill_(0.0)
+    replay = DEVICE.capture(call)
+    assert not other.any() and not shard.any(), "capturing must not run anything"
+    for start in (3.0, 5.0):
+        shard.fill_(start + comm.rank)
+        for turn in range(3):
+            replay()
+            wanted = [comm.size * ((start + rank) * 2.0 ** (turn + 1) + 1.0) for rank in range(comm.size)]
+            assert_bitwise_equal(other, torch.tensor(wanted).repeat_interleave(1000), f"replay {turn}")
+            eager = torch.zeros_like(other)
+            all_gather(eager, reduced, comm).wait()
+            assert torch.equal(eager, other)
+
+
 CONFORMANCE: Sequence[Any] = (
     every_memory,
     sums_of_16_bits,

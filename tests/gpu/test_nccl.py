@@ -21,7 +21,7 @@ from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.testing import assert_bitwise_equal
 from tests.gpu.device import DEVICE, Calls
-from tests.gpu.nccl_cases import CONFORMANCE, F32, poisoned
+from tests.gpu.nccl_cases import CONFORMANCE, F32, poisoned, replayed
 from tests.gpu.nccl_ranks import TIMEOUT_S
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained
 
@@ -66,30 +66,7 @@ def test_conformance(comm: Communicator, case: Callable[[Communicator], None]) -
 
 
 def test_replays_gather_and_reduce_anew(comm: Communicator) -> None:
-    """Calls and requests of both kinds, between torch's operations; eager calls have their turn between the replays."""
-    shard, full, reduced, other = (poisoned(comm, 1000) for _ in range(4))
-    gather, reduce = AllGatherRequest(other, reduced, comm), ReduceScatterRequest(reduced, full, comm)
-
-    def call() -> None:
-        shard.mul_(2.0)
-        all_gather(full, shard, comm).wait()
-        full.add_(1.0)
-        reduce.start()
-        gather.start().wait()
-
-    shard.fill_(1.0)
-    DEVICE.warm_up(call)
-    DEVICE.synchronize()
-    shard.fill_(0.0)
-    other.fill_(0.0)
-    replay = DEVICE.capture(call)
-    assert not other.any(), "capturing must not run anything"
-    for start in (3.0, 5.0):
-        shard.fill_(start)
-        for turn in range(3):
-            replay()
-            assert_bitwise_equal(other, torch.full((1000,), start * 2 ** (turn + 1) + 1.0))
-            assert_bitwise_equal(other, all_gather(torch.empty_like(full), reduced, comm).wait() and reduced.cpu())
+    replayed(comm)
 
 
 def test_a_captured_handle_has_no_outcome(comm: Communicator) -> None:

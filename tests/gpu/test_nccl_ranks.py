@@ -1,0 +1,261 @@
+"""NCCL with two ranks on one GPU: what they compute, training, and how they end when one dies, is late or aborts.
+
+Every rank is a process; nccl_ranks.py says how NCCL is brought to that. The tests that end ranks are last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_cases import check_all_gather, check_usable
+from optim_twins import dyadic
+from torch import Tensor
+
+import bucketwheel as bw
+from bucketwheel.comm import Communicator
+from bucketwheel.device import torch_device
+from bucketwheel.errors import CommError
+from bucketwheel.handle import Handle
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.gpu.device import DEVICE
+from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
+from tests.gpu.nccl_cases import BF16, CONFORMANCE, F16, F32, F64, poisoned, replayed
+from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, route, unfit
+from tests.gpu.test_optim import trained
+
+CPU = torch.device("cpu")
+SOON_S = 2.0
+RUN_S = 25.0  # of one case; none needs half of it
+
+
+@pytest.fixture(scope="module")
+def ranks(_device: None) -> Iterator[RankPool]:
+    if reason := unfit():
+        pytest.skip(reason)
+    with new_pool() as pool:
+        yield pool
+
+
+def run(ranks: RankPool, case: Callable[..., Any], *args: Any, on: Callable[..., Any] = on_rank) -> list[Any]:
+    return ranks.run(on, case, *args, timeout_s=RUN_S)
+
+
+@pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.__name__)
+def test_conformance(ranks: RankPool, case: Callable[[Communicator], None]) -> None:
+    run(ranks, case, on=on_communicator)
+
+
+# ---- the bits of the other backends
+
+
+def sums(comm: Communicator) -> list[Tensor]:
+    """Of values of all magnitudes, in every dtype; and what gathering them gives."""
+    generator = torch.Generator().manual_seed(100 + comm.rank)
+    numel = DEVICE.size(100_003, 5_003)
+    device = torch_device(comm.device)
+    draw = lambda: torch.randn(WORLD * numel, generator=generator) * torch.exp(2 * torch.randn((), generator=generator))  # noqa: E731
+    ins = [draw().to(dtype).to(device) for dtype in (F32, BF16, F16, F64)]
+    outs = [torch.empty(numel, dtype=one.dtype, device=device) for one in ins]
+    fulls = [torch.empty_like(one) for one in ins]
+    reduce_scatter(outs, ins, comm).wait()
+    all_gather(fulls, outs, comm).wait()
+    return [one.cpu() for one in (*outs, *fulls)]
+
+
+def sums_over_shm() -> list[Tensor]:
+    with DEVICE.cpu(), Communicator(backend="shm", timeout_s=RUN_S / 2) as comm:
+        return sums(comm)
+
+
+def test_sums_have_the_bits_of_local_and_shm(ranks: RankPool) -> None:
+    """Threads that share the GPU, threads of the CPU, and processes of the CPU; nccl_cases.py says why."""
+    found = run(ranks, sums, on=on_communicator)
+    others = {
+        "local, CUDA": in_world(WORLD, lambda rank, comm: sums(comm)),
+        "local": on_cpu_ranks(WORLD, lambda rank, comm: sums(comm)),
+        "shm": run(ranks, sums_over_shm),
+    }
+    for name, results in others.items():
+        for rank in range(WORLD):
+            assert_bitwise_equal(found[rank], results[rank], f"{name}, rank {rank}")
+
+
+# ---- training
+
+
+def trained_over_nccl(dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[Tensor]:
+    gathers, reduces = Communicator.pair(device="cuda", timeout_s=RUN_S / 2)
+    with gathers, reduces:
+        return trained(reduces, DEVICE.tensors, dtype, clip, **options)
+
+
+@pytest.mark.parametrize("clip", ["own", "inf"])
+def test_training_has_the_bits_of_the_cpu(ranks: RankPool, clip: str) -> None:
+    """Random gradients in float32. Those of bfloat16 are rounded once more on their way than over the other backends."""
+    options = {"overlap_param_sync": clip == "own"}
+    expected = on_cpu_ranks(WORLD, lambda rank, comm: trained(comm, CPU, F32, clip, **options))
+    for rank, got in enumerate(run(ranks, trained_over_nccl, F32, clip, options)):
+        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
+
+
+def given(model: GivenGrads, step: int, rank: int, world: int) -> list[Tensor]:
+    """This rank's gradients; their mean over the ranks is the same for every number of them, and exact."""
+    params = [p.detach().cpu() for p in model.parameters()]
+    return [(g + (2 * rank - (world - 1)) / 16).to(DEVICE.tensors) for g in dyadic(params, step)]
+
+
+def trained_on_the_same(dtype: torch.dtype, world: int = WORLD) -> list[Tensor]:
+    """Norms and parameters after some steps on the same data, by as many ranks as there are."""
+    group = dist.group.WORLD if world > 1 else None
+    rank = dist.get_rank() if world > 1 else 0
+    model = GivenGrads(dtype, DEVICE.tensors)
+    opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, process_group=group, bucket_cap_mb=0.02)
+    out = []
+    for step in range(5):
+        model(given(model, step, rank, world)).backward()
+        if step % 2 == 0:
+            out.append(opt.clip_grad_norm_(0.3).cpu())
+        opt.step()
+        opt.zero_grad()
+    opt.param_sync()
+    out += [p.detach().cpu().clone() for p in model.parameters()]
+    opt.close()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_two_ranks_train_as_one_process(ranks: RankPool, dtype: torch.dtype) -> None:
+    """Bit for bit, given gradients whose sums are exact."""
+    expected = trained_on_the_same(dtype, 1)
+    for rank, got in enumerate(run(ranks, trained_on_the_same, dtype)):
+        assert_bitwise_equal(got, expected, f"rank {rank}")
+
+
+# ---- registered memory
+
+
+def registered() -> list[Any]:
+    """How many slabs NCCL made windows of, and whether that is what the communicators say."""
+    gathers, reduces = Communicator.pair(device="cuda", timeout_s=RUN_S / 2, registered=True)
+    with gathers, reduces:
+        numel = 5_000
+        leases = [one.pool.acquire("full", 4 * WORLD * numel) for one in (gathers, reduces)]
+        gathered, full = (lease.tensor(F32, (WORLD * numel,)) for lease in leases)
+        granted = [gathers.register_pool(), reduces.register_pool()]
+        shard = torch.full((numel,), gathers.rank + 1.0, device=DEVICE.tensors)
+        all_gather(gathered, shard, gathers).wait()
+        assert_bitwise_equal(gathered, torch.tensor([1.0, 2.0]).repeat_interleave(numel))
+        full.fill_(gathers.rank + 1.0)
+        reduce_scatter(shard, full, reduces).wait()
+        assert_bitwise_equal(shard, torch.full((numel,), 3.0))
+        assert [one.features["windows"] for one in (gathers, reduces)] == [count == 1 for count in granted]
+        for lease in leases:
+            lease.release()
+    return granted
+
+
+def test_registered_memory(ranks: RankPool) -> None:
+    """NCCL makes windows only of what the ranks reach directly: not between two hosts."""
+    granted = run(ranks, registered)
+    assert granted[0] == granted[1]
+    if route() == "multi":
+        assert granted[0] == [1, 1]
+    elif not DEVICE.is_simulated:
+        assert granted[0] == [0, 0]
+
+
+# ---- failures
+
+
+def outcome_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """Kind and message of the error that ``call()`` raises, and after how long."""
+    begin = time.monotonic()
+    try:
+        call()
+    except CommError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "nothing", "", time.monotonic() - begin
+
+
+def alone(comm: Communicator) -> Handle:
+    """An operation that the other rank does not take part in: on the device it waits for ever."""
+    numel = 1 << 16
+    return all_gather(poisoned(comm, WORLD * numel), poisoned(comm, numel), comm)
+
+
+def expect_that_the_device_goes_on(comm: Communicator) -> None:
+    """The kernel that waited has ended, and torch works."""
+    assert comm.stream.synchronize(5.0), "the operation is still running on the device"
+    DEVICE.synchronize()
+    assert float(torch.ones(1000, device=DEVICE.tensors).sum()) == 1000.0
+
+
+def fails(how: str) -> tuple[str, str, float]:
+    """Rank 0 waits on the device for rank 1, which does something else. What each rank is told, and how soon."""
+    comm = Communicator(backend="nccl", device="cuda", timeout_s=5.0 if how == "timeout" else RUN_S, name="doomed")
+    check_all_gather(comm, [(F32, 1000)], "foreign")
+    comm.exchange(b"begin")
+    if comm.rank == 0:
+        handle = alone(comm)
+        if how == "own abort":
+            time.sleep(0.3)
+            assert not handle.query()
+            comm.abort("enough")
+        outcome = outcome_of(handle.synchronize)
+        for again in (handle.wait, handle.query, lambda: alone(comm), lambda: comm.exchange(b"")):
+            assert outcome_of(again)[:2] == outcome[:2]
+    else:
+        time.sleep(0.3)
+        if how == "abort":
+            comm.abort("the data ran out")
+        elif how == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        outcome = outcome_of(lambda: comm.exchange(b""))
+    expect_that_the_device_goes_on(comm)
+    comm.close(5.0)
+    if how != "death":
+        with Communicator(backend="nccl", device="cuda", timeout_s=RUN_S / 2, name="next") as other:
+            check_usable(other)
+    return outcome
+
+
+def expect_prefix(text: str, rank: int) -> None:
+    assert re.match(rf"\[bucketwheel rank {rank}/{WORLD} comm 'doomed' seq \d+\] ", text), text
+
+
+def test_a_timeout_names_the_late_rank_and_ends_the_kernel(ranks: RankPool) -> None:
+    outcomes = run(ranks, fails, "timeout")
+    for rank, (kind, text, took_s) in enumerate(outcomes):
+        assert kind == "CommTimeout", text
+        expect_prefix(text, rank)
+        assert took_s < 5.0 + SOON_S
+    assert outcomes[0][2] > 4.5 and re.search("Not issued by: .*1", outcomes[0][1]), outcomes[0][1]
+
+
+@pytest.mark.parametrize(("how", "why"), [("abort", "rank 1: the data ran out"), ("own abort", "rank 0: enough")])
+def test_an_abort_reaches_both_ranks_and_ends_the_kernel(ranks: RankPool, how: str, why: str) -> None:
+    for rank, (kind, text, took_s) in enumerate(run(ranks, fails, how)):
+        assert kind == "CommError" and f"aborted by {why}" in text, text
+        expect_prefix(text, rank)
+        assert took_s < SOON_S
+
+
+def test_graphs(ranks: RankPool) -> None:
+    run(ranks, replayed, on=on_communicator)
+
+
+def test_a_killed_rank_is_told_soon_and_the_other_goes_on(ranks: RankPool) -> None:
+    """Last: it ends the ranks."""
+    (kind, text, took_s), dead = ranks.run(on_rank, fails, "death", timeout_s=RUN_S, expect_dead=[1])
+    assert dead is None and kind == "PeerError", text
+    expect_prefix(text, 0)
+    assert "rank 1" in text and "died" in text and took_s < SOON_S
