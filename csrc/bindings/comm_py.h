@@ -68,44 +68,65 @@ class TensorSegments {
     BW_EXPECTS(count == py::len(shards), std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
                                              shard_list + " has " + std::to_string(py::len(shards)));
     segments_.reserve(count);
-    owners_.reserve(2 * count);
+    held_->reserve(2 * count);
     for (size_t i = 0; i < count; ++i) {
+      const py::object full_object = fulls[i];
+      const py::object shard_object = shards[i];
       const dlpack::Name full_name{full_list, static_cast<int64_t>(i)};
       const dlpack::Name shard_name{shard_list, static_cast<int64_t>(i)};
-      const dlpack::Described full = take(fulls[i], full_name);
-      const dlpack::Described shard = take(shards[i], shard_name);
-      dlpack::expect_dtype(full, shard.dtype, full_name);
-      BW_EXPECTS(full.numel == world * shard.numel, full_name.text() + " has shape " + full.shape_text() +
-                                                        ", expected world (" + std::to_string(world) + ") x the " +
-                                                        std::to_string(shard.numel) + " elements of " +
-                                                        shard_name.text() + ", shape " + shard.shape_text());
-      segments_.push_back({{full.data, full.numel, full.dtype}, {shard.data, shard.numel, shard.dtype}});
+      const View full = take(full_object, full_name);
+      const View shard = take(shard_object, shard_name);
+      if (full.dtype != shard.dtype || full.numel != world * shard.numel) {
+        throw_unequal(full_object, full_name, shard_object, shard_name, world);
+      }
+      segments_.push_back({full, shard});
     }
   }
 
   const std::vector<Segment>& segments() const { return segments_; }
   IssueOptions options(Stream* stream, const std::vector<HandleRef>& after, bool timing) {
     IssueOptions out = issue_options(device_, stream, after, timing);
-    out.keepalive = std::move(owners_);
+    out.keepalive.push_back(std::move(held_));
     return out;
   }
   std::shared_ptr<Request> request(const CommRef& comm, const OperationKind& kind) {
     auto op = make_operation(kind, segments_, nullptr, comm->rank(), comm->world());
-    return std::make_shared<Request>(comm, std::move(op), std::move(owners_));
+    return std::make_shared<Request>(comm, std::move(op), std::vector<Handle::Keepalive>{std::move(held_)});
   }
 
  private:
-  dlpack::Described take(const py::object& object, dlpack::Name name) {
-    dlpack::Held held = dlpack::hold_item(object, name, device_);
-    BW_EXPECTS(held.tensor.is_contiguous(), name.text() + " is not contiguous: shape " + held.tensor.shape_text() +
-                                                ", strides " + dlpack::text_of(held.tensor.strides));
-    owners_.push_back(std::move(held.owner));
-    return std::move(held.tensor);
+  View take(const py::object& object, dlpack::Name name) {
+    const dlpack::TensorAbi* const tensor = held_->hold(object);
+    View view;
+    if (tensor == nullptr || !dlpack::is_dense_on(*tensor, device_, &view.data, &view.numel)) {
+      throw_unfit(object, name);
+    }
+    try {
+      view.dtype = dlpack::dtype_of(tensor->dtype);
+    } catch (const TypeError&) {
+      throw_unfit(object, name);
+    }
+    return view;
+  }
+
+  [[noreturn]] void throw_unfit(const py::object& object, dlpack::Name name) const {
+    const dlpack::Held held = dlpack::hold_item(object, name, device_);  // says what is wrong, but for gaps
+    throw ValueError(name.text() + " is not contiguous: shape " + held.tensor.shape_text() + ", strides " +
+                     dlpack::text_of(held.tensor.strides));
+  }
+  [[noreturn]] static void throw_unequal(const py::object& full_object, dlpack::Name full_name,
+                                         const py::object& shard_object, dlpack::Name shard_name, int world) {
+    const dlpack::Described full = dlpack::describe(full_object);
+    const dlpack::Described shard = dlpack::describe(shard_object);
+    dlpack::expect_dtype(full, shard.dtype, full_name);
+    throw ValueError(full_name.text() + " has shape " + full.shape_text() + ", expected world (" +
+                     std::to_string(world) + ") x the " + std::to_string(shard.numel) + " elements of " +
+                     shard_name.text() + ", shape " + shard.shape_text());
   }
 
   const DeviceId device_;
   std::vector<Segment> segments_;
-  std::vector<Handle::Keepalive> owners_;
+  std::shared_ptr<dlpack::HeldList> held_ = std::make_shared<dlpack::HeldList>();
 };
 
 inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs, Stream* stream,

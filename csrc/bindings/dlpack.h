@@ -237,6 +237,58 @@ inline Held hold(py::handle object) {
   return {describe_abi(managed->tensor), std::move(owner)};
 }
 
+// The owners of the tensors of one call: one object for all, because operations allocate it in one thread and free it
+// in another.
+class HeldList {
+ public:
+  HeldList() = default;
+  HeldList(const HeldList&) = delete;
+  HeldList& operator=(const HeldList&) = delete;
+  ~HeldList() {
+    for (ManagedTensor* tensor : tensors_) {
+      tensor->deleter(tensor);
+    }
+  }
+  void reserve(size_t count) { tensors_.reserve(count); }
+  // The tensor, kept alive from now on; null, with nothing kept and no Python error, for what is none.
+  const TensorAbi* hold(py::handle object) {
+    ManagedTensor* managed = nullptr;
+    if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
+      return nullptr;
+    }
+    if (torch_api().api->managed_from_object(object.ptr(), &managed) != 0) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    tensors_.push_back(managed);
+    return &managed->tensor;
+  }
+
+ private:
+  std::vector<ManagedTensor*> tensors_;
+};
+
+// Whether the tensor is on `device` and has no gaps; then its elements are `*numel` from `*data` on.
+inline bool is_dense_on(const TensorAbi& tensor, DeviceId device, void** data, int64_t* numel) {
+  const bool is_posed = tensor.device.type == 1 && is_posing();
+  const DeviceId own = tensor.device.type == 1 && !is_posed
+                           ? DeviceId{}
+                           : DeviceId{DeviceId::Kind::kCuda, is_posed ? 0 : tensor.device.index};
+  if ((tensor.device.type != 1 && tensor.device.type != 2) || own != device) {
+    return false;
+  }
+  int64_t dense = 1;
+  for (int i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] != 1 && tensor.strides != nullptr && tensor.strides[i] != dense) {
+      return false;
+    }
+    dense *= tensor.shape[i];
+  }
+  *data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  *numel = dense;
+  return true;
+}
+
 // A contiguous torch.Tensor over `data` on `device`; `owner` lives until the tensor's storage dies.
 inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shape, DeviceId device,
                               std::shared_ptr<void> owner) {

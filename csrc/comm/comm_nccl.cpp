@@ -376,7 +376,7 @@ void NcclComm::expect_progress() {
   } else if (waited > peers_->timeout()) {
     const std::string late = peers_->late_ranks(path_of(part_), op->seq);
     fail({FailureKind::kTimeout,
-          "timeout in " + what + (late.empty() ? ", which all ranks have issued" : ". Not issued by: " + late), -1,
+          "timeout in " + what + (late.empty() ? ", which all ranks have issued" : ". Not arrived: " + late), -1,
           op->seq});
   }
 }

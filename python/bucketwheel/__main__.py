@@ -1,4 +1,4 @@
-"""``python -m bucketwheel``: commands about the installation."""
+"""``python -m bucketwheel``: commands about the installation, and about runs that failed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bucketwheel import doctor
+from bucketwheel import doctor, flight
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bucketwheel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     doctor.add_arguments(commands.add_parser("doctor", help="what is there, what is missing, what to do about it"))
-    return doctor.main(parser.parse_args(arguments))
+    flight.add_arguments(
+        commands.add_parser("flight", help="who stopped first, by what the ranks wrote to BW_TRACE_DIR")
+    )
+    options = parser.parse_args(arguments)
+    return doctor.main(options) if options.command == "doctor" else flight.main(options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Communicator
-from .device import device_index, torch_device
+from .device import CPU, device_index, torch_device
 from .flat import ParamInfo
 from .rows import expect_uniform_flags
 
@@ -96,7 +96,7 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
 def communicator_for(
     process_group: dist.ProcessGroup | Communicator | None, device: torch.device
 ) -> Communicator | None:
-    """None: no other ranks, so no communication is needed."""
+    """Where gradients are reduced; None: no other ranks, so no communication is needed."""
     if isinstance(process_group, Communicator):
         if process_group.device != device_index(device):
             raise ValueError(
@@ -108,4 +108,7 @@ def communicator_for(
         return None
     if dist.get_world_size(process_group) == 1:
         return None
-    return Communicator(process_group, name="optimizer", device=device)
+    if device_index(device) == CPU:
+        return Communicator(process_group, name="optimizer", device=device)
+    _, reduces = Communicator.pair(process_group, name="optimizer", device=device)
+    return reduces

@@ -87,6 +87,7 @@ class Communicator:
         self._place = place
         self._choices = choices
         self._splits = itertools.count()
+        self._gathers: Communicator | None = None
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
         return self
@@ -120,8 +121,9 @@ class Communicator:
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         place = Place.of(group, "nccl", timeout_s)
         natives = comm_nccl.pair(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
-        both = [cls.__new__(cls)._finish(one, place, choices) for one in natives]
-        return both[0], both[1]
+        gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
+        reduces._gathers = gathers
+        return gathers, reduces
 
     @classmethod
     def borrow(
@@ -230,6 +232,16 @@ class Communicator:
         return self._native.stream
 
     @property
+    def gathers(self) -> Communicator:
+        """Where this rank's all-gathers and broadcasts overlap its reduce-scatters: the other of a pair, else this one."""
+        return self if self._gathers is None else self._gathers
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the pool's memory is for `register_pool`: then all ranks must acquire in one order."""
+        return self._choices.registered
+
+    @property
     def max_payload_bytes(self) -> int:
         """Most bytes that `post` takes."""
         return native().MAX_PAYLOAD_BYTES
@@ -261,12 +273,18 @@ class Communicator:
             raise
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
-        """`all_gather` of one tensor that does not tell autograd about the write: for buffers that nobody saves."""
-        return Handle(self._native.all_gather([full], [shard], after=_natives(after)), self)
+        """`all_gather` of one tensor, in `gathers`, that does not tell autograd about the write: for buffers that nobody
+        saves."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather([full], [shard], after=_natives(after)), comm)
 
     def broadcast_into(self, tensor: torch.Tensor, root: int, *, after: Sequence[Handle] = ()) -> Handle:
-        """Make ``tensor`` (contiguous) what it is on rank ``root``. Does not tell autograd about the write."""
-        return Handle(self._native.broadcast(tensor, root, after=_natives(after)), self)
+        """Make the contiguous ``tensor`` on every rank what it is on rank ``root``, in `gathers`; does not tell autograd.
+
+        `ValueError` when there is no such rank, when the tensor is not contiguous or on another device.
+        """
+        comm = self.gathers
+        return Handle(comm._native.broadcast(tensor, root, after=_natives(after)), comm)
 
     def reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""

@@ -24,10 +24,11 @@ from torch.nn import Parameter
 
 from .bucket import GradBucket, join, stream_of
 from .comm import Communicator
-from .device import CPU
+from .device import CPU, torch_device
 from .flat import ParamInfo
 from .grad import ShardedGrad
 from .inflight import Inflight
+from .pool import Pool
 from .reduced import ReducedGrads
 from .schedule import Agreement, Drop, Launch, Schedule, Store
 
@@ -53,6 +54,9 @@ class GradSync:
         self.reduced = reduced
         self.held = [False] * len(self.infos)  # agreed when the last window closed
         self._overlap = overlap
+        # [Note: registered buckets] Which bytes a bucket gets depends on the order in which gradients arrive, which may
+        # differ between ranks, and registered memory wants one place on all of them.
+        self.pool = Pool(device=torch_device(comm.device)) if comm.is_registered else comm.pool
         self._inflight = Inflight(comm.device, max_inflight)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
@@ -138,7 +142,7 @@ class GradSync:
             if isinstance(action, Store):
                 if not bucket.has_memory(action.late):
                     self._inflight.make_room()
-                bucket.store(self.comm.pool, action.param, flat, late=action.late, add=action.add)
+                bucket.store(self.pool, action.param, flat, late=action.late, add=action.add)
             else:
                 self._launch(action)
 
@@ -155,7 +159,7 @@ class GradSync:
     def _launch(self, action: Launch) -> None:
         bucket = self.buckets[action.bucket]
         self._join_streams(bucket)
-        lease, flat = bucket.take(self.comm.pool, action.absent, late=action.late)
+        lease, flat = bucket.take(self.pool, action.absent, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), lease)
 

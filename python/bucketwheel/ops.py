@@ -299,7 +299,7 @@ def all_gather(
     """
     outs, ins = listed(outputs), listed(inputs)
     warn_of_many(comm, outs)
-    events = [handle._native for handle in after]
+    events = [handle._native for handle in after] if after else []
     try:
         handle = comm._native.all_gather(outs, ins, native_stream(stream), events, timing)
     except TypeError:
@@ -336,13 +336,16 @@ def reduce_scatter(
     native_op = native_op_of(op)
     warn_of_many(comm, outs)
     warn_of_rounded_average(comm, outs, op)
-    events = [handle._native for handle in after]
+    events = [handle._native for handle in after] if after else []
     handle = comm._native.reduce_scatter(outs, ins, native_op, native_stream(stream), events, timing)
     torch.autograd.graph.increment_version(outs)
     return Handle(handle, comm)
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A list as it is: to be read only."""
+    if isinstance(tensors, list):
+        return tensors
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 

@@ -54,7 +54,8 @@ class ShardedAdamW(Optimizer):
             elements of a parameter (default 1).
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
         foreach, fused: accepted and ignored; the update is always fused.
-        process_group: the ranks to shard over: a torch process group, or a `Communicator`. None: all ranks if
+        process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
+            `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
             ``torch.distributed`` is initialised, else this process alone.
         gradient_average: mean over the ranks (True) or sum.
         broadcast_params: take rank 0's parameters at construction.
@@ -160,7 +161,9 @@ class ShardedAdamW(Optimizer):
                 gradient_average=gradient_average,
                 broadcast_params=broadcast_params,
                 reduce_dtype=reduce_dtype,
-                bucket_cap_bytes=int((bucket_cap_mb or _DEFAULT_BUCKET_CAP_MB) * 2**20),
+                bucket_cap_bytes=int(
+                    (bucket_cap_mb or _BUCKET_CAP_MB.get(comm.backend, _DEFAULT_BUCKET_CAP_MB)) * 2**20
+                ),
                 overlap_grad_sync=overlap_grad_sync,
                 overlap_param_sync=overlap_param_sync,
                 max_inflight_buckets=max_inflight_buckets,
@@ -169,7 +172,7 @@ class ShardedAdamW(Optimizer):
                 self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options)
             except BaseException:
                 if self._owns_comm:
-                    comm.close(0.0)
+                    _close_both(comm, 0.0)
                 raise
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
@@ -351,7 +354,7 @@ class ShardedAdamW(Optimizer):
             self._made_engine.close()
         finally:
             if self._owns_comm and isinstance(self._made_engine, ShardedEngine):
-                self._made_engine.comm.close()
+                _close_both(self._made_engine.comm)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
@@ -360,4 +363,13 @@ class ShardedAdamW(Optimizer):
         raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
 
 
-_DEFAULT_BUCKET_CAP_MB = 8.0  # of the shm backend: small enough to stay in cache between packing and summing
+def _close_both(comm: Communicator, timeout: float | None = None) -> None:
+    try:
+        comm.gathers.close(timeout)
+    finally:
+        comm.close(timeout)
+
+
+# Small enough to stay in cache between packing and summing; on GPUs, large enough that what a launch costs does not show.
+_BUCKET_CAP_MB = {"nccl": 32.0}
+_DEFAULT_BUCKET_CAP_MB = 8.0

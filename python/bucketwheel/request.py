@@ -23,7 +23,7 @@ class _Request:
 
     def __init__(self, native_request: Any, outputs: list[torch.Tensor], comm: Communicator) -> None:
         self._native = native_request
-        self._outputs = outputs
+        self._outputs = list(outputs)
         self._comm = comm
 
     def start(self, *, stream: Any = None, after: Sequence[Handle] = (), timing: bool = False) -> Handle:

@@ -110,6 +110,8 @@ class ShardedEngine:
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
         gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
+        if comm.is_registered:
+            comm.gathers.register_pool()
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)
@@ -148,7 +150,7 @@ class ShardedEngine:
             infos,
             world=self.world,
             bucket_numel=max(1, self.options.bucket_cap_bytes // wire.itemsize),
-            pool=self.comm.pool,
+            pool=self.comm.gathers.pool,
         )
         numel = flat.packing.shard_numel
 
@@ -356,7 +358,7 @@ class ShardedEngine:
             "params": params,
             "grads": sum(space.grad.numel() * 4 for space in self._spaces),
             "states": states,
-            "pool": self.comm.pool.stats().reserved_bytes - params,
+            "pool": sum(pool.stats().reserved_bytes for pool in {self.grads.pool, self.comm.gathers.pool}) - params,
         }
 
     def describe(self) -> list[str]:

@@ -266,11 +266,11 @@ def own_streams(comm: Communicator) -> None:
     """Operations on two other streams run in the order of the calls; ``after`` orders them behind another's."""
     from bucketwheel._build import native
 
-    if comm.device >= 0 and comm.backend == "local":
+    if comm.backend == "local" and comm.device >= 0:
         with pytest.raises(ValueError, match="one stream for all ranks"):
             all_gather(torch.zeros(comm.size), torch.zeros(1), comm, stream=native().Stream("one", comm.device))
         return
-    streams = [native().Stream("one", comm.device), native().Stream("two", comm.device)]
+    streams = [native().Stream(name, comm.device) for name in ("one", "two")]
     buffers = [torch.zeros(comm.size * 100) for _ in range(12)]
     for index, full in enumerate(buffers):
         # Each reads what the one before wrote, without an edge of its own.

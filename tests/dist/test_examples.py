@@ -40,6 +40,11 @@ def test_gather_while_computing():
     assert found is not None and found[1] == found[2], output
 
 
+def test_collectives_agree_with_the_whole_computation():
+    found = re.findall(r"rank (\d) on cpu: the largest relative difference is (\S+)", run_example("collectives.py", 2))
+    assert sorted(rank for rank, _ in found) == ["0", "1"] and all(float(d) < 1e-5 for _, d in found), found
+
+
 def test_zero1_by_hand_learns():
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", run_example("zero1_by_hand.py", 2))]
     assert len(losses) == 6 and losses[-1] < 0.5 * losses[0], losses

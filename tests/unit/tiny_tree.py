@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
 # doctor.py and __main__.py need torch, the others nothing.
 REAL = ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py")
-REAL += ("doctor.py", "nccl.py", "__main__.py")
+REAL += ("doctor.py", "flight.py", "nccl.py", "__main__.py")
 
 MODULE = """
 #include <Python.h>

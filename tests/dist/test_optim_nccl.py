@@ -1,0 +1,149 @@
+"""ShardedAdamW over the nccl backend: ranks are processes, the library is the fake one, the device simulated.
+
+The fake adds in rank order, in float32, and rounds once: the bits of `local` and `shm`, where gradients travel in
+float32. In bfloat16 NCCL rounds the sum, and the others do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dist.test_optim_cuda import batch, in_world, model_of, trained
+
+import bucketwheel as bw
+from bucketwheel.comm import Communicator
+from bucketwheel.testing import assert_bitwise_equal
+from tests import simulated_nccl
+from tests.simulated_cuda import Calls, posing
+
+pytestmark = pytest.mark.dist
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[Any]:
+    script = simulated_nccl.install()
+    script.fake_nccl_reset()
+    with posing():
+        yield script
+
+
+def over_pair(rank: int, world: int, dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    with simulated() as script:
+        gathers, reduces = Communicator.pair(timeout_s=30)
+        with gathers, reduces:
+            assert reduces.gathers is gathers and gathers.gathers is gathers
+            out = trained(rank, reduces, dtype, clip, **options)
+            used = {name: script.fake_nccl_calls(name.encode()) for name in ("ncclReduceScatter", "ncclAllGather")}
+            assert all(used.values()), used
+        assert script.fake_nccl_open_groups() == 0
+        return out
+
+
+CASES: list[tuple[torch.dtype, str, dict[str, Any]]] = [
+    (torch.float32, "none", {}),
+    (torch.float32, "own", {"overlap_param_sync": True}),
+    (torch.float32, "stock", {"overlap_grad_sync": False}),
+    (torch.float32, "inf", {"gradient_average": False}),
+    (torch.bfloat16, "own", {"reduce_dtype": torch.float32}),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "clip", "options"), CASES, ids=str)
+def test_the_bits_of_local(rank_pool, world, dtype, clip, options):
+    expected = in_world(world, False, lambda rank, comm: trained(rank, comm, dtype, clip, **options))
+    got = rank_pool(world).run(over_pair, dtype, clip, options)
+    for rank in range(world):
+        assert len(got[rank]) == len(expected[rank])
+        for a, b in zip(got[rank], expected[rank], strict=True):
+            assert_bitwise_equal(a, b, f"rank {rank}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bfloat16_on_the_wire(rank_pool, world):
+    """The sum is rounded to bfloat16 before it is taken, so parameters agree to about that."""
+    expected = in_world(world, False, lambda rank, comm: trained(rank, comm, torch.bfloat16, "own"))
+    for got, wanted in zip(rank_pool(world).run(over_pair, torch.bfloat16, "own", {}), expected, strict=True):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=2e-2)
+
+
+def by_process_group(rank: int, world: int) -> list[torch.Tensor]:
+    """What a user writes: parameters on CUDA, the default process group, nothing else."""
+    with simulated() as script:
+        before = script.fake_nccl_live_comms()
+        out = trained(rank, None, torch.float32, "own")
+        assert script.fake_nccl_live_comms() == before, "close() ends both communicators"
+        return out
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_by_the_default_process_group(rank_pool, world):
+    expected = in_world(world, False, lambda rank, comm: trained(rank, comm, torch.float32, "own"))
+    got = rank_pool(world).run(by_process_group)
+    for rank in range(world):
+        for a, b in zip(got[rank][: 3 + 5], expected[rank][: 3 + 5], strict=True):  # norms and parameters
+            assert_bitwise_equal(a, b, f"rank {rank}")
+
+
+def free_running(rank: int, world: int) -> None:
+    with simulated() as script:
+        model = model_of()
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004)
+        for step in range(6):
+            calls = Calls()
+            model(batch(rank, step, torch.float32)).square().mean().backward()
+            opt.clip_grad_norm_(0.3)
+            opt.step()
+            opt.zero_grad()
+            if step >= 4:
+                found = calls.since()
+                assert not {name for name in found if name in ("stream_synchronize", "event_synchronize", "memcpy_blocking")}
+                assert "malloc_device" not in found and "malloc_host" not in found, found
+        assert script.fake_nccl_open_groups() == 0
+        opt.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_backward_and_step_wait_for_nothing(rank_pool, world):
+    rank_pool(world).run(free_running)
+
+
+def on_registered_memory(rank: int, world: int) -> tuple[list[torch.Tensor], int]:
+    with simulated() as script:
+        gathers, reduces = Communicator.pair(timeout_s=30, registered=True, cta_policy="zero")
+        with gathers, reduces:
+            model = model_of()
+            opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, process_group=reduces, bucket_cap_mb=0.004)
+            windows = int(script.fake_nccl_live_windows())
+            assert gathers.features["windows"] and gathers.features["copy_engines"]
+            assert all(gathers.pool.holds(p.detach()) for p in model.parameters())
+            for step in range(3):
+                model(batch(rank, step, torch.float32)).square().mean().backward()
+                assert not reduces.pool.stats().acquires, "[Note: registered buckets]"
+                opt.step()
+                opt.zero_grad()
+            out = [p.detach().clone() for p in model.parameters()]
+            opt.close()
+        return out, windows
+
+
+def test_parameters_in_registered_memory(rank_pool):
+    def plain(rank: int, comm: Communicator) -> list[torch.Tensor]:
+        model = model_of()
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, process_group=comm, bucket_cap_mb=0.004)
+        for step in range(3):
+            model(batch(rank, step, torch.float32)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = in_world(2, False, plain)
+    for rank, (out, windows) in enumerate(rank_pool(2).run(on_registered_memory)):
+        assert windows == 1
+        for a, b in zip(out, expected[rank], strict=True):
+            assert_bitwise_equal(a, b, f"rank {rank}")

@@ -1,0 +1,256 @@
+// comm/watchdog: who is looked after, when, and what stop() promises. Run by test_native.py.
+// needs: base
+// with: comm/watchdog.cpp
+#include <dirent.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "comm/watchdog.h"
+
+using namespace bucketwheel;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+// Until `condition` holds; run_tests() ends what never does.
+void await(const std::function<bool()>& condition) {
+  while (!condition()) {
+    std::this_thread::sleep_for(1ms);
+  }
+}
+
+int count_threads() {
+  DIR* const folder = opendir("/proc/self/task");
+  CHECK(folder != nullptr);
+  int count = 0;
+  while (const dirent* const entry = readdir(folder)) {
+    count += entry->d_name[0] != '.' ? 1 : 0;
+  }
+  closedir(folder);
+  return count;
+}
+
+}  // namespace
+
+TEST(looks_again_and_again_about_ten_times_a_second) {
+  std::atomic<int> looks{0};
+  const auto begin = Clock::now();
+  const auto watching = watch([&] { ++looks; });
+  await([&] { return looks >= 5; });
+  CHECK(Clock::now() - begin >= 350ms);  // the first at once, the others 100 ms apart
+  watching->stop();
+}
+
+TEST(looks_from_a_thread_of_its_own) {
+  std::atomic<bool> has_looked{false};
+  const auto here = std::this_thread::get_id();
+  std::thread::id there;
+  const auto watching = watch([&] {
+    there = std::this_thread::get_id();
+    has_looked = true;
+  });
+  await([&] { return has_looked.load(); });
+  watching->stop();
+  CHECK(there != here);
+}
+
+TEST(stop_waits_for_a_look_that_runs) {
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<bool> is_inside{false};
+    std::atomic<bool> may_end{false};
+    int looks = 0;  // not atomic: after stop() it is ours
+    const auto watching = watch([&] {
+      ++looks;
+      is_inside = true;
+      await([&] { return may_end.load(); });
+      std::this_thread::sleep_for(2ms);
+      is_inside = false;
+    });
+    await([&] { return is_inside.load(); });
+    std::atomic<bool> has_stopped{false};
+    std::thread stopper([&] {
+      watching->stop();
+      has_stopped = true;
+      CHECK(!is_inside);
+    });
+    std::this_thread::sleep_for(2ms);
+    CHECK(!has_stopped);
+    may_end = true;
+    stopper.join();
+    CHECK(looks == 1);
+  }
+}
+
+TEST(nothing_is_called_after_stop) {
+  std::atomic<bool> may_look{true};
+  std::atomic<int> looks{0};
+  const auto watching = watch([&] {
+    CHECK(may_look);
+    ++looks;
+  });
+  await([&] { return looks >= 1; });
+  watching->stop();
+  may_look = false;
+  watching->stop();  // again: nothing
+  std::atomic<int> others{0};
+  const auto other = watch([&] { ++others; });
+  await([&] { return others >= 3; });  // the thread runs on
+  other->stop();
+}
+
+TEST(stop_frees_what_the_look_holds) {
+  const auto held = std::make_shared<int>(0);
+  std::atomic<int> looks{0};
+  const auto watching = watch([held, &looks] { ++looks; });
+  await([&] { return looks >= 1; });
+  CHECK(held.use_count() >= 2);
+  watching->stop();
+  CHECK(held.use_count() == 1);
+}
+
+// Without stop() nothing waits for a look that runs: what it uses must be its own.
+TEST(a_watch_that_is_dropped_is_not_called_any_more) {
+  const auto held = std::make_shared<int>(0);
+  const auto looks = std::make_shared<std::atomic<int>>(0);
+  auto watching = watch([held, looks] { ++*looks; });
+  await([&] { return *looks >= 1; });
+  watching.reset();
+  await([&] { return held.use_count() == 1; });  // the thread may have it for the time of a look
+  const int before = *looks;
+  std::this_thread::sleep_for(250ms);
+  CHECK(*looks == before);
+}
+
+TEST(waking_has_everything_looked_after_at_once) {
+  std::atomic<int> looks{0};
+  const auto watching = watch([&] { ++looks; });
+  await([&] { return looks >= 1; });
+  const auto begin = Clock::now();
+  for (int round = 0; round < 50; ++round) {
+    const int before = looks;
+    wake_watchdog();
+    await([&] { return looks > before; });
+  }
+  CHECK(Clock::now() - begin < 3s);  // 5 s without
+  watching->stop();
+}
+
+TEST(waking_when_nothing_is_watched_does_nothing) {
+  wake_watchdog();
+  std::atomic<int> looks{0};
+  const auto watching = watch([&] { ++looks; });
+  await([&] { return looks >= 1; });
+  watching->stop();
+}
+
+TEST(one_thread_looks_after_many) {
+  constexpr size_t kMany = 200;
+  std::vector<std::atomic<int>> looks(kMany);
+  std::mutex mutex;
+  std::vector<std::thread::id> threads;
+  std::vector<std::shared_ptr<Watch>> watches;
+  const int before = count_threads();
+  for (size_t i = 0; i < kMany; ++i) {
+    watches.push_back(watch([&, i] {
+      ++looks[i];
+      std::lock_guard lock(mutex);
+      threads.push_back(std::this_thread::get_id());
+    }));
+  }
+  for (const auto& one : looks) {
+    await([&] { return one >= 2; });
+  }
+  CHECK(count_threads() <= before + 1);
+  for (size_t i = 0; i < kMany; i += 2) {
+    watches[i]->stop();
+  }
+  const int stopped = looks[0];
+  const int running = looks[1];
+  await([&] { return looks[1] >= running + 2; });
+  CHECK(looks[0] == stopped);
+  for (const auto& one : watches) {
+    one->stop();
+  }
+  std::lock_guard lock(mutex);
+  for (const auto id : threads) {
+    CHECK(id == threads.front());
+  }
+}
+
+TEST(watching_and_stopping_from_many_threads) {
+  std::atomic<int> looks{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 100; ++round) {
+        auto is_alive = std::make_unique<std::atomic<bool>>(true);
+        const auto watching = watch([&looks, alive = is_alive.get()] {
+          CHECK(*alive);
+          ++looks;
+        });
+        wake_watchdog();
+        if (round % 3 == 0) {
+          std::this_thread::yield();
+        }
+        watching->stop();
+        is_alive.reset();  // a look after stop() would read freed memory
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  CHECK(looks > 0);
+}
+
+TEST(the_thread_ends_when_nothing_is_watched_and_another_comes) {
+  for (int round = 0; round < 3; ++round) {
+    std::atomic<int> looks{0};
+    auto watching = watch([&] { ++looks; });
+    await([&] { return looks >= 1; });
+    const int with = count_threads();
+    watching->stop();
+    watching.reset();
+    await([&] { return count_threads() == with - 1; });
+  }
+}
+
+TEST(a_forked_child_has_its_own) {
+  if (!kMayStartThreadsAfterFork) {
+    return;
+  }
+  std::atomic<int> looks{0};
+  const auto watching = watch([&] { ++looks; });
+  await([&] { return looks >= 1; });
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    const int inherited = looks;
+    std::atomic<int> own{0};
+    wake_watchdog();  // of nobody: the parent's thread and lock are not here
+    const auto mine = watch([&] { ++own; });
+    await([&] { return own >= 3; });
+    CHECK(looks == inherited);  // the parent's is not looked after here
+    mine->stop();
+    std::_Exit(7);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+  const int before = looks;
+  await([&] { return looks >= before + 2; });  // and goes on here
+  watching->stop();
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

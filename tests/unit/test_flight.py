@@ -1,0 +1,298 @@
+"""The flight command on hand-made rings: what it finds, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketwheel.__main__ import main
+
+GATHER, REDUCE = ("all_gather", 2, 96), ("reduce_scatter", 1, 4096)
+NOBODY_KNOWS = "(not noticed yet) rank 0 failed first: timeout. Not arrived: rank 1 (pid 101)"
+
+
+class Rank:
+    """Makes the ring of one rank. Its clock has nothing to do with that of others."""
+
+    def __init__(self, rank: int, world: int, reason: str = "timeout in all_gather", comm: str = "box") -> None:
+        self.rank, self.world, self.comm = rank, world, comm
+        self.reason = f"[bucketwheel rank {rank}/{world} comm '{comm}' seq 1] {reason}"
+        self.now_s = 1000.0 * (rank + 1)
+        self.operations: list[dict[str, Any]] = []
+
+    def done(self, *calls: tuple[str, int, int]) -> Rank:
+        for call in calls:
+            self._add(call, "done", 10.0, 9.0, 8.0)
+        return self
+
+    def running(self, call: tuple[str, int, int], seconds: float) -> Rank:
+        return self._add(call, "running", seconds + 0.01, seconds, None)
+
+    def failed(self, call: tuple[str, int, int], seconds: float, ago_s: float = 0.0) -> Rank:
+        return self._add(call, "failed", seconds + ago_s, seconds + ago_s, ago_s)
+
+    def issued(self, call: tuple[str, int, int], seconds: float) -> Rank:
+        return self._add(call, "issued", seconds, None, None)
+
+    def captured(self, call: tuple[str, int, int]) -> Rank:
+        return self._add(call, "captured", 5.0, None, None)
+
+    def _add(self, call: tuple[str, int, int], state: str, *ago_s: float | None) -> Rank:
+        times = [None if ago is None else self.now_s - ago for ago in ago_s]
+        entry = dict(zip(("kind", "tensors", "bytes"), call, strict=True), seq=len(self.operations) + 1, state=state)
+        self.operations.append({**entry, **dict(zip(("issued_s", "started_s", "finished_s"), times, strict=True))})
+        return self
+
+    def write(self, folder: Path) -> None:
+        ring = {
+            **{"comm": self.comm, "rank": self.rank, "world": self.world, "backend": "shm", "pid": 100 + self.rank},
+            **{"host": f"node{self.rank}", "written_at": 1.5e9 - self.rank, "now_s": self.now_s},
+            **{"reason": self.reason, "operations": self.operations},
+        }
+        (folder / f"{self.comm.replace('/', '_')}-rank{self.rank}.json").write_text(json.dumps(ring))
+
+
+@pytest.fixture
+def flight(tmp_path, capsys):
+    """``flight(*ranks)`` writes the rings; returns the exit status, the text and the object of ``--json``."""
+
+    def run(*ranks: Rank) -> tuple[int, str, dict[str, Any]]:
+        for rank in ranks:
+            rank.write(tmp_path)
+        status = main(["flight", str(tmp_path)])
+        text = capsys.readouterr().out
+        assert main(["flight", str(tmp_path), "--json"]) == status
+        found = json.loads(capsys.readouterr().out)
+        assert found["status"] == status
+        return status, text, found
+
+    return run
+
+
+def the_one(found: dict[str, Any]) -> dict[str, Any]:
+    (communicator,) = found["communicators"]
+    return communicator
+
+
+def test_a_rank_that_never_came(flight):
+    status, text, found = flight(
+        Rank(0, 3, "timeout in all_gather").done(REDUCE).running(GATHER, 60.0),
+        Rank(1, 3, NOBODY_KNOWS).done(REDUCE),
+        Rank(2, 3, "rank 0 failed first: timeout").done(REDUCE).failed(GATHER, 59.5),
+    )
+    assert status == 1
+    one = the_one(found)
+    assert (one["late"], one["waiting"], one["stopped_at"], one["culprits"], one["origin"]) == ([1], [0, 2], 2, [1], 0)
+    assert one["missing"] == one["mismatch"] == []
+    assert text.splitlines() == [
+        "communicator 'box', 3 ranks, shm",
+        "  rank 0  node0:100  finished 1  in 2 (all_gather of 2 tensors, 96 bytes) for 60.0 s | timeout in all_gather",
+        "  rank 1  node1:101  finished 1  had not called 2 (all_gather of 2 tensors, 96 bytes), idle for 8.0 s | "
+        + NOBODY_KNOWS,
+        "  rank 2  node2:102  finished 1  in 2 (all_gather of 2 tensors, 96 bytes) for 59.5 s | "
+        "rank 0 failed first: timeout",
+        "  => rank 1 stopped first: had not called operation 2",
+        "  => ranks 0, 2 waited in operation 2 (all_gather of 2 tensors, 96 bytes) for up to 60.0 s",
+        "  => the failure began on rank 0: timeout in all_gather",
+        "  => look at rank 1",
+    ]
+    ranks = one["ranks"]
+    assert (ranks[0]["at"]["state"], ranks[0]["at"]["seconds"], ranks[0]["host"]) == ("running", 60.0, "node0")
+    assert (ranks[1]["at"]["state"], ranks[1]["at"]["seq"], ranks[1]["finished"]) == ("not called", 2, 1)
+
+
+def test_a_rank_whose_stream_is_held_up(flight):
+    status, text, found = flight(Rank(0, 2).running(GATHER, 30.0), Rank(1, 2, NOBODY_KNOWS).issued(GATHER, 30.0))
+    assert (status, the_one(found)["culprits"]) == (1, [1])
+    assert "had not begun 1 (all_gather of 2 tensors, 96 bytes) for 30.0 s" in text
+    assert "rank 1 stopped first: operation 1 was called, and its stream had not come to it" in text
+
+
+def test_a_rank_that_came_after_the_failure(flight):
+    """It wrote its ring when it came: it had begun the operation too, but was there for no time."""
+    status, text, found = flight(
+        Rank(0, 3).done(GATHER).running(REDUCE, 2.0),
+        Rank(1, 3, "rank 0 failed first: timeout").done(GATHER).failed(REDUCE, 0.001),
+        Rank(2, 3).done(GATHER).failed(REDUCE, 1.9, ago_s=20.0),
+    )
+    assert (status, the_one(found)["culprits"], the_one(found)["waiting"]) == (1, [1], [0, 2])
+    assert "rank 1 stopped first: came to operation 2 long after the others" in text
+
+
+def test_ranks_on_one_device_wait_before_they_begin(flight):
+    """On the local CUDA backend an operation is enqueued by whoever comes last."""
+    status, text, found = flight(
+        Rank(0, 2, "timeout").done(GATHER).issued(REDUCE, 5.0), Rank(1, 2, NOBODY_KNOWS).done(GATHER)
+    )
+    assert (status, the_one(found)["culprits"]) == (1, [1])
+    assert "rank 0 waited in operation 2 (reduce_scatter of 1 tensor, 4096 bytes) for up to 5.0 s" in text
+
+
+def test_a_rank_that_others_have_left_behind(flight):
+    """Its device hangs in an operation that is over elsewhere."""
+    status, text, found = flight(
+        Rank(0, 2).done(GATHER, GATHER).running(REDUCE, 60.0), Rank(1, 2).done(GATHER).running(GATHER, 60.2)
+    )
+    assert (status, the_one(found)["culprits"], the_one(found)["stopped_at"]) == (1, [1], 2)
+    assert "rank 1 stopped first: in operation 2, which others had finished" in text
+
+
+def test_a_rank_that_died(flight):
+    """What it leaves is nothing. Rank 1 was not there yet either, but that is no reason."""
+    died = "rank 2 (pid 102) died; needed for all_gather of 2 tensors"
+    status, text, found = flight(
+        Rank(0, 4, died).done(GATHER).running(GATHER, 1.0),
+        Rank(1, 4, f"(not noticed yet) rank 0 failed first: {died}").done(GATHER),
+        Rank(3, 4, f"rank 0 failed first: {died}").done(GATHER).failed(GATHER, 1.0),
+    )
+    one = the_one(found)
+    assert (status, one["missing"], one["culprits"], one["late"], one["origin"]) == (1, [2], [2], [1], 0)
+    assert "rank 2 wrote nothing: it died or left, say the others" in text
+    assert re.search(r"^  rank 2 +wrote nothing$", text, re.MULTILINE)
+    assert f"the failure began on rank 0: {died}" in text and "look at rank 2" in text
+
+
+def test_ranks_that_nobody_saw_die(flight):
+    status, text, found = flight(Rank(1, 4, "timeout").running(GATHER, 9.0))
+    assert (status, the_one(found)["culprits"]) == (1, [0, 2, 3])
+    assert all(f"rank {rank} wrote nothing: killed?" in text for rank in (0, 2, 3))
+    assert "rank 1 waited in operation 1" in text and "look at ranks 0, 2-3" in text
+
+
+def test_different_operations(flight):
+    status, text, found = flight(
+        Rank(0, 4, "rank 3 failed first: odd").done(GATHER).failed(REDUCE, 0.1),
+        Rank(1, 4, "rank 3 failed first: odd").done(GATHER).failed(REDUCE, 0.1),
+        Rank(2, 4, "rank 3 failed first: odd").done(GATHER).failed(("reduce_scatter", 1, 4100), 0.1),
+        Rank(3, 4, "odd").done(GATHER).failed(REDUCE, 0.1),
+    )
+    one = the_one(found)
+    assert (status, one["culprits"], one["stopped_at"], one["late"]) == (1, [2], 2, [])
+    assert (
+        "operation 2 is not the same on all ranks: reduce_scatter of 1 tensor, 4096 bytes on ranks 0-1, 3; "
+        "reduce_scatter of 1 tensor, 4100 bytes on rank 2"
+    ) in text
+
+
+def test_different_operations_without_a_majority(flight):
+    status, _, found = flight(Rank(0, 2, "x").failed(REDUCE, 0.1), Rank(1, 2, "x").failed(GATHER, 0.1))
+    assert (status, the_one(found)["culprits"]) == (1, [0, 1])
+
+
+def test_different_operations_that_look_alike(flight):
+    """The dtype is in the reason alone."""
+    reason = (
+        "ranks called different operations:\n  rank 0: all_gather of 1 tensor, 8 bytes: float32[2]\n"
+        "  rank 1: all_gather of 1 tensor, 8 bytes: int64[1]\n  rank 2: (has not arrived)\n"
+        "  rank 3: all_gather of 1 tensor, 8 bytes: float32[2]"
+    )
+    alike = ("all_gather", 1, 8)
+    status, text, found = flight(
+        Rank(0, 4, reason).done(GATHER).failed(alike, 0.3),
+        Rank(1, 4, reason).done(GATHER).failed(alike, 0.3),
+        Rank(2, 4, f"(not noticed yet) rank 0 failed first: {reason}").done(GATHER),
+        Rank(3, 4, reason).done(GATHER).failed(alike, 0.3),
+    )
+    one = the_one(found)
+    assert (status, one["culprits"], one["stopped_at"]) == (1, [1], 2)
+    assert {tuple(call["ranks"]) for call in one["mismatch"]} == {(0, 3), (1,)}
+    assert "\n     " in text and "int64[1] on rank 1" in text
+
+
+def test_an_abort(flight):
+    """Who aborts is to blame, though another had not begun the operation either."""
+    status, text, found = flight(
+        Rank(0, 3, "aborted by rank 2: no data").done(GATHER).running(GATHER, 0.5),
+        Rank(1, 3, "(not noticed yet) aborted by rank 2: no data").done(GATHER),
+        Rank(2, 3, "aborted by rank 2: no data").done(GATHER),
+    )
+    assert (status, the_one(found)["culprits"], the_one(found)["origin"]) == (1, [2], 2)
+    assert "the failure began on rank 2: aborted by rank 2: no data" in text
+
+
+def test_an_error_of_one_rank(flight):
+    status, _, found = flight(
+        Rank(0, 2, "rank 1 failed first: the sink is full").failed(REDUCE, 1.0),
+        Rank(1, 2, "the sink is full").failed(REDUCE, 1.0),
+    )
+    assert (status, the_one(found)["culprits"]) == (1, [1])
+
+
+def test_a_rank_that_is_missing_from_a_round_of_agreement(flight):
+    reason = "timeout in collect() of round 7. Not arrived: rank 1 (pid 101, last seen in operation 1)"
+    status, text, found = flight(
+        Rank(0, 3, reason).done(GATHER),
+        Rank(1, 3, f"(not noticed yet) rank 0 failed first: {reason}").done(GATHER),
+        Rank(2, 3, f"rank 0 failed first: {reason}").done(GATHER),
+    )
+    assert (status, the_one(found)["culprits"]) == (1, [1])
+    assert "rank 1 stopped first: behind operation 1, and not in a later operation: the others name it" in text
+
+
+def test_ranks_that_agree(flight):
+    """Together in one operation: nobody is late, whatever clocks say."""
+    status, text, found = flight(
+        Rank(0, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 60.0),
+        Rank(1, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 59.9),
+    )
+    one = the_one(found)
+    assert (status, one["culprits"], one["late"], one["waiting"], one["stopped_at"]) == (0, [], [], [0, 1], 3)
+    assert "ranks 0-1 were in operation 3 (reduce_scatter of 1 tensor, 4096 bytes) for up to 60.0 s" in text
+    assert text.rstrip().endswith("look at nobody")
+
+
+def test_short_times_say_nothing(flight):
+    status, _, _ = flight(Rank(0, 2, "timeout").running(REDUCE, 0.05), Rank(1, 2, "timeout").running(REDUCE, 0.001))
+    assert status == 0
+
+
+def test_several_communicators(flight):
+    """Each has its verdict; rings of another world are of another run, so of another communicator."""
+    status, text, found = flight(
+        Rank(0, 2, "timeout", comm="b/c").running(GATHER, 3.0),
+        Rank(1, 2, NOBODY_KNOWS, comm="b/c"),
+        Rank(0, 1, "timeout", comm="a").done(GATHER),
+        Rank(1, 3, "timeout", comm="a").done(GATHER),
+    )
+    assert status == 1
+    culprits = {(one["comm"], one["world"]): one["culprits"] for one in found["communicators"]}
+    assert culprits == {("a", 1): [], ("a", 3): [0, 2], ("b/c", 2): [1]}
+    headings = [line for line in text.splitlines() if line.startswith("communicator")]
+    assert headings == [
+        "communicator 'a', 1 ranks, shm",
+        "communicator 'a', 3 ranks, shm",
+        "communicator 'b/c', 2 ranks, shm",
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"rank": 0}', '{"rank": 5, "world": 2, "now_s": 1, "operations": []}']
+)
+def test_a_broken_file(flight, tmp_path, content):
+    """It is named, and its rank has written something."""
+    (tmp_path / "box-rank1.json").write_text(content)
+    (tmp_path / "unrelated.json").write_text("{")
+    (tmp_path / "box-rank0.json.77").write_text("{")
+    status, text, found = flight(Rank(0, 2, "timeout").done(GATHER))
+    assert (status, list(found["broken"])) == (1, ["box-rank1.json"])
+    assert "box-rank1.json cannot be read: " in text
+    assert re.search(r"^  rank 1 +cannot be read$", text, re.MULTILINE)
+    assert the_one(found)["missing"] == []
+
+
+def test_long_reasons_keep_to_a_line(flight):
+    _, text, _ = flight(Rank(0, 2, "x" * 500 + "\nmore").done(GATHER), Rank(1, 2, "y").done(GATHER))
+    lines = text.splitlines()
+    assert len(lines[1]) < 200 and lines[1].endswith("xxx...")
+    assert any("x" * 500 in line for line in lines) and "     more" in lines
+
+
+def test_directories_without_rings(tmp_path, capsys):
+    assert main(["flight", str(tmp_path / "nothing")]) == 2
+    assert "nothing is not a directory" in capsys.readouterr().err
+    assert main(["flight", str(tmp_path)]) == 2
+    assert "no flight ring (COMM-rankN.json) in" in capsys.readouterr().err
