@@ -82,13 +82,15 @@ def on_communicator(rank: int, world: int, case: Callable[..., Any], *args: Any)
 
 
 @functools.cache
-def _enter(rank: int) -> None:
-    """Once in the life of a rank, before it uses NCCL, which reads its variables then."""
+def _enter(rank: int) -> Any:
+    """Once in the life of a rank, before it uses NCCL, which reads its variables then. What is returned must be kept."""
     if route() == "hosts":
         os.environ["NCCL_HOSTID"] = f"rank{rank}"
     if not DEVICE.is_simulated:
         torch.cuda.set_device(0)
-    DEVICE.opened().__enter__()
+    opened = DEVICE.opened()
+    opened.__enter__()
+    return opened
 
 
 @functools.cache
