@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU kernels, the optimizer's cost and a GPT-2-medium step against torch's, with this run's ceilings.
 
-    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|all [--quick] [--json PATH]
+    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|nccl|all [--quick] [--json PATH]
 
 `make gpu` runs it; docs/testing.md holds the predictions. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from gpu_adam import BF16, CONFIGS, F32, FOR_LOOP, Config, Tensors, fused, omitted_peers, peers_of
+from gpu_nccl import nccl
 from gpu_systems import GPT_MEDIUM, GPT_TINY, OURS, SHARDED, SYSTEMS, TORCH, TrainingStep, make_systems
 from gpu_timing import Bench, random
 from harness import Timing, parse_args
@@ -28,7 +29,7 @@ from bucketwheel.place import LocalWorld
 from tests.gpu.device import DEVICE, Calls
 
 # Seconds that a section may take; run_all.py ends it a little later.
-LIMITS_S = {"adam": 68.0, "norm": 35.0, "layouts": 26.0, "host": 16.0, "gpt": 34.0}
+LIMITS_S = {"adam": 58.0, "norm": 30.0, "layouts": 21.0, "host": 16.0, "gpt": 34.0, "nccl": 50.0}
 SIZES = {"256 M": 256 << 20, "16 M": 16 << 20, "1 G": 1 << 30}
 QUICK_NUMEL = 20_000
 FOR_LOOP_REPEATS, GPT_REPEATS = 8, 20
@@ -320,7 +321,7 @@ def gpt_systems(bench: Bench, weights: str) -> None:
         system.close()
 
 
-SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "gpt": gpt}
+SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "gpt": gpt, "nccl": nccl}
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """What bench_gpu.py compares as a whole: optimizers on equal parameters, and on a GPT's training step.
 
-Three systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which
-buckets, reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`.
+Systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which
+buckets, reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`; and, not in
+`SYSTEMS`, `OVER_NCCL`, which is `SHARDED` over a pair of NCCL communicators.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "GPT_MEDIUM",
     "GPT_TINY",
     "OURS",
+    "OVER_NCCL",
     "SHARDED",
     "SYSTEMS",
     "TORCH",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 OURS, SHARDED, TORCH = SYSTEMS = ("ours", "ours, sharded", "clip_grad_norm_ + torch fused")
+OVER_NCCL = "ours, over NCCL"
 GPT_MEDIUM = GptConfig(layers=24, width=1024, heads=16, context=512, vocabulary=50257)
 GPT_TINY = GptConfig(layers=2, width=32, heads=2, context=8, vocabulary=97)
 
@@ -44,10 +47,10 @@ class _Optimizer:
     def __init__(self, name: str, params: Iterable[nn.Parameter]) -> None:
         self._params = list(params)
         self._is_ours = name != TORCH
-        self._comm = Communicator(LocalWorld(1).rank(0), device="cuda") if name == SHARDED else None
+        self._comms = _communicators(name)
         options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
         self._optimizer: Any = (
-            bw.ShardedAdamW(self._params, process_group=self._comm, **options)
+            bw.ShardedAdamW(self._params, process_group=self._comms[-1] if self._comms else None, **options)
             if self._is_ours
             else torch.optim.AdamW(self._params, fused=True, **options)
         )
@@ -55,8 +58,8 @@ class _Optimizer:
         self.numel = sum(p.numel() for p in self._params)
         # Of ours: configuration A or C; sharded gradients are fp32 shards, which makes D of C, and their norm is there
         # already.
-        self.step_bytes = self.numel * (30 if name == SHARDED and dtype == torch.bfloat16 else 28)
-        self.clip_bytes = 0 if name == SHARDED else self.numel * dtype.itemsize
+        self.step_bytes = self.numel * (30 if self._comms and dtype == torch.bfloat16 else 28)
+        self.clip_bytes = 0 if self._comms else self.numel * dtype.itemsize
 
     def clip(self) -> None:
         if self._is_ours:
@@ -74,8 +77,15 @@ class _Optimizer:
     def close(self) -> None:
         if self._is_ours:
             self._optimizer.close()
-        if self._comm is not None:
-            self._comm.close()
+        for comm in self._comms:
+            comm.close()
+
+
+def _communicators(name: str) -> Sequence[Communicator]:
+    """The one that reduces gradients is the last."""
+    if name == OVER_NCCL:
+        return Communicator.pair(device="cuda")
+    return [Communicator(LocalWorld(1).rank(0), device="cuda")] if name == SHARDED else []
 
 
 class GivenGrads(_Optimizer):

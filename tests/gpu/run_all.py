@@ -26,9 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 470.0  # of 8 minutes
@@ -42,8 +43,8 @@ _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
 
 @dataclass(frozen=True)
 class Part:
-    """``needs``: a program without which (``argv`` then starts with "") the part is left out, which is no failure.
-    ``unfit``: what a line of the output says where that program cannot work on this machine: left out too.
+    """``missing``: what this machine does not have for the part; it is left out then, which is no failure.
+    ``unfit``: what a line of the output says where the part cannot work on this machine: left out too.
     ``warns``: the exit status of a part that works with warnings, if a result in its output has it as ``status``; a
     crash may end with the same.
     ``variables``: of its environment alone."""
@@ -51,7 +52,7 @@ class Part:
     name: str
     argv: tuple[str, ...]
     timeout_s: float
-    needs: str = ""
+    missing: str = ""
     unfit: str = ""
     warns: int = 0
     variables: tuple[tuple[str, str], ...] = ()
@@ -79,12 +80,18 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         return Part(name, argv, timeout_s, variables=tuple(variables.items()))
 
     def sanitize(tool: str, timeout_s: float) -> Part:
-        argv = (sanitizer, "--tool", tool, "--error-exitcode", "9", python, "tests/gpu/sanitizer_cases.py", tool)
-        return Part(tool, argv, timeout_s, needs="compute-sanitizer", unfit="Device not supported")
+        cases = ("tests/gpu/sanitizer_cases.py", tool, "--seconds", str(timeout_s - 12.0))
+        argv = (sanitizer, "--tool", tool, "--error-exitcode", "9", python, *cases)
+        missing = "" if sanitizer else "compute-sanitizer is not installed"
+        return Part(tool, argv, timeout_s, missing=missing, unfit="Device not supported")
 
-    def bench(section: str, timeout_s: float) -> Part:
+    def ranks(name: str, **more: Any) -> Part:
+        argv = (python, "-m", "pytest", "-q", "-ra", "tests/gpu/test_nccl_ranks.py")
+        return Part(name, argv, 60.0, **more)
+
+    def bench(section: str, timeout_s: float, **variables: str) -> Part:
         argv = (python, "benchmarks/bench_gpu.py", "--section", section, "--json", "/dev/stdout")
-        return Part(f"bench {section}", argv, timeout_s)
+        return Part(f"bench {section}", argv, timeout_s, variables=tuple(variables.items()))
 
     doctor = (python, "-m", "bucketwheel", "doctor", "--json", "--build", "cpu", "--build", "cuda")
     return [
@@ -93,11 +100,21 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         test("optim", 75.0),
         test("ordering", 60.0, BW_POOL_POISON="1"),
         test("graphs", 40.0),
-        bench("adam", 75.0),
-        bench("norm", 40.0),
-        sanitize("memcheck", 50.0),
-        sanitize("racecheck", 50.0),
-        bench("layouts", 30.0),
+        # The NCCL that torch brings, whatever BW_NCCL_LIB names.
+        replace(test("nccl", 60.0, BW_NCCL_LIB=""), name="nccl one"),
+        ranks("nccl two", variables=(("BW_GPU_RANKS", "hosts"),)),
+        ranks(
+            "nccl multi",
+            variables=(("BW_GPU_RANKS", "multi"),),
+            missing="" if os.environ.get("BW_NCCL_LIB") else f"{MULTI_RANK_UNFIT}, and BW_NCCL_LIB names none",
+            unfit=MULTI_RANK_UNFIT,
+        ),
+        bench("adam", 65.0),
+        bench("norm", 35.0),
+        bench("nccl", 60.0, BW_NCCL_LIB=""),
+        sanitize("memcheck", 40.0),
+        sanitize("racecheck", 30.0),
+        bench("layouts", 25.0),
         bench("host", 20.0),
         bench("gpt", 40.0),
     ]
@@ -126,8 +143,8 @@ def environment() -> dict[str, str]:
 
 def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
     """Run a part for at most ``limit_s``; none of its processes is left when this returns or raises."""
-    if part.needs and not part.argv[0]:
-        return Outcome(part.name, "left out", 0.0, last_line=f"{part.needs} is not installed")
+    if part.missing:
+        return Outcome(part.name, "left out", 0.0, last_line=part.missing)
     start = time.monotonic()
     with open(log, "wb") as output:
         try:

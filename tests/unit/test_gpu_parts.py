@@ -55,11 +55,13 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("parts", ["kernels", "optim graphs", "ordering"])
+@pytest.mark.parametrize("parts", ["kernels", "optim,graphs", "ordering", "nccl one", "nccl two", "nccl multi"])
 def test_the_tests(parts: str) -> None:
-    """Ordering alone: all pools of its process are poisoned."""
-    variables = dict(next(part for part in run_all.all_parts() if part.name == parts.split()[0]).variables)
-    files = [f"tests/gpu/test_{name}.py" for name in parts.split()]
+    """Ordering alone: all pools of its process are poisoned. Those of NCCL as each part has it, over the fake."""
+    chosen = [part for part in run_all.all_parts() if part.name in parts.split(",")]
+    variables = dict(chosen[0].variables)
+    files = [word for part in chosen for word in part.argv if word.endswith(".py")]
+    assert len(files) == len(parts.split(","))
     out = output_of("-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *files, **variables)
     last = out.strip().splitlines()[-1]
     assert " passed" in last, out[-2000:]
@@ -100,7 +102,7 @@ def test_the_benchmarks() -> None:
         for way in ("fused", "foreach", "for-loop"):
             peers = [line for line in of("adam") if (line["config"], line["peer"]) == (config, f"torch {way}{casts}")]
             assert len(peers) == len(sizes), (config, way)
-    for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8)):
+    for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8), ("nccl", 8)):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
     for line in lines:
@@ -112,6 +114,11 @@ def test_the_benchmarks() -> None:
         assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
         for config in (f"clip + step {dtype}", f"clip + step {dtype}, sharded"):
             assert {"clipping_adds_us", "peers_clipping_adds_us"} <= by_config[config].keys()
+    for call in ("all_gather", "reduce_scatter"):
+        assert "simulated" in omitted[f"host time, {call} of 8: torch's coalescing manager"]
+        assert all(by_config[f"host time, {call}{way} of 8"]["us"] > 0 for way in ("", ", prepared"))
+    at_once = by_config["gather and reduce at once, 256 MB each"]
+    assert at_once["gather_ms"][1] > 0 and {"common_ms", "alone_ms"} <= at_once.keys()
     for size_mb in (4, 128):
         for place in ("hot", "cold"):
             assert by_config[f"norm on arrival, {place}, {size_mb} MB"]["copy_ms"] > 0

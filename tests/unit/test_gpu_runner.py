@@ -60,7 +60,7 @@ def test_a_run_goes_on_past_failures(tmp_path: Path, monkeypatch: pytest.MonkeyP
         python("fails", "print('about to fail'); raise SystemExit(3)"),
         python("hangs", HANG, str(pids), timeout_s=3.0),
         Part("absent", ("/nowhere/program",), 5.0),
-        Part("sanitizer", ("", "--tool"), 5.0, needs="compute-sanitizer"),
+        Part("sanitizer", ("", "--tool"), 5.0, missing="compute-sanitizer is not installed"),
         python(
             "works", "print('BW_JSON {\"case\": 1}'); print('{\"case\": 2}'); print('{not json}'); print('7 passed')"
         ),
@@ -69,6 +69,7 @@ def test_a_run_goes_on_past_failures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [outcome.outcome for outcome in outcomes] == ["failed", "timed out", "failed", "left out", "ok"]
     assert [outcome.exit_code for outcome in outcomes] == [3, None, None, None, 0]
     assert [outcome.last_line for outcome in outcomes[:2]] == ["about to fail", "hanging"]
+    assert outcomes[3].last_line == "compute-sanitizer is not installed"
     assert outcomes[4].last_line == "7 passed"
     assert 3.0 <= outcomes[1].seconds < 10
     assert_gone([int(pid) for pid in pids.read_text().split()])
@@ -102,7 +103,25 @@ def test_a_sanitizer_that_refuses_the_device_is_left_out(tmp_path: Path) -> None
     found = replace(python("memcheck", "print('an invalid read'); raise SystemExit(9)"), unfit="Device not supported")
     assert run_all.run_part(found, tmp_path / "log", 30.0).outcome == "failed"
     parts = {part.name: part for part in run_all.all_parts()}
+    assert all(float(parts[tool].argv[-1]) < parts[tool].timeout_s for tool in ("memcheck", "racecheck"))
     assert all(parts[tool].unfit in REFUSAL and parts[tool].unfit for tool in ("memcheck", "racecheck"))
+
+
+@pytest.mark.parametrize(("lib", "missing"), [("", True), ("/nccl/libnccl.so.2", False)])
+def test_ranks_that_share_a_gpu_openly_need_another_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lib: str, missing: bool
+) -> None:
+    """Left out with the reason where BW_NCCL_LIB names none, and where what it names is too old, as the part says."""
+    monkeypatch.setenv("BW_NCCL_LIB", lib)
+    parts = {part.name: part for part in run_all.all_parts()}
+    multi = parts["nccl multi"]
+    assert bool(multi.missing) == missing and dict(multi.variables)["BW_GPU_RANKS"] == "multi"
+    refusal = f"SKIPPED [22] tests/gpu/test_nccl_ranks.py:1: {run_all.MULTI_RANK_UNFIT}; {lib} is 2.28.9"
+    part = replace(multi, argv=(sys.executable, "-c", f"print({refusal!r})"))
+    outcome = run_all.run_part(part, tmp_path / "log", 30.0)
+    assert outcome.outcome == "left out" and "need NCCL 2.30 or newer" in outcome.last_line
+    for name in ("nccl one", "bench nccl"):
+        assert dict(parts[name].variables)["BW_NCCL_LIB"] == "", "torch's own"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +213,8 @@ def test_the_parts_fit_and_are_named_once() -> None:
     assert len({part.name for part in parts}) == len(parts)
     assert parts[0].name == "build" and run_all.LIMIT_S <= 480
     order = [part.name for part in parts]
-    assert order.index("bench adam") < order.index("bench norm") < order.index("memcheck")
+    assert order.index("bench adam") < order.index("bench norm") < order.index("bench nccl") < order.index("memcheck")
+    assert all(part.timeout_s <= 60.0 for part in parts if "nccl" in part.name)
     assert all(part.timeout_s < run_all.LIMIT_S for part in parts)
 
 

@@ -1,0 +1,191 @@
+"""What a coalesced call of eight tensors costs the calling thread, on every backend, against gloo's coalescing manager.
+
+    python benchmarks/bench_calls.py [--quick] [--json PATH]
+
+float32, 256 elements a shard. Only the call is timed, each by itself, until it returns; its operation is waited for
+outside of that. A sample is the median of 20 calls. `local`: one rank, and two ranks of one thread; `shm`: two
+processes, and a sample is the slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device
+of the tests, whose own time is in it. `prepared` is a request's start. Parts of a call, to see what takes the time:
+`empty lists`, what does not depend on the tensors; `native`, without what Python adds; `versions`, telling autograd.
+Peer: `all_gather_into_tensor` and `reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo.
+The goal is 5 us.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [path for path in map(str, (ROOT, ROOT / "tests", ROOT / "python")) if path not in sys.path]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from harness import Rank, Results, Timing, parse_args, rotation, run_ranks, slowest  # noqa: E402
+
+from bucketwheel.comm import Communicator  # noqa: E402
+from bucketwheel.ops import all_gather, reduce_scatter  # noqa: E402
+from bucketwheel.place import LocalWorld  # noqa: E402
+from bucketwheel.request import AllGatherRequest, ReduceScatterRequest  # noqa: E402
+from bucketwheel.testing import run_threads  # noqa: E402
+from tests import simulated_cuda, simulated_nccl  # noqa: E402
+
+COALESCED, NUMEL = 8, 256
+CALLS, WARM_UP = 20, 3
+LIMIT_S = 5e-6
+CASES = ("all_gather", "all_gather, prepared", "reduce_scatter", "reduce_scatter, prepared")
+PARTS = ("empty lists", "native", "versions")
+
+Case = Callable[[], Any]  # what it returns is waited for by calling it
+
+
+class Tensors:
+    """In the communicator's pool: nothing is copied through staging buffers."""
+
+    def __init__(self, comm: Communicator) -> None:
+        new = lambda numel: comm.pool.acquire("", 4 * numel).tensor(torch.float32, (numel,)).fill_(1.0)  # noqa: E731
+        self.fulls = [new(comm.size * NUMEL) for _ in range(COALESCED)]
+        self.shards = [new(NUMEL) for _ in range(COALESCED)]
+
+
+def cases_of(comm: Communicator) -> dict[str, Case]:
+    tensors = Tensors(comm)
+    fulls, shards = tensors.fulls, tensors.shards
+    gather, reduce = AllGatherRequest(fulls, shards, comm), ReduceScatterRequest(shards, fulls, comm)
+    native = comm._native.all_gather
+    nothing = lambda: None  # noqa: E731
+    told = lambda _: nothing  # noqa: E731
+    return {
+        "all_gather": lambda: all_gather(fulls, shards, comm).synchronize,
+        "all_gather, prepared": lambda: gather.start().synchronize,
+        "reduce_scatter": lambda: reduce_scatter(shards, fulls, comm).synchronize,
+        "reduce_scatter, prepared": lambda: reduce.start().synchronize,
+        "empty lists": lambda: all_gather([], [], comm).synchronize,
+        "native": lambda: native(fulls, shards, None, [], False).synchronize,
+        "versions": lambda: told(torch.autograd.graph.increment_version(fulls)),
+    }
+
+
+def gloo_cases() -> dict[str, Case]:
+    manager = dist.distributed_c10d._coalescing_manager
+    world = dist.get_world_size()
+    fulls = [torch.ones(world * NUMEL) for _ in range(COALESCED)]
+    shards = [torch.ones(NUMEL) for _ in range(COALESCED)]
+
+    def gathers() -> Any:
+        with manager(async_ops=True) as manages:
+            for full, shard in zip(fulls, shards, strict=True):
+                dist.all_gather_into_tensor(full, shard)
+        return manages.wait
+
+    def reduces() -> Any:
+        with manager(async_ops=True) as manages:
+            for full, shard in zip(fulls, shards, strict=True):
+                dist.reduce_scatter_tensor(shard, full)
+        return manages.wait
+
+    return {"gloo all_gather": gathers, "gloo reduce_scatter": reduces}
+
+
+def measure_calls(cases: Mapping[str, Case], repeats: int) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for repeat in range(WARM_UP + repeats):
+        for name in rotation(list(cases), repeat):
+            case, times = cases[name], []
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                wait = case()
+                times.append(time.perf_counter() - begin)
+                wait()
+            if repeat >= WARM_UP:
+                samples[name].append(statistics.median(times))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def expect_right(comm: Communicator) -> None:
+    tensors = Tensors(comm)
+    all_gather(tensors.fulls, tensors.shards, comm).synchronize()
+    reduce_scatter(tensors.shards, tensors.fulls, comm).synchronize()
+    for shard in tensors.shards:
+        if not torch.equal(shard, torch.full((NUMEL,), float(comm.size))):
+            raise RuntimeError(f"{comm.backend}: ones must add up to the number of ranks")
+
+
+# ---- each in a process of its own
+
+
+def on_shm(rank: Rank, repeats: int) -> dict[str, Timing]:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with Communicator(backend="shm") as comm:
+        expect_right(comm)
+        return measure_calls(cases_of(comm) | gloo_cases(), repeats)
+
+
+def on_local(rank: Rank, repeats: int) -> dict[str, Timing]:
+    with Communicator(backend="local") as comm:
+        expect_right(comm)
+        return measure_calls(cases_of(comm), repeats)
+
+
+def on_local_pair(rank: Rank, repeats: int) -> dict[str, Timing]:
+    """One thread issues for both ranks, and the call of the second is timed: nothing else runs in Python meanwhile."""
+    world = LocalWorld(2)
+    both = run_threads(lambda rank, _: Communicator(world.rank(rank)), 2)
+    run_threads(lambda rank, _: expect_right(both[rank]), 2)
+    firsts, seconds = (cases_of(comm) for comm in both)
+
+    def paired(name: str) -> Case:
+        def call() -> Any:
+            wait = seconds[name]()
+            return lambda: (firsts[name]()(), wait())
+
+        return call
+
+    timings = measure_calls({name: paired(name) for name in seconds}, repeats)
+    for comm in both:
+        comm.close()
+    return timings
+
+
+def on_nccl(rank: Rank, repeats: int) -> dict[str, Timing]:
+    simulated_nccl.install()
+    with simulated_cuda.posing(delays=0), Communicator(backend="nccl", device="cuda") as comm:
+        expect_right(comm)
+        return measure_calls(cases_of(comm), repeats)
+
+
+BACKENDS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "shm, 2 ranks": (2, on_shm),
+    "local, 1 rank": (1, on_local),
+    "local, 2 ranks": (1, on_local_pair),
+    "nccl (fake), 1 rank": (1, on_nccl),
+}
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    results = Results("calls", args.json)
+    simulated_cuda.build()
+    simulated_nccl.build()
+    gloo: dict[str, Timing] = {}
+    for backend, (world, function) in BACKENDS.items():
+        by_rank = run_ranks(world, function, 15 if args.quick else 60).values
+        timings = {case: slowest([one[case] for one in by_rank]) for case in by_rank[0]}
+        gloo = gloo or {case: timing for case, timing in timings.items() if case.startswith("gloo")}
+        for case in (*CASES, *PARTS):
+            peer = f"gloo {case.split(',')[0]}" if case in CASES else None
+            results.add(
+                f"{backend}: {case}", timings[case], peer=peer, peer_timing=gloo[peer] if peer else None,
+                limit_s=LIMIT_S if case in CASES else None, us=round(1e6 * timings[case].median_s, 2),
+                least_us=round(1e6 * min(timings[case].samples_s), 2),
+            )  # fmt: skip
+    results.print_table()
+
+
+if __name__ == "__main__":
+    main()
