@@ -2,13 +2,14 @@
 
     python benchmarks/bench_calls.py [--quick] [--json PATH]
 
-float32, 256 elements a shard. Only the call is timed, each by itself, until it returns; its operation is waited for
-outside of that. A sample is the median of 20 calls. `local`: one rank, and two ranks of one thread; `shm`: two
-processes, and a sample is the slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device
-of the tests, whose own time is in it. `prepared` is a request's start. Parts of a call, to see what takes the time:
-`empty lists`, what does not depend on the tensors; `native`, without what Python adds; `versions`, telling autograd.
-Peer: `all_gather_into_tensor` and `reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo.
-The goal is 5 us.
+float32, 256 elements a shard. Only the calls are timed, each by itself, until it returns; a sample is the median of 20.
+Operations are waited for outside of that: after each call, so that it finds its stream idle and wakes a thread, which
+may take the processor from it; or, `stream busy`, after all of them, while the stream is held up, as it is where
+gradients follow each other. `local`: one rank, and two ranks of one thread; `shm`: two processes, and a sample is the
+slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device of the tests, whose own time is in it.
+`prepared` is a request's start. Parts of a call, to see what takes the time: `empty lists`, what does not depend on
+the tensors; `native`, without what Python adds; `versions`, telling autograd. Peer: `all_gather_into_tensor` and
+`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo. The goal is 5 us.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from tests import simulated_cuda, simulated_nccl  # noqa: E402
 COALESCED, NUMEL = 8, 256
 CALLS, WARM_UP = 20, 3
 LIMIT_S = 5e-6
+HOLD_S = 0.004  # of a stream that is busy: longer than all calls of a sample
+BUSY = ", stream busy"
 CASES = ("all_gather", "all_gather, prepared", "reduce_scatter", "reduce_scatter, prepared")
 PARTS = ("empty lists", "native", "versions")
 
@@ -92,15 +95,21 @@ def gloo_cases() -> dict[str, Case]:
     return {"gloo all_gather": gathers, "gloo reduce_scatter": reduces}
 
 
-def measure_calls(cases: Mapping[str, Case], repeats: int) -> dict[str, Timing]:
-    samples: dict[str, list[float]] = {name: [] for name in cases}
+def measure_calls(cases: Mapping[str, Case], repeats: int, comm: Communicator) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name + state: [] for name in cases for state in ("", BUSY)}
     for repeat in range(WARM_UP + repeats):
-        for name in rotation(list(cases), repeat):
-            case, times = cases[name], []
+        for name in rotation(list(samples), repeat):
+            case, is_busy = cases[name.removesuffix(BUSY)], name.endswith(BUSY)
+            if is_busy:
+                comm.stream.pause(HOLD_S)
+                time.sleep(HOLD_S / 10)  # until its thread is in there
+            times, waits = [], []
             for _ in range(CALLS):
                 begin = time.perf_counter()
                 wait = case()
                 times.append(time.perf_counter() - begin)
+                waits.append(wait) if is_busy else wait()
+            for wait in waits:
                 wait()
             if repeat >= WARM_UP:
                 samples[name].append(statistics.median(times))
@@ -123,13 +132,13 @@ def on_shm(rank: Rank, repeats: int) -> dict[str, Timing]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     with Communicator(backend="shm") as comm:
         expect_right(comm)
-        return measure_calls(cases_of(comm) | gloo_cases(), repeats)
+        return measure_calls(cases_of(comm) | gloo_cases(), repeats, comm)
 
 
 def on_local(rank: Rank, repeats: int) -> dict[str, Timing]:
     with Communicator(backend="local") as comm:
         expect_right(comm)
-        return measure_calls(cases_of(comm), repeats)
+        return measure_calls(cases_of(comm), repeats, comm)
 
 
 def on_local_pair(rank: Rank, repeats: int) -> dict[str, Timing]:
@@ -146,7 +155,7 @@ def on_local_pair(rank: Rank, repeats: int) -> dict[str, Timing]:
 
         return call
 
-    timings = measure_calls({name: paired(name) for name in seconds}, repeats)
+    timings = measure_calls({name: paired(name) for name in seconds}, repeats, both[1])
     for comm in both:
         comm.close()
     return timings
@@ -156,7 +165,7 @@ def on_nccl(rank: Rank, repeats: int) -> dict[str, Timing]:
     simulated_nccl.install()
     with simulated_cuda.posing(delays=0), Communicator(backend="nccl", device="cuda") as comm:
         expect_right(comm)
-        return measure_calls(cases_of(comm), repeats)
+        return measure_calls(cases_of(comm), repeats, comm)
 
 
 BACKENDS: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -177,14 +186,18 @@ def main() -> None:
         by_rank = run_ranks(world, function, 15 if args.quick else 60).values
         timings = {case: slowest([one[case] for one in by_rank]) for case in by_rank[0]}
         gloo = gloo or {case: timing for case, timing in timings.items() if case.startswith("gloo")}
-        for case in (*CASES, *PARTS):
-            peer = f"gloo {case.split(',')[0]}" if case in CASES else None
-            results.add(
-                f"{backend}: {case}", timings[case], peer=peer, peer_timing=gloo[peer] if peer else None,
-                limit_s=LIMIT_S if case in CASES else None, us=round(1e6 * timings[case].median_s, 2),
-                least_us=round(1e6 * min(timings[case].samples_s), 2),
+        for case in [case + state for case in (*CASES, *PARTS) for state in ("", BUSY)]:
+            peer = f"gloo {case.split(',')[0]}" if case.removesuffix(BUSY) in CASES else None
+            ours = timings[case]
+            line = results.add(
+                f"{backend}: {case}", ours, peer=peer, peer_timing=gloo[peer] if peer else None,
+                limit_s=LIMIT_S if peer else None, us=round(1e6 * ours.median_s, 2),
             )  # fmt: skip
-    results.print_table()
+            beside = f"{1e6 * line['peer_s']:8.1f} us on {peer}" if peer else ""
+            print(
+                f"{line['case']:60}{line['us']:8.2f} us, spread {100 * line['spread']:3.0f} % {beside}".rstrip(),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
