@@ -21,6 +21,7 @@ import torch
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.testing import RankPool
+from tests import simulated_nccl
 from tests.gpu.device import DEVICE
 from tests.gpu.run_all import MULTI_RANK_UNFIT
 
@@ -90,6 +91,8 @@ def _enter(rank: int) -> Any:
         torch.cuda.set_device(0)
     opened = DEVICE.opened()
     opened.__enter__()
+    if DEVICE.is_simulated and route() == "hosts":
+        simulated_nccl.install().fake_nccl_null_windows(1)  # as NCCL between hosts
     return opened
 
 

@@ -35,6 +35,7 @@ from tests.gpu.test_optim import trained
 CPU = torch.device("cpu")
 SOON_S = 2.0
 RUN_S = 25.0  # of one case; none needs half of it
+TIMEOUT_S = 4.0  # making a communicator must fit too
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +166,7 @@ def registered() -> list[Any]:
 
 def test_registered_memory(ranks: RankPool) -> None:
     """NCCL makes windows only of what the ranks reach directly: not between two hosts."""
-    granted = run(ranks, registered)
-    assert granted[0] == granted[1]
-    if route() == "multi":
-        assert granted[0] == [1, 1]
-    elif not DEVICE.is_simulated:
-        assert granted[0] == [0, 0]
+    assert run(ranks, registered) == [[1, 1] if route() == "multi" else [0, 0]] * WORLD
 
 
 # ---- failures
@@ -201,7 +197,9 @@ def expect_that_the_device_goes_on(comm: Communicator) -> None:
 
 def fails(how: str) -> tuple[str, str, float]:
     """Rank 0 waits on the device for rank 1, which does something else. What each rank is told, and how soon."""
-    comm = Communicator(backend="nccl", device="cuda", timeout_s=5.0 if how == "timeout" else RUN_S, name="doomed")
+    comm = Communicator(
+        backend="nccl", device="cuda", timeout_s=TIMEOUT_S if how == "timeout" else RUN_S, name="doomed"
+    )
     check_all_gather(comm, [(F32, 1000)], "foreign")
     comm.exchange(b"begin")
     if comm.rank == 0:
@@ -222,7 +220,7 @@ def fails(how: str) -> tuple[str, str, float]:
         outcome = outcome_of(lambda: comm.exchange(b""))
     expect_that_the_device_goes_on(comm)
     comm.close(5.0)
-    if how != "death":
+    if how in ("abort", "timeout"):
         with Communicator(backend="nccl", device="cuda", timeout_s=RUN_S / 2, name="next") as other:
             check_usable(other)
     return outcome
@@ -237,8 +235,10 @@ def test_a_timeout_names_the_late_rank_and_ends_the_kernel(ranks: RankPool) -> N
     for rank, (kind, text, took_s) in enumerate(outcomes):
         assert kind == "CommTimeout", text
         expect_prefix(text, rank)
-        assert took_s < 5.0 + SOON_S
-    assert outcomes[0][2] > 4.5 and re.search("Not arrived: rank 1 .*last issued 1", outcomes[0][1]), outcomes[0][1]
+        assert took_s < TIMEOUT_S + SOON_S
+    assert outcomes[0][2] > TIMEOUT_S - 0.5 and re.search("Not arrived: rank 1 .*last issued 1", outcomes[0][1]), (
+        outcomes[0][1]
+    )
 
 
 @pytest.mark.parametrize(("how", "why"), [("abort", "rank 1: the data ran out"), ("own abort", "rank 0: enough")])
