@@ -151,8 +151,8 @@ def _make(
         options = _options(choices, device, None, serialises=serialises)
         return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
     unique_id = _agree_on_nccl(meeting, choices, serialises)
+    options = _options(choices, device, meeting, serialises=serialises)  # all ranks' are equal, and so are its errors
     peers = _make_peers(meeting, name, timeout_s)
-    options = _options(choices, device, meeting, serialises=serialises)
     return _all_or_none(
         meeting, peers, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1))
     )
@@ -215,8 +215,8 @@ def split(
         options = _options(choices, device, None)
         parent.split(None, colour, key, options, timeout_s)
         return None
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(choices, device, meeting)
+    peers = _make_peers(meeting, name, timeout_s)
     make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
     return make()[0] if meeting is None else _all_or_none(meeting, peers, make)[0]
 
@@ -226,8 +226,8 @@ def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, t
     backend = group._get_backend(torch_device(device))
     if not hasattr(backend, "_comm_ptr"):
         raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(NcclChoices(), device, meeting)
+    peers = _make_peers(meeting, name, timeout_s)
     return _all_or_none(
         meeting, peers, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]
     )[0]
