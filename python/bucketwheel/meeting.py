@@ -86,9 +86,3 @@ class Meeting:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
         failed = [(rank, text) for rank, text in enumerate(self.exchange(mine)) if text]
         return "".join(f"\n  rank {rank}: {text}" for rank, text in failed)
-
-    def expect_equal(self, what: str, mine: Any) -> None:
-        """ValueError on every rank unless ``mine`` is the same on all."""
-        values = self.exchange(mine)
-        if any(value != values[0] for value in values):
-            raise ValueError(f"ranks gave different {what} to one communicator: {values}")
