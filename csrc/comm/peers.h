@@ -46,16 +46,21 @@ class Peers {
   // when that is not known.
   virtual std::string late_ranks(int path, uint64_t seq) const = 0;
 
-  // Data paths that share these peers: the last one that goes says goodbye to them.
+  // Data paths that share these peers: the last one that goes says goodbye to them, and later calls throw ClosedError.
   void join() { ++users_; }
   void part(Deadline deadline) {
     if (--users_ == 0) {
       leave(deadline);
     }
   }
+  // No data path could be made.
+  void abandon() {
+    join();
+    part(Clock::now());
+  }
 
  protected:
-  // Says goodbye to the peers; later calls throw ClosedError. Idempotent.
+  // Idempotent.
   virtual void leave(Deadline deadline) = 0;
 
  private:

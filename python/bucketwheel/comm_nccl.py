@@ -83,7 +83,7 @@ class _Check:
         self._store.set(keys[self._rank], text)
         try:
             self._store.wait(keys, self._timeout)
-        except dist.DistStoreError:
+        except RuntimeError:  # DistStoreError, but of a FileStore
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             return f"this rank called {text}; ranks {missing} called nothing for {self._timeout}"
         texts = [self._store.get(key).decode() for key in keys]
@@ -151,20 +151,27 @@ def _make(
         options = _options(choices, device, None, serialises=serialises)
         return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
     unique_id = _agree_on_nccl(meeting, choices, serialises)
+    options = _options(choices, device, meeting, serialises=serialises)  # all ranks' are equal, and so are its errors
     peers = _make_peers(meeting, name, timeout_s)
-    options = _options(choices, device, meeting, serialises=serialises)
-    return _all_or_none(meeting, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1)))
+    return _all_or_none(
+        meeting, peers, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1))
+    )
 
 
-def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
-    """What ``make`` returns, if it works on all ranks; CommError on every rank otherwise."""
+def _all_or_none(meeting: Meeting, peers: Any, make: Callable[[], list[Any]]) -> list[Any]:
+    """The communicators that ``make`` returns, if it works on all ranks; CommError on every rank otherwise."""
     made: list[Any] = []
-    failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
+    try:
+        failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
+    except BaseException:
+        peers.abandon()
+        raise
     if failures:
         for comm in made:
             if comm is not None:
                 comm.abort("another rank could not make its part")
                 comm.close(0.0)
+        peers.abandon()
         raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
     return made
 
@@ -208,10 +215,10 @@ def split(
         options = _options(choices, device, None)
         parent.split(None, colour, key, options, timeout_s)
         return None
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(choices, device, meeting)
+    peers = _make_peers(meeting, name, timeout_s)
     make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
-    return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
+    return make()[0] if meeting is None else _all_or_none(meeting, peers, make)[0]
 
 
 def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
@@ -219,9 +226,11 @@ def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, t
     backend = group._get_backend(torch_device(device))
     if not hasattr(backend, "_comm_ptr"):
         raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(NcclChoices(), device, meeting)
-    return _all_or_none(meeting, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)])[0]
+    peers = _make_peers(meeting, name, timeout_s)
+    return _all_or_none(
+        meeting, peers, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]
+    )[0]
 
 
 def features(comm: Any, choices: NcclChoices) -> dict[str, Any]:

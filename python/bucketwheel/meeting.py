@@ -52,26 +52,26 @@ class Meeting:
         together = f"{self._round}/all"
         if self.rank != 0:
             self.store.set(keys[self.rank], json.dumps(mine))
-            self._await(together, [0])
+            self._await([together])
             return list(json.loads(self.store.get(together)))
-        values = [mine]
-        for rank in range(1, self.size):
-            self._await(keys[rank], range(rank, self.size))
-            values.append(json.loads(self.store.get(keys[rank])))
-            self.store.delete_key(keys[rank])
+        self._await(keys[1:])
+        values = [mine, *(json.loads(self.store.get(key)) for key in keys[1:])]
         self.store.set(together, json.dumps(values))
+        for key in keys[1:]:
+            self.store.delete_key(key)
         if self._round > 1:
             self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
         return values
 
-    def _await(self, key: str, ranks: Any) -> None:
+    def _await(self, keys: list[str]) -> None:
         left = max(self.deadline - time.monotonic(), _LOOK_S)
         try:
-            self.store.wait([key], timedelta(seconds=left))
-        except dist.DistStoreError as error:
-            missing = [rank for rank in ranks if not self.store.check([f"{self._round}/{rank}"])]
+            self.store.wait(keys, timedelta(seconds=left))
+        except RuntimeError as error:  # DistStoreError, but of a FileStore
+            came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
+            missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
             raise CommTimeout(
-                f"the communicator was not made within {self.timeout_s} s: ranks {missing or list(ranks)} have not come"
+                f"the communicator was not made within {self.timeout_s} s: ranks {missing} have not come"
             ) from error
 
     def attempt(self, step: Callable[[], Any]) -> str:
@@ -86,9 +86,3 @@ class Meeting:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
         failed = [(rank, text) for rank, text in enumerate(self.exchange(mine)) if text]
         return "".join(f"\n  rank {rank}: {text}" for rank, text in failed)
-
-    def expect_equal(self, what: str, mine: Any) -> None:
-        """ValueError on every rank unless ``mine`` is the same on all."""
-        values = self.exchange(mine)
-        if any(value != values[0] for value in values):
-            raise ValueError(f"ranks gave different {what} to one communicator: {values}")

@@ -161,9 +161,7 @@ class ShardedAdamW(Optimizer):
                 gradient_average=gradient_average,
                 broadcast_params=broadcast_params,
                 reduce_dtype=reduce_dtype,
-                bucket_cap_bytes=int(
-                    (bucket_cap_mb or _BUCKET_CAP_MB.get(comm.backend, _DEFAULT_BUCKET_CAP_MB)) * 2**20
-                ),
+                bucket_cap_bytes=_bucket_cap_bytes(bucket_cap_mb, comm),
                 overlap_grad_sync=overlap_grad_sync,
                 overlap_param_sync=overlap_param_sync,
                 max_inflight_buckets=max_inflight_buckets,
@@ -370,6 +368,9 @@ def _close_both(comm: Communicator, timeout: float | None = None) -> None:
         comm.close(timeout)
 
 
-# Small enough to stay in cache between packing and summing; on GPUs, large enough that what a launch costs does not show.
-_BUCKET_CAP_MB = {"nccl": 32.0}
-_DEFAULT_BUCKET_CAP_MB = 8.0
+def _bucket_cap_bytes(cap_mb: float | None, comm: Communicator) -> int:
+    if cap_mb is None:
+        # On GPUs large enough that what a launch costs does not show; else small enough to stay in cache between packing
+        # and summing.
+        cap_mb = 32.0 if comm.backend == "nccl" else 8.0
+    return int(cap_mb * 2**20)

@@ -1,0 +1,89 @@
+"""Meetings: rounds of one value from every rank to all, through a torch Store."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.meeting import Meeting
+from bucketwheel.testing import run_threads
+
+
+def stores(kind: str, tmp_path) -> dist.Store:
+    return dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_everybody_gets_everybodys_value(world, kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def rounds(rank: int, _: int) -> list[list[object]]:
+        meeting = Meeting(dist.PrefixStore("one", store), rank, world, 20)
+        return [meeting.exchange([rank, number, "x" * number]) for number in range(4)]
+
+    for got in run_threads(rounds, world, timeout_s=40):
+        assert got == [[[rank, number, "x" * number] for rank in range(world)] for number in range(4)]
+
+
+def test_rounds_leave_one_key_behind(tmp_path):
+    store = dist.HashStore()
+
+    def rounds(rank: int, _: int) -> None:
+        meeting = Meeting(store, rank, 3, 20)
+        for number in range(10):
+            meeting.exchange(number)
+
+    run_threads(rounds, 3, timeout_s=40)
+    assert store.check(["10/all"]) and not store.check(["9/all"])
+    assert not any(store.check([f"{number}/{rank}"]) for number in range(1, 11) for rank in range(3))
+
+
+def test_parts_do_not_hear_each_other():
+    store = dist.HashStore()
+
+    def rounds(rank: int, _: int) -> list[object]:
+        meeting = Meeting(store, rank, 4, 20)
+        part = meeting.part(f"part {rank % 2}", rank // 2, 2)
+        return [*meeting.exchange(rank), *part.exchange(rank), *meeting.exchange(-rank)]
+
+    for rank, got in enumerate(run_threads(rounds, 4, timeout_s=40)):
+        assert got == [0, 1, 2, 3, rank % 2, rank % 2 + 2, 0, -1, -2, -3]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_has_not_come_is_named(missing, kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def body(rank: int, _: int) -> str:
+        if rank == missing:
+            return ""
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout, match=rf"within 0\.3 s: ranks \[{missing}\] have not come") as caught:
+            Meeting(store, rank, 3, 0.3).exchange(rank)
+        assert time.monotonic() - begin < 10
+        return str(caught.value)
+
+    run_threads(body, 3, timeout_s=40)
+
+
+def test_failures_and_differences_are_told_to_all():
+    store = dist.HashStore()
+
+    def fail() -> None:
+        raise OSError("no socket")
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 3, 20)
+        failures = meeting.failures(meeting.attempt(fail if rank == 1 else lambda: None))
+        assert meeting.failures("") == ""
+        with pytest.raises(ZeroDivisionError):  # a bug is not an outcome
+            meeting.attempt(lambda: 1 / 0)
+        assert meeting.attempt(lambda: (_ for _ in ()).throw(CommError("x"))) == "CommError: x"
+        return failures
+
+    assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
