@@ -116,7 +116,15 @@ inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock:
 
 inline void bind_peers(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<Peers, PeersRef>(m, "Peers").def("expect_usable", [](Peers& self) { self.health().expect_usable(); });
+  py::class_<Peers, PeersRef>(m, "Peers")
+      .def("expect_usable", [](Peers& self) { self.health().expect_usable(); })
+      .def(
+          "leave",
+          [](Peers& self, double timeout) {
+            self.join();
+            self.part(deadline_of(timeout));
+          },
+          py::arg("timeout"), Unlocked());
   py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
       .def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
                        const py::object& collect) {
