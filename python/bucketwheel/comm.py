@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import secrets
 import weakref
@@ -86,7 +85,6 @@ class Communicator:
         self._native = native_comm
         self._place = place
         self._choices = choices
-        self._splits = itertools.count()
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
         return self
@@ -154,7 +152,7 @@ class Communicator:
         New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
         one's; nothing else is shared.
         """
-        number = next(self._splits)
+        number = next(self._place.splits)
         token = secrets.token_hex(8)
         everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
         members = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
