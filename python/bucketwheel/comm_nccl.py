@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -83,7 +84,7 @@ class _Check:
         self._store.set(keys[self._rank], text)
         try:
             self._store.wait(keys, self._timeout)
-        except dist.DistStoreError:
+        except RuntimeError:  # of which the Stores have different kinds
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             return f"this rank called {text}; ranks {missing} called nothing for {self._timeout}"
         texts = [self._store.get(key).decode() for key in keys]
@@ -110,6 +111,17 @@ def _make_peers(meeting: Meeting | None, name: str, timeout_s: float) -> Any:
         return native().peers_of(comm_shm.connect(meeting, name, timeout_s))
     except comm_shm.NotOneHost:
         return agreement.make_peers(meeting, name, timeout_s)
+
+
+@contextlib.contextmanager
+def _peers_to_keep(meeting: Meeting | None, name: str, timeout_s: float) -> Iterator[Any]:
+    """New peers, that are left again when what is made of them fails."""
+    peers = _make_peers(meeting, name, timeout_s)
+    try:
+        yield peers
+    except BaseException:
+        peers.leave(0.0)
+        raise
 
 
 def make(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> Any:
@@ -151,9 +163,10 @@ def _make(
         options = _options(choices, device, None, serialises=serialises)
         return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
     unique_id = _agree_on_nccl(meeting, choices, serialises)
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(choices, device, meeting, serialises=serialises)
-    return _all_or_none(meeting, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1)))
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        left_s = max(meeting.deadline - time.monotonic(), 0.1)
+        return _all_or_none(meeting, lambda: make(peers, unique_id, options, left_s))
 
 
 def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
@@ -208,10 +221,10 @@ def split(
         options = _options(choices, device, None)
         parent.split(None, colour, key, options, timeout_s)
         return None
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(choices, device, meeting)
-    make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
-    return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
+        return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
 
 
 def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
@@ -219,9 +232,10 @@ def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, t
     backend = group._get_backend(torch_device(device))
     if not hasattr(backend, "_comm_ptr"):
         raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
-    peers = _make_peers(meeting, name, timeout_s)
     options = _options(NcclChoices(), device, meeting)
-    return _all_or_none(meeting, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)])[0]
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        make = lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]  # noqa: E731
+        return _all_or_none(meeting, make)[0]
 
 
 def features(comm: Any, choices: NcclChoices) -> dict[str, Any]:
