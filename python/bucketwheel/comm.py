@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import secrets
 import weakref
@@ -87,6 +88,7 @@ class Communicator:
         self._choices = choices
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
+        _close_all_at_exit()
         return self
 
     @classmethod
@@ -321,6 +323,9 @@ def _close_all() -> None:
     """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed."""
     for communicator in list(_open_communicators):
         communicator.close(_EXIT_GRACE_S)
+    native().stop_freeing()
 
 
-atexit.register(_close_all)
+@functools.cache
+def _close_all_at_exit() -> None:
+    atexit.register(_close_all)
