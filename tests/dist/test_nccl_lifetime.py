@@ -15,7 +15,7 @@ import torch
 from comm_cases import check_usable, on_nccl
 from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_gone, expect_prefix, gather, nccl_comm, read_flight, script
 from simulated_cuda import posing
-from test_simulated_nccl import new_comm
+from tests.dist.test_simulated_nccl import new_comm
 
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
@@ -123,7 +123,7 @@ def process(code: str) -> str:
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     simulated_cuda.build()
     setup = "import torch, os\nfrom tests import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
-    setup += "simulated_cuda.posing().__enter__()\nfrom bucketwheel.comm import Communicator\n"
+    setup += "from bucketwheel._build import native\nnative().set_posing(True)\nfrom bucketwheel.comm import Communicator\n"
     setup += "from bucketwheel.ops import all_gather\nfrom bucketwheel.errors import DeviceError\n"
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=60, env=env, cwd=ROOT)
