@@ -21,6 +21,7 @@
 #include "comm/host_comm.h"
 #include "comm/nccl_api.h"
 #include "comm/peers_store.h"
+#include "comm/reaper.h"
 
 namespace bucketwheel {
 
@@ -116,7 +117,14 @@ inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock:
 
 inline void bind_peers(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<Peers, PeersRef>(m, "Peers").def("abandon", &Peers::abandon, Unlocked());
+  py::class_<Peers, PeersRef>(m, "Peers")
+      .def(
+          "leave",
+          [](Peers& self, double timeout) {
+            self.join();
+            self.part(deadline_of(timeout));
+          },
+          py::arg("timeout"), Unlocked());
   py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
       .def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
                        const py::object& collect) {
@@ -188,7 +196,8 @@ inline void bind_peers(py::module_& m) {
             std::rethrow_exception(error);
           },
           py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
-      .def_property_readonly("has_left", &StorePeers::has_left);
+      .def_property_readonly("has_left", &StorePeers::has_left)
+      .def_property_readonly("has_failed", [](StorePeers& self) { return self.health().has_failed(); });
   m.def(
       "peers_of",
       [](const CommRef& comm) -> PeersRef {
@@ -206,6 +215,7 @@ inline void bind_nccl(py::module_& m) {
   m.def("nccl_info", &nccl_info);
   m.def("nccl_unique_id", &nccl_unique_id);
   m.def("nccl_error_string", [](int code) { return std::string(nccl_api().get_error_string(code)); }, py::arg("code"));
+  m.def("stop_freeing", &stop_freeing, Unlocked());
   bind_peers(m);
   py::class_<NcclOptions>(m, "NcclOptions")
       .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),

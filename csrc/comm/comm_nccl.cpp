@@ -20,6 +20,7 @@ constexpr std::chrono::milliseconds kPeerPatience{800};
 constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other ranks of this host
 constexpr std::chrono::seconds kDestructorGrace{5};
 constexpr std::chrono::microseconds kPollClose{100};
+constexpr std::chrono::milliseconds kLookPeriod{20};
 constexpr size_t kReapedAtIssue = 4;
 
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
@@ -71,12 +72,22 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
   watch_ = watch([this] { look(); });
 }
 
+NcclComm::Ref NcclComm::around(const PeersRef& peers, const std::shared_ptr<NcclSession>& session,
+                               const std::string& part, const NcclOptions& options, std::shared_ptr<Turn> turn) {
+  try {
+    return Ref(new NcclComm(peers, session, part, options, std::move(turn)));
+  } catch (...) {
+    session->abort();
+    throw;
+  }
+}
+
 NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
                              Deadline deadline) {
   const Health& health = peers->health();
   auto session = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
                                    settings_of(options, health.name()), {}, deadline);
-  return Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+  return around(peers, session, "", options, nullptr);
 }
 
 std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
@@ -94,22 +105,36 @@ std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, in
     throw;
   }
   auto turn = options.serialises ? std::make_shared<Turn>() : nullptr;
-  return {Ref(new NcclComm(peers, gathers, "/ag", options, turn)),
-          Ref(new NcclComm(peers, std::move(reduces), "/rs", options, turn))};
+  try {
+    auto first = around(peers, gathers, "/ag", options, turn);
+    return {std::move(first), around(peers, reduces, "/rs", options, turn)};
+  } catch (...) {
+    reduces->abort();
+    throw;
+  }
 }
 
 NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const NcclOptions& options,
                               Deadline deadline) {
   expect_usable();
   const std::string name = peers == nullptr ? "" : peers->health().name();
-  auto session = session_->split(color, key, settings_of(options, name), {}, deadline);
-  return session == nullptr ? nullptr : Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+  std::shared_ptr<NcclSession> session;
+  try {
+    session = session_->split(color, key, settings_of(options, name), {}, deadline);
+  } catch (const CommError& error) {  // ranks of any color may wait for this one inside NCCL
+    const bool is_late = dynamic_cast<const CommTimeout*>(&error) != nullptr;
+    const std::exception_ptr failure = fail(
+        {is_late ? FailureKind::kTimeout : FailureKind::kError, "split: " + std::string(error.what()), -1, issued_});
+    give_up(failure);
+    std::rethrow_exception(failure);
+  }
+  return session == nullptr ? nullptr : around(peers, session, "", options, nullptr);
 }
 
 NcclComm::Ref NcclComm::borrow(const PeersRef& peers, int device, NcclCommRef comm, const NcclOptions& options) {
   const Health& health = peers->health();
   auto session = NcclSession::borrow(nccl_api(), device, comm, health.rank(), health.world());
-  return Ref(new NcclComm(peers, std::move(session), "", options, nullptr));
+  return around(peers, session, "", options, nullptr);
 }
 
 NcclComm::~NcclComm() {
@@ -140,7 +165,13 @@ size_t NcclComm::register_pool() {
                "ranks have other slabs to register (here " + std::to_string(mine.size()) +
                    "): all must make the same acquires of the pool, in one order, before register_pool()");
   }
-  return memory_->register_slabs(mine.size());
+  try {
+    return memory_->register_slabs(mine.size());
+  } catch (const NcclError& error) {  // the others wait for this rank inside NCCL
+    const std::exception_ptr failure = fail({FailureKind::kError, error.what(), -1, issued_});
+    give_up(failure);
+    std::rethrow_exception(failure);
+  }
 }
 
 // ---- issuing
@@ -163,6 +194,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   state->fate = std::make_shared<Fate>();
   Inflight::Item item{op, {}, nullptr, state->fate, options.keepalive};
   std::vector<Inflight::Item> finished;  // destroyed without the locks
+  expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
   CudaGuard guard(session_->device());
   std::unique_lock lock(session_->issue_mutex());
   expect_usable();
@@ -177,6 +209,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   }
   item.ready = order(stream, options, is_captured);
   flight_.issued(*op);
+  inflight_.enter(op);
   std::exception_ptr error;
   try {
     enqueue(*op, stream);
@@ -184,6 +217,9 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
     state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {
     error = fail({FailureKind::kError, failure.what(), -1, op->seq});
+    item.fate->fail(error);
+    flight_.finished(op->seq, false);
+    item.done = is_captured ? nullptr : try_record(stream);  // of a group, a part may be running
   }
   seq_ = op->seq;
   issued_ = seq_;
@@ -203,6 +239,15 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   finished = inflight_.take_finished(kReapedAtIssue);
   lock.unlock();
   return std::make_shared<Handle>(std::move(state));
+}
+
+// Null when the stream cannot have one any more.
+EventRef NcclComm::try_record(Stream& stream) noexcept {
+  try {
+    return stream.record();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 // In: the inputs are complete and the outputs nobody's any more. Without it NCCL reads gradients that are not there
@@ -274,7 +319,9 @@ void NcclComm::enqueue(const Operation& op, Stream& stream) {
   }
   const std::string why = result == kNcclSuccess ? "" : nccl_error(nccl, failed, result).what();
   for (const auto& [dtype, made] : operators) {
-    (void)BW_NCCL_CALL(nccl, red_op_destroy, made, comm);
+    if (session_->comm() == comm) {  // else it has ended meanwhile, and they with it
+      (void)BW_NCCL_CALL(nccl, red_op_destroy, made, comm);
+    }
   }
   if (result != kNcclSuccess) {
     throw NcclError(result, why);
@@ -360,24 +407,30 @@ void NcclComm::look() noexcept {
 }
 
 void NcclComm::expect_progress() {
-  if (const auto error = session_->async_error()) {
-    fail({FailureKind::kError, *error, -1, issued_});
-    return;
-  }
+  const std::optional<std::string> error = session_->async_error();
   const std::optional<Inflight::Front> front = inflight_.front();
-  if (!front) {
+  const std::string what = front ? describe(*front->op) : "";
+  const uint64_t seq = front ? front->op->seq : issued_.load();
+  // A peer's failure is known before the next operation, which would hang, or block inside NCCL. That a rank is dead
+  // NCCL may tell before we know it, and it does not say who it was.
+  const bool needs_all = error.has_value() || (front && front->waited > kPeerPatience);
+  if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
+    fail({failure->kind, failure->text, failure->rank, seq});
     return;
   }
-  const auto& [op, waited] = *front;
-  const std::string what = describe(*op);
-  const bool needs_all = waited > kPeerPatience;
-  if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
-    fail({failure->kind, failure->text, failure->rank, op->seq});
-  } else if (waited > peers_->timeout()) {
-    const std::string late = peers_->late_ranks(path_of(part_), op->seq);
-    fail({FailureKind::kTimeout,
-          "timeout in " + what + (late.empty() ? ", which all ranks have issued" : ". Not arrived: " + late), -1,
-          op->seq});
+  if (error) {
+    if (!error_since_) {
+      error_since_ = Clock::now();
+    }
+    if (Clock::now() - *error_since_ > kPeerPatience) {
+      fail({FailureKind::kError, *error, -1, seq});
+    }
+    return;
+  }
+  if (front && front->waited > peers_->timeout()) {
+    const std::optional<std::string> late = peers_->late_ranks(path_of(part_), seq);
+    const std::string who = !late ? "" : late->empty() ? ", which all ranks have issued" : ". Not arrived: " + *late;
+    fail({FailureKind::kTimeout, "timeout in " + what + who, -1, seq});
   }
 }
 
@@ -395,7 +448,7 @@ void NcclComm::give_up(const std::exception_ptr& error) {
 }
 
 void NcclComm::abort(const std::string& why) noexcept {
-  if (peers_->health().is_forked() || is_closing_) {
+  if (peers_->health().is_forked() || is_closed_) {
     return;
   }
   give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why, -1, issued_}));
@@ -409,12 +462,16 @@ void NcclComm::close(Deadline deadline) {
   if (is_closed_) {
     return;
   }
+  bool is_stuck = false;
   {
-    std::unique_lock issue_lock(session_->issue_mutex(), kDestructorGrace);  // a thread may be stuck in there
+    std::unique_lock issue_lock(session_->issue_mutex(), std::defer_lock);  // a thread may be stuck in there
+    while (!issue_lock.try_lock_for(kLookPeriod) && !has_passed(deadline) && !peers_->health().has_failed()) {
+    }
     is_closing_ = true;
+    is_stuck = !issue_lock.owns_lock();
   }
-  while (inflight_.take_finished(), !inflight_.is_settled()) {
-    if (has_passed(deadline)) {
+  while (inflight_.take_finished(), is_stuck || !inflight_.is_settled()) {
+    if (is_stuck || has_passed(deadline)) {
       give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
       break;
     }

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,7 +54,7 @@ class NcclComm final : public Comm {
   static std::pair<Ref, Ref> pair(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
                                   Deadline deadline);
   // Called by all ranks of this communicator; `peers` is that of the new one, null with a color < 0 (then null comes
-  // back). New ranks are in the order of `key`, then of the old ranks.
+  // back). New ranks are in the order of `key`, then of the old ranks. Where it fails on a rank, this communicator does.
   Ref split(const PeersRef& peers, int color, int key, const NcclOptions& options, Deadline deadline);
   // Around a communicator that somebody else owns, who also has to abort it.
   static Ref borrow(const PeersRef& peers, int device, NcclCommRef comm, const NcclOptions& options);
@@ -90,7 +91,10 @@ class NcclComm final : public Comm {
 
   NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const std::string& part, NcclOptions options,
            std::shared_ptr<Turn> turn);
+  static Ref around(const PeersRef& peers, const std::shared_ptr<NcclSession>& session, const std::string& part,
+                    const NcclOptions& options, std::shared_ptr<Turn> turn);
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
+  static EventRef try_record(Stream& stream) noexcept;
   void enqueue(const Operation& op, Stream& stream);
   int make_operator(double factor, DType dtype) const;
   int call(const Operation& op, const Segment& segment, int reduction, void* native, NcclCall* called) const;
@@ -115,9 +119,10 @@ class NcclComm final : public Comm {
   uint64_t seq_ = 0;  // guarded by the session's issue mutex
   std::atomic<uint64_t> issued_{0};
   Inflight inflight_{flight_};
+  std::optional<Clock::time_point> error_since_;  // the watchdog's: NCCL reports an error
   std::atomic<bool> is_closing_{false};
   std::mutex close_mutex_;
-  bool is_closed_ = false;
+  std::atomic<bool> is_closed_{false};
   std::shared_ptr<Watch> watch_;
 };
 

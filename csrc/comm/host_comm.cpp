@@ -182,7 +182,7 @@ std::optional<Failure> HostComm::trouble(uint64_t seq, const std::function<bool(
   }
 }
 
-std::string HostComm::late_ranks(int path, uint64_t seq) const {
+std::optional<std::string> HostComm::late_ranks(int path, uint64_t seq) const {
   std::string text;
   for (int r = 0; r < world(); ++r) {
     const uint64_t issued = team_->record(r).issued[path];

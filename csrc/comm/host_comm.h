@@ -52,7 +52,7 @@ class HostComm final : public Comm, public Peers {
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
   std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
   void note_issued(int path, uint64_t seq) override { team_->own().issued[path] = seq; }
-  std::string late_ranks(int path, uint64_t seq) const override;
+  std::optional<std::string> late_ranks(int path, uint64_t seq) const override;
   FlightRing& flight() { return flight_; }
   // Another communicator has the operations, and writes them out.
   void leave_flight_to_another() { has_flight_ = false; }

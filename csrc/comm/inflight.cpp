@@ -11,13 +11,24 @@ constexpr std::chrono::microseconds kPoll{100};
 
 }  // namespace
 
+void Inflight::enter(std::shared_ptr<const Operation> op) {
+  std::lock_guard lock(mutex_);
+  entered_ = {std::move(op), Clock::now()};
+}
+
 void Inflight::add(Item item) {
   std::lock_guard lock(mutex_);
+  entered_.reset();
+  if (given_up_with_ != nullptr) {  // while it was being enqueued: its event says nothing about its outcome
+    item.fate->fail(given_up_with_);
+    flight_.finished(item.op->seq, false);
+  }
   running_.push_back({std::move(item), {}});
 }
 
 void Inflight::add_captured(Item item) {
   std::lock_guard lock(mutex_);
+  entered_.reset();
   flight_.captured(item.op->seq);
   captured_.push_back(std::move(item));
 }
@@ -40,7 +51,7 @@ std::vector<Inflight::Item> Inflight::take_finished(size_t most) {
 std::optional<Inflight::Front> Inflight::front() {
   std::lock_guard lock(mutex_);
   if (running_.empty()) {
-    return {};
+    return entered_ ? std::optional(Front{entered_->op, Clock::now() - entered_->since}) : std::nullopt;
   }
   Running& first = running_.front();
   if (!first.since) {
@@ -55,9 +66,10 @@ std::optional<Inflight::Front> Inflight::front() {
 
 bool Inflight::give_up(const std::exception_ptr& error) {
   std::lock_guard lock(mutex_);
-  if (std::exchange(has_given_up_, true)) {
+  if (given_up_with_ != nullptr) {
     return false;
   }
+  given_up_with_ = error;
   for (Running& running : running_) {
     const Item& item = running.item;
     bool is_done = false;
@@ -75,7 +87,7 @@ bool Inflight::give_up(const std::exception_ptr& error) {
 
 bool Inflight::is_settled() const {
   std::lock_guard lock(mutex_);
-  return running_.empty() || has_given_up_;
+  return running_.empty() || given_up_with_ != nullptr;
 }
 
 void Inflight::await_device(Deadline deadline) noexcept {

@@ -21,13 +21,16 @@ class Inflight {
   struct Item {
     std::shared_ptr<Operation> op;
     std::vector<EventRef> ready;  // what it starts after
-    EventRef done;                // null: enqueuing it failed, and what it uses is never known to be free
+    EventRef done;                // null: it is not known when what it uses is free
     std::shared_ptr<Fate> fate;
     std::vector<Handle::Keepalive> keepalive;
   };
   explicit Inflight(FlightRing& flight) : flight_(flight) {}
 
-  void add(Item item);  // in the order of issue
+  // A thread is about to enqueue `op`, and may stay in there; until its item is added.
+  void enter(std::shared_ptr<const Operation> op);
+  // In the order of issue. After give_up() it fails like the others.
+  void add(Item item);
   // What a graph replays: kept as long as the communicator.
   void add_captured(Item item);
 
@@ -37,7 +40,8 @@ class Inflight {
     std::shared_ptr<const Operation> op;
     Clock::duration waited;
   };
-  // The next one to end, and for how long it could have been running; nothing until it could start.
+  // The next one to end, and for how long it could have been running; nothing until it could start. With nothing
+  // running, the one that is being enqueued, and for how long.
   std::optional<Front> front();
 
   // Those that are not over fail with `error`. False when that has been done before.
@@ -56,7 +60,12 @@ class Inflight {
   mutable std::mutex mutex_;
   std::deque<Running> running_;
   std::vector<Item> captured_;
-  bool has_given_up_ = false;
+  struct Entered {
+    std::shared_ptr<const Operation> op;
+    Clock::time_point since;
+  };
+  std::optional<Entered> entered_;
+  std::exception_ptr given_up_with_;
 };
 
 }  // namespace bucketwheel

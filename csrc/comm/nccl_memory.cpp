@@ -21,7 +21,7 @@ struct NcclMemory::Windows {
   };
   // With the lock held. The window of memory that is about to be freed.
   void end(Entry& entry) noexcept {
-    if (entry.window == nullptr) {
+    if (entry.window == nullptr || session->is_forked()) {
       return;
     }
     try {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "device/cuda_buffer.h"
 #include "device/device_cuda.h"
 
@@ -128,11 +129,17 @@ NcclConfig config_of(const NcclSettings& settings) {
   return config;
 }
 
-int settle_comm(const NcclApi& api, NcclCommRef comm, int result, Deadline deadline) {
+int ask(const NcclApi& api, NcclCommRef comm) {
+  int result = kNcclSuccess;
+  const int asked = BW_NCCL_CALL(api, comm_get_async_error, comm, &result);
+  return asked == kNcclSuccess ? result : asked;
+}
+
+// `look` says how the call goes.
+int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
   while (result == kNcclInProgress && !has_passed(deadline)) {
     std::this_thread::sleep_for(kPoll);
-    const int asked = BW_NCCL_CALL(api, comm_get_async_error, comm, &result);
-    result = asked == kNcclSuccess ? result : asked;
+    result = look();
   }
   return result;
 }
@@ -147,6 +154,7 @@ NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int r
       world_(world),
       settings_(std::move(settings)),
       issue_mutex_(issue_mutex_of(device)),
+      fork_generation_(fork_generation()),
       comm_(comm) {}
 
 std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, const NcclUniqueId& id, int rank,
@@ -157,9 +165,9 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
     NcclConfig config = config_of(*kept);
     NcclCommRef comm = nullptr;
     const int result = BW_NCCL_TRY(api, comm_init_rank_config, &comm, world, id, rank, &config);
-    expect_success(api, NcclCall::comm_init_rank_config, settle_comm(api, comm, result, deadline));
     const std::shared_ptr<NcclSession> made(new NcclSession(api, device, comm, rank, world, kept));
     attempt.started(made);
+    expect_success(api, NcclCall::comm_init_rank_config, made->settle_unlocked(result, deadline));
     made->warm_up(uses);
   });
 }
@@ -180,13 +188,11 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
     if (child == nullptr) {
       return;
     }
-    expect_success(self->api_, NcclCall::comm_split, settle_comm(self->api_, child, kNcclInProgress, deadline));
-    int rank = 0;
-    int world = 0;
-    BW_NCCL_TRY(self->api_, comm_user_rank, child, &rank);
-    BW_NCCL_TRY(self->api_, comm_count, child, &world);
-    const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, rank, world, kept));
+    const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, 0, 1, kept));
     attempt.started(made);
+    expect_success(self->api_, NcclCall::comm_split, made->settle_unlocked(kNcclInProgress, deadline));
+    BW_NCCL_TRY(self->api_, comm_user_rank, child, &made->rank_);
+    BW_NCCL_TRY(self->api_, comm_count, child, &made->world_);
     made->warm_up(uses);
   });
 }
@@ -207,18 +213,28 @@ std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device,
   return std::shared_ptr<NcclSession>(new NcclSession(api, device, comm, rank, world, nullptr));
 }
 
+bool NcclSession::is_forked() const { return fork_generation_ != fork_generation(); }
+
 int NcclSession::settle(int result, Deadline deadline) const {
-  return result == kNcclInProgress ? settle_comm(api_, comm(), result, deadline) : result;
+  return settle_by([this] { return look(); }, result, deadline);
 }
+
+int NcclSession::settle_unlocked(int result, Deadline deadline) const {
+  const auto locked_look = [this] {
+    std::lock_guard lock(issue_mutex_);
+    return look();
+  };
+  return settle_by(locked_look, result, deadline);
+}
+
+int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
 
 std::optional<std::string> NcclSession::async_error() const {
   std::unique_lock lock(issue_mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
   }
-  int error = kNcclSuccess;
-  const int asked = BW_NCCL_CALL(api_, comm_get_async_error, comm(), &error);
-  error = asked == kNcclSuccess ? error : asked;
+  const int error = ask(api_, comm());
   if (error == kNcclSuccess || error == kNcclInProgress) {
     return {};
   }
@@ -256,7 +272,7 @@ void NcclSession::destroy(Deadline deadline) noexcept {
       CudaGuard guard(self->device_);
       const RelaxedCapture relaxed;
       int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);
-      result = settle_comm(self->api_, comm, result, Clock::now() + std::chrono::seconds(60));
+      result = settle_by([&] { return ask(self->api_, comm); }, result, Clock::now() + std::chrono::seconds(60));
       if (result == kNcclSuccess) {
         (void)BW_NCCL_CALL(self->api_, comm_destroy, comm);
       } else {
@@ -267,29 +283,40 @@ void NcclSession::destroy(Deadline deadline) noexcept {
   }
 }
 
-void NcclSession::warm_up(const NcclUses& uses) const {
+void NcclSession::warm_up(const NcclUses& uses) {
   CudaDevice& device = CudaDevice::at(device_);
   const StreamRef stream = device.new_stream("bw-warm-up");
-  void* const native = native_stream(*stream, "warm-up");
   CudaBuffer scratch(device);
-  const auto world = static_cast<size_t>(world_);
-  for (const size_t shard_bytes : {kSmallShardBytes, std::max(kSmallShardBytes, kLargeFullBytes / world / 16 * 16)}) {
-    auto* const full = static_cast<std::byte*>(scratch.reserve(world * shard_bytes));
-    device.fill(full, 0, world * shard_bytes, stream.get());
-    std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
-    const size_t count = shard_bytes / sizeof(float);
-    std::unique_lock lock(issue_mutex_);
-    const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
-    if (comm() != nullptr && uses.gathers) {
-      check(NcclCall::all_gather, BW_NCCL_TRY(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
+  try {
+    for (const size_t full_bytes : {kSmallShardBytes * static_cast<size_t>(world_), kLargeFullBytes}) {
+      run_once(uses, full_bytes, scratch, *stream);
     }
-    if (comm() != nullptr && uses.reduces) {
-      check(NcclCall::reduce_scatter,
-            BW_NCCL_TRY(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
-    }
-    lock.unlock();
+  } catch (...) {
+    abort();  // what is in the stream waits for peers, and uses the scratch memory
     stream->synchronize();
+    throw;
   }
+}
+
+void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const {
+  void* const native = native_stream(stream, "warm-up");
+  const auto world = static_cast<size_t>(world_);
+  const size_t shard_bytes = std::max(kSmallShardBytes, full_bytes / world / 16 * 16);
+  auto* const full = static_cast<std::byte*>(scratch.reserve(world * shard_bytes));
+  CudaDevice::at(device_).fill(full, 0, world * shard_bytes, &stream);
+  std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
+  const size_t count = shard_bytes / sizeof(float);
+  std::unique_lock lock(issue_mutex_);
+  const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
+  if (comm() != nullptr && uses.gathers) {
+    check(NcclCall::all_gather, BW_NCCL_CALL(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
+  }
+  if (comm() != nullptr && uses.reduces) {
+    check(NcclCall::reduce_scatter,
+          BW_NCCL_CALL(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
+  }
+  lock.unlock();
+  stream.synchronize();
 }
 
 }  // namespace bucketwheel

@@ -12,6 +12,7 @@
 
 #include "base/deadline.h"
 #include "comm/nccl_api.h"
+#include "device/stream.h"
 
 namespace bucketwheel {
 
@@ -26,6 +27,8 @@ struct NcclUses {
   bool gathers = true;
   bool reduces = true;
 };
+
+class CudaBuffer;
 
 class NcclSession : public std::enable_shared_from_this<NcclSession> {
  public:
@@ -44,13 +47,14 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int device() const { return device_; }
   int rank() const { return rank_; }
   int world() const { return world_; }
+  bool is_forked() const;  // it is the parent process's, and nobody here may touch it
 
   // NCCL wants one thread at a time per device, in one order. Held while an operation is issued.
   std::timed_mutex& issue_mutex() const { return issue_mutex_; }
   // With the lock held, while it is used; null after abort() and destroy().
   NcclCommRef comm() const { return comm_; }
   // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
-  // it has ended, and returns how. kNcclInProgress at the deadline. With the lock held.
+  // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the lock held.
   int settle(int result, Deadline deadline) const;
   // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
   std::optional<std::string> async_error() const;
@@ -64,14 +68,18 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
  private:
   NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
               std::shared_ptr<const NcclSettings> settings);
-  void warm_up(const NcclUses& uses) const;
+  int settle_unlocked(int result, Deadline deadline) const;  // takes the lock for each look
+  int look() const;
+  void warm_up(const NcclUses& uses);
+  void run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const;
 
   const NcclApi& api_;
   const int device_;
-  const int rank_;
-  const int world_;
+  int rank_;  // known once split() has ended, like the next
+  int world_;
   const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
   std::timed_mutex& issue_mutex_;
+  const uint64_t fork_generation_;
   std::atomic<NcclCommRef> comm_;
 };
 

@@ -42,9 +42,9 @@ class Peers {
   // Tells the peers how far this rank has issued on one of the data paths that share it (at most kPaths).
   static constexpr int kPaths = 2;
   virtual void note_issued(int path, uint64_t seq) = 0;
-  // The ranks that have not issued `seq`, for messages: "rank 2 (pid 1234, last issued 117)"; empty when all have, or
-  // when that is not known.
-  virtual std::string late_ranks(int path, uint64_t seq) const = 0;
+  // The ranks that have not issued `seq`, for messages: "rank 2 (pid 1234, last issued 117)"; empty when all have.
+  // Nothing when that is not known.
+  virtual std::optional<std::string> late_ranks(int path, uint64_t seq) const = 0;
 
   // Data paths that share these peers: the last one that goes says goodbye to them, and later calls throw ClosedError.
   void join() { ++users_; }
@@ -52,11 +52,6 @@ class Peers {
     if (--users_ == 0) {
       leave(deadline);
     }
-  }
-  // No data path could be made.
-  void abandon() {
-    join();
-    part(Clock::now());
   }
 
  protected:

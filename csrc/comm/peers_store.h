@@ -33,7 +33,7 @@ class StorePeers final : public Peers {
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
   std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
   void note_issued(int, uint64_t) override {}
-  std::string late_ranks(int, uint64_t) const override { return {}; }
+  std::optional<std::string> late_ranks(int, uint64_t) const override { return {}; }
 
   // ---- for the thread that reads and writes the Store
 

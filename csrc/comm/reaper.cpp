@@ -1,6 +1,8 @@
 #include "comm/reaper.h"
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <iterator>
 #include <mutex>
 #include <thread>
@@ -11,8 +13,12 @@
 namespace bucketwheel {
 namespace {
 
+constexpr std::chrono::seconds kLastPatience{1};
+
 struct Reaper {
   std::mutex mutex;
+  std::condition_variable is_idle;
+  bool has_stopped = false;
   std::vector<Handle::Keepalive> waiting;
   bool is_running = false;
   uint64_t fork_generation = 0;
@@ -21,8 +27,13 @@ struct Reaper {
     for (;;) {
       std::vector<Handle::Keepalive> now;  // freed without the lock
       std::lock_guard lock(mutex);
+      if (has_stopped) {
+        new std::vector<Handle::Keepalive>(std::move(waiting));
+        waiting.clear();
+      }
       if (waiting.empty()) {
         is_running = false;
+        is_idle.notify_all();
         return;
       }
       now.swap(waiting);
@@ -53,12 +64,23 @@ void free_later(std::vector<Handle::Keepalive> keepalive) {
   }
   Reaper& all = reaper();
   std::lock_guard lock(all.mutex);
+  if (all.has_stopped) {
+    new std::vector<Handle::Keepalive>(std::move(keepalive));
+    return;
+  }
   all.waiting.insert(all.waiting.end(), std::make_move_iterator(keepalive.begin()),
                      std::make_move_iterator(keepalive.end()));
   if (!all.is_running) {
     std::thread([&all] { all.run(); }).detach();
     all.is_running = true;
   }
+}
+
+void stop_freeing() noexcept {
+  Reaper& all = reaper();
+  std::unique_lock lock(all.mutex);
+  all.has_stopped = true;
+  all.is_idle.wait_for(lock, kLastPatience, [&] { return !all.is_running; });
 }
 
 }  // namespace bucketwheel

@@ -10,4 +10,7 @@ namespace bucketwheel {
 
 void free_later(std::vector<Handle::Keepalive> keepalive);
 
+// The interpreter is about to end, after which nobody may take the GIL: waits for what is being freed; the rest never is.
+void stop_freeing() noexcept;
+
 }  // namespace bucketwheel

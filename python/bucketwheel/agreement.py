@@ -29,6 +29,7 @@ _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
 _GOODBYE_TAG = 7
+_IN_ORDER, _AFTER_FAILURE = 1, 2  # what a goodbye says; the Store has the failure, which is what peers are to hear
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 
 
@@ -161,18 +162,21 @@ def _carry_failures(peers: Any, store: dist.Store, size: int) -> None:
 
 def _watch(peers: Any, group: Any, rank: int) -> None:
     """Waits for the goodbye of ``rank``. Its death breaks the connection instead."""
+    goodbye = torch.zeros(1, dtype=torch.uint8)
     try:
-        group.recv([torch.zeros(1, dtype=torch.uint8)], rank, _GOODBYE_TAG).wait()
+        group.recv([goodbye], rank, _GOODBYE_TAG).wait()
     except RuntimeError:
         if not peers.has_left:
             with contextlib.suppress(Error):
                 peers.fail("peer", f"rank {rank} died", rank)
         return
-    peers.lose(rank)
+    if goodbye.item() == _IN_ORDER:
+        peers.lose(rank)
 
 
 def _say_goodbye(peers: Any, group: Any, rank: int) -> None:
     peers.await_leave()
+    goodbye = torch.tensor([_AFTER_FAILURE if peers.has_failed else _IN_ORDER], dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):  # that one has gone before
-        group.send([torch.ones(1, dtype=torch.uint8)], rank, _GOODBYE_TAG).wait()
+        group.send([goodbye], rank, _GOODBYE_TAG).wait()
     peers.finish()

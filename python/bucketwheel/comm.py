@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import itertools
+import functools
 import json
 import secrets
 import weakref
@@ -86,10 +86,10 @@ class Communicator:
         self._native = native_comm
         self._place = place
         self._choices = choices
-        self._splits = itertools.count()
         self._gathers: Communicator | None = None
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
+        _close_all_at_exit()
         return self
 
     @classmethod
@@ -156,7 +156,7 @@ class Communicator:
         New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
         one's; nothing else is shared.
         """
-        number = next(self._splits)
+        number = next(self._place.splits)
         token = secrets.token_hex(8)
         everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
         members = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
@@ -341,6 +341,9 @@ def _close_all() -> None:
     """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed."""
     for communicator in list(_open_communicators):
         communicator.close(_EXIT_GRACE_S)
+    native().stop_freeing()
 
 
-atexit.register(_close_all)
+@functools.cache
+def _close_all_at_exit() -> None:
+    atexit.register(_close_all)

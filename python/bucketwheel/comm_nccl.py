@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -112,6 +113,17 @@ def _make_peers(meeting: Meeting | None, name: str, timeout_s: float) -> Any:
         return agreement.make_peers(meeting, name, timeout_s)
 
 
+@contextlib.contextmanager
+def _peers_to_keep(meeting: Meeting | None, name: str, timeout_s: float) -> Iterator[Any]:
+    """New peers, that are left again when what is made of them fails."""
+    peers = _make_peers(meeting, name, timeout_s)
+    try:
+        yield peers
+    except BaseException:
+        peers.leave(0.0)
+        raise
+
+
 def make(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> Any:
     """The native communicator of the ranks that meet (None: of this process alone)."""
 
@@ -151,27 +163,21 @@ def _make(
         options = _options(choices, device, None, serialises=serialises)
         return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
     unique_id = _agree_on_nccl(meeting, choices, serialises)
-    options = _options(choices, device, meeting, serialises=serialises)  # all ranks' are equal, and so are its errors
-    peers = _make_peers(meeting, name, timeout_s)
-    return _all_or_none(
-        meeting, peers, lambda: make(peers, unique_id, options, max(meeting.deadline - time.monotonic(), 0.1))
-    )
+    options = _options(choices, device, meeting, serialises=serialises)
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        left_s = max(meeting.deadline - time.monotonic(), 0.1)
+        return _all_or_none(meeting, lambda: make(peers, unique_id, options, left_s))
 
 
-def _all_or_none(meeting: Meeting, peers: Any, make: Callable[[], list[Any]]) -> list[Any]:
+def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
     """The communicators that ``make`` returns, if it works on all ranks; CommError on every rank otherwise."""
     made: list[Any] = []
-    try:
-        failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
-    except BaseException:
-        peers.abandon()
-        raise
+    failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
     if failures:
         for comm in made:
             if comm is not None:
                 comm.abort("another rank could not make its part")
                 comm.close(0.0)
-        peers.abandon()
         raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
     return made
 
@@ -216,9 +222,9 @@ def split(
         parent.split(None, colour, key, options, timeout_s)
         return None
     options = _options(choices, device, meeting)
-    peers = _make_peers(meeting, name, timeout_s)
-    make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
-    return make()[0] if meeting is None else _all_or_none(meeting, peers, make)[0]
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
+        return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
 
 
 def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
@@ -227,10 +233,9 @@ def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, t
     if not hasattr(backend, "_comm_ptr"):
         raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
     options = _options(NcclChoices(), device, meeting)
-    peers = _make_peers(meeting, name, timeout_s)
-    return _all_or_none(
-        meeting, peers, lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]
-    )[0]
+    with _peers_to_keep(meeting, name, timeout_s) as peers:
+        make = lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]  # noqa: E731
+        return _all_or_none(meeting, make)[0]
 
 
 def features(comm: Any, choices: NcclChoices) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import CommError, CommTimeout
+from .errors import CommTimeout, Error
 
 __all__ = ["Meeting"]
 
 _LOOK_S = 0.05
+_OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
 
 
 class Meeting:
@@ -45,16 +46,17 @@ class Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""
         return Meeting(dist.PrefixStore(name, self.store), rank, size, self.timeout_s)
 
-    def exchange(self, mine: Any) -> list[Any]:
-        """Everybody's value by rank. `CommTimeout` naming the ranks that have not come."""
+    def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
+        """Everybody's value by rank. `CommTimeout` naming the ranks that have not come by the meeting's deadline, or within
+        ``grace_s`` if that is later."""
         self._round += 1
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
         together = f"{self._round}/all"
         if self.rank != 0:
             self.store.set(keys[self.rank], json.dumps(mine))
-            self._await([together])
+            self._await([together], 2 * grace_s)
             return list(json.loads(self.store.get(together)))
-        self._await(keys[1:])
+        self._await(keys[1:], grace_s)
         values = [mine, *(json.loads(self.store.get(key)) for key in keys[1:])]
         self.store.set(together, json.dumps(values))
         for key in keys[1:]:
@@ -63,11 +65,13 @@ class Meeting:
             self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
         return values
 
-    def _await(self, keys: list[str]) -> None:
-        left = max(self.deadline - time.monotonic(), _LOOK_S)
+    def _await(self, keys: list[str], grace_s: float) -> None:
+        until = max(self.deadline, time.monotonic() + grace_s)
         try:
-            self.store.wait(keys, timedelta(seconds=left))
-        except RuntimeError as error:  # DistStoreError, but of a FileStore
+            self.store.wait(keys, timedelta(seconds=max(until - time.monotonic(), _LOOK_S)))
+        except RuntimeError as error:  # of which the Stores have different kinds
+            if time.monotonic() < until:
+                raise
             came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
             missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
             raise CommTimeout(
@@ -78,11 +82,12 @@ class Meeting:
         """What went wrong in ``step``; empty if nothing did."""
         try:
             step()
-        except (OSError, CommError) as error:
+        except (OSError, Error) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
     def failures(self, mine: str) -> str:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
-        failed = [(rank, text) for rank, text in enumerate(self.exchange(mine)) if text]
+        everyone = self.exchange(mine, grace_s=_OUTCOME_S)
+        failed = [(rank, text) for rank, text in enumerate(everyone) if text]
         return "".join(f"\n  rank {rank}: {text}" for rank, text in failed)

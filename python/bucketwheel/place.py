@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -60,6 +61,8 @@ class Place:
     timeout_s: float
     meeting: Meeting | None = None
     local: LocalRank | None = None
+    # Numbers the splits: two communicators of a pair have one place, and their parts meet in one Store.
+    splits: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | LocalRank | None, backend: str, timeout_s: float) -> Place:

@@ -95,7 +95,7 @@ def build(test: str, sanitizer: str) -> Path:
 
     def compile_extra(path: Path) -> Path:
         seen = [*closure(recipe.csrc, str(path)), *fake_toolkit]
-        return stored(f"{path.stem}-{sanitizer}", seen, [*own_argv, "-x", "c++", str(path)])
+        return stored(f"{path.parent.name}_{path.stem}-{sanitizer}", seen, [*own_argv, "-x", "c++", str(path)])
 
     parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

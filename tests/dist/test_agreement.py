@@ -1,0 +1,276 @@
+"""Agreement between ranks that do not share a host: rounds, time limits, deaths, aborts and leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from comm_cases import check_usable
+from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_gone, expect_prefix, gather, nccl_comm, script
+from simulated_cuda import posing
+
+from bucketwheel import comm_shm
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommTimeout
+from bucketwheel.testing import RankPool
+from tests import simulated_cuda, simulated_nccl
+
+pytestmark = pytest.mark.dist
+
+
+def not_one_host(*_: Any) -> Any:
+    raise comm_shm.NotOneHost("\n  rank 1: on another host")
+
+
+@contextlib.contextmanager
+def apart(name: str, **choices: Any) -> Iterator[tuple[Communicator, Any]]:
+    """An nccl communicator of ranks that find out that they do not share a host."""
+
+    with mock.patch.object(comm_shm, "connect", not_one_host), nccl_comm(name, **choices) as (comm, library):
+        yield comm, library
+
+
+def threads_of_agreement() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bw_")]
+
+
+def expect_no_threads() -> None:
+    until = time.monotonic() + 5
+    while threads_of_agreement() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threads_of_agreement() == []
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+
+def payload_of(rank: int, number: int, bytes_: int) -> bytes:
+    return bytes((rank * 31 + number * 7 + i) % 251 for i in range(min(bytes_, 1000))) * (-(-bytes_ // 1000))
+
+
+def rounds(rank: int, size: int) -> None:
+    with apart("rounds") as (comm, _):
+        assert len(threads_of_agreement()) == 3
+        for number, length in enumerate([0, 1, 247, 248, 249, 5000, comm.max_payload_bytes - 2000, 0, 3]):
+            everyone = [payload_of(other, number, length + 100 * other * (length != 0)) for other in range(size)]
+            assert comm.exchange(everyone[rank]) == everyone
+        # Only the last rank's is long: all take the second part of the round.
+        lengths = [0] * (size - 1) + [100_000]
+        assert [len(one) for one in comm.exchange(b"x" * lengths[rank])] == lengths
+        with pytest.raises(ValueError, match="at most"):
+            comm.post(bytes(comm.max_payload_bytes + 1))
+        with pytest.raises(ValueError, match="nothing is posted"):
+            comm.collect()
+        comm.post(b"once")
+        with pytest.raises(ValueError, match="not collected"):
+            comm.post(b"twice")
+        assert comm.collect() == [b"once"] * size
+        for number in range(200):
+            assert comm.exchange(payload_of(rank, number, 3)) == [payload_of(other, number, 3) for other in range(size)]
+        check_usable(comm)
+    expect_no_threads()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rounds(world, rank_pool):
+    rank_pool(world).run(rounds, timeout_s=60)
+
+
+def parts(rank: int, size: int) -> None:
+    with apart("whole") as (comm, _):
+        part = comm.split(0 if rank < 2 else 1)
+        check_usable(part)
+        part.close()
+        check_usable(comm)
+    expect_no_threads()
+
+
+def test_parts(rank_pool):
+    rank_pool(3).run(parts, timeout_s=60)
+
+
+# --------------------------------------------------------------------------------------------------------- time limits
+
+
+def collects_alone(rank: int, size: int) -> None:
+    with apart("patient") as (comm, _):
+        if rank == 0:
+            comm.post(b"early")
+            begin = time.monotonic()
+            with pytest.raises(CommTimeout, match="not over after"):
+                comm.collect(timeout=0.1)
+            assert time.monotonic() - begin < 1
+            assert comm.collect() == [b"early", b"late"]
+        else:
+            time.sleep(0.5)
+            assert comm.exchange(b"late") == [b"early", b"late"]
+        check_usable(comm)
+
+
+def test_a_short_wait_leaves_the_round_open(rank_pool):
+    rank_pool(2).run(collects_alone)
+
+
+def nobody_comes(rank: int, size: int, where: str) -> tuple[Error, float]:
+    with apart("lonely", timeout_s=1.0) as (comm, _):
+        begin = time.monotonic()
+        if rank == size - 1:
+            time.sleep(1.7)
+            return error_of(lambda: gather(comm)), 1.0
+        if where == "round":
+            error = error_of(lambda: comm.exchange(b""))
+        else:
+            error = error_of(gather(comm)[1].synchronize)
+        return error, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("where", ["round", "operation"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_never_comes(world, where, rank_pool):
+    for rank, (error, took_s) in enumerate(rank_pool(world).run(nobody_comes, where, timeout_s=30)):
+        assert error[0] == "CommTimeout" and 0.8 < took_s < 1 + SOON_S
+        expect_prefix(error[1], rank, world, "lonely")
+        assert "timeout in " in error[1]
+        assert "all ranks have issued" not in error[1], "nobody knows that here"
+
+
+# ---------------------------------------------------------------------------------------------------- death and abort
+
+
+def victim_dies(rank: int, size: int, victim: int, moment: str) -> float:
+    with apart("doomed") as (comm, _):
+        full, before = gather(comm)
+        before.synchronize()
+        comm.exchange(b"")
+        begin = time.monotonic()
+        handle = gather(comm)[1] if moment == "in flight" and rank != victim else None
+        if rank == victim:
+            time.sleep(0.1)
+            os.kill(os.getpid(), 9)
+        if moment == "idle":
+            time.sleep(0.5)
+            begin = time.monotonic()
+        if moment == "in exchange":
+            error = error_of(lambda: comm.exchange(b""))
+        else:
+            error = error_of((handle or gather(comm)[1]).synchronize if moment != "idle" else lambda: gather(comm)[1].synchronize())
+        took_s = time.monotonic() - begin
+        assert (error[0], error[2]) == ("PeerError", victim), error
+        assert f"rank {victim} died" in error[1]
+        assert error_of(lambda: comm.exchange(b"")) == error
+        expect_gathered(comm, full)
+        return took_s
+
+
+@pytest.mark.parametrize("moment", ["in flight", "idle", "in exchange"])
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+def test_a_killed_rank_is_told_to_every_other_soon(world, victim, moment):
+    simulated_cuda.build()
+    with RankPool(world, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+        results = pool.run(victim_dies, victim, moment, expect_dead=[victim], timeout_s=30)
+    assert all(took_s < SOON_S for rank, took_s in enumerate(results) if rank != victim), results
+
+
+def one_aborts(rank: int, size: int, where: str) -> tuple[Error, float]:
+    with apart("aborted") as (comm, _):
+        comm.exchange(b"")
+        begin = time.monotonic()
+        if rank == 1:
+            time.sleep(0.2)
+            comm.abort("the data ran out")
+            error = error_of(lambda: comm.exchange(b""))
+        elif where == "round":
+            error = error_of(lambda: comm.exchange(b""))
+        else:
+            error = error_of(gather(comm)[1].synchronize)
+        return error, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("where", ["round", "operation"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_abort_reaches_every_rank_with_its_reason(world, where, rank_pool):
+    for rank, (error, took_s) in enumerate(rank_pool(world).run(one_aborts, where, timeout_s=30)):
+        assert error[0] == "CommError" and took_s < SOON_S
+        expect_prefix(error[1], rank, world, "aborted")
+        assert "aborted by rank 1: the data ran out" in error[1]
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+def one_leaves_early(rank: int, size: int) -> None:
+    with apart("party") as (comm, _):
+        full, handle = gather(comm)
+        if rank == 0:
+            comm.close()
+        else:
+            time.sleep(1.2)  # longer than a dead peer would go unnoticed
+            handle.synchronize()
+            expect_gathered(comm, full)
+            gather(comm, 0)[1].synchronize()
+    expect_no_threads()
+
+
+def test_a_rank_that_leaves_early_is_not_dead(rank_pool):
+    rank_pool(2).run(one_leaves_early, timeout_s=30)
+
+
+def one_is_needed(rank: int, size: int) -> Error:
+    script()
+    # NCCL on rank 0 may wait for the others, who abort, until its process ends.
+    with posing(), mock.patch.object(comm_shm, "connect", not_one_host):
+        comm = Communicator(backend="nccl", device="cuda", name="party", timeout_s=20)
+        gather(comm)[1].synchronize()
+        error = ("", "", None) if rank == 0 else error_of(gather(comm)[1].synchronize)
+        comm.close(2.0)
+    expect_no_threads()
+    return error
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_has_left_and_is_needed(world):
+    simulated_cuda.build()
+    with RankPool(world, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+        errors = pool.run(one_is_needed, timeout_s=30)[1:]
+    for kind, text, dead in errors:
+        assert (kind, dead) == ("PeerError", 0) and "rank 0 has closed the communicator" in text
+
+
+def not_made(rank: int, size: int) -> None:
+    library = script()
+    with posing(), mock.patch.object(comm_shm, "connect", not_one_host):
+        if rank == 0:
+            library.fake_nccl_fail(b"ncclCommInitRankConfig", 1, 3)
+        error = error_of(lambda: Communicator(backend="nccl", device="cuda", timeout_s=1.5))
+        assert error[0] in ("CommError", "CommTimeout")
+    expect_gone(library)
+    expect_no_threads()
+
+
+def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
+    rank_pool(2).run(not_made, timeout_s=30)
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+def measure(rank: int, size: int) -> float:
+    with apart("timed") as (comm, _):
+        took_s = []
+        for _ in range(100):
+            begin = time.monotonic()
+            comm.exchange(bytes(100))
+            took_s.append(time.monotonic() - begin)
+        return sorted(took_s)[50]
+
+
+def test_a_round_takes_milliseconds_at_most(rank_pool):
+    median_s = max(rank_pool(2).run(measure))
+    print(f"one round of 100 bytes at world 2: {1e6 * median_s:.0f} us")
+    assert median_s < 0.05

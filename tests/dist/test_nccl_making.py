@@ -1,0 +1,252 @@
+"""Communicators of the nccl backend that cannot be made: the same failure on all ranks, in time, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from comm_cases import check_usable
+from nccl_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
+from simulated_cuda import posing
+
+from bucketwheel import nccl
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import DeviceError
+from bucketwheel.errors import Error as AnyError
+from bucketwheel.ops import all_gather
+from bucketwheel.testing import RankPool
+from tests import simulated_cuda, simulated_nccl
+
+pytestmark = pytest.mark.dist
+TIMEOUT_S = 1.5
+INTERNAL_ERROR = 3
+
+
+def make(way: str, **choices: Any) -> list[Communicator]:
+    if way == "pair":
+        return list(Communicator.pair(device="cuda", timeout_s=TIMEOUT_S, name="made", **choices))
+    return [Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="made", **choices)]
+
+
+def made_and_usable(way: str) -> None:
+    with posing():
+        for comm in (comms := make(way)):
+            check_usable(comm)
+        for comm in comms:
+            comm.close()
+
+
+# --------------------------------------------------------------------------------------------- NCCL fails on one rank
+
+
+def one_rank_fails(rank: int, size: int, way: str, function: str, hangs: bool, choices: dict[str, Any]) -> tuple[Error, float]:
+    library = script()
+    with posing():
+        if rank == size - 1 and hangs:
+            library.fake_nccl_hang_call(function.encode())
+        elif rank == size - 1:
+            library.fake_nccl_fail(function.encode(), 1, INTERNAL_ERROR)
+        begin = time.monotonic()
+        error = error_of(lambda: make(way, **choices))
+        took_s = time.monotonic() - begin
+    library.fake_nccl_release()
+    expect_gone(library)
+    made_and_usable(way)
+    return error, took_s
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(
+    ("way", "function", "choices"),
+    [
+        ("one", "ncclCommInitRankConfig", {}),
+        ("one", "ncclCommInitRankConfig", {"options": {"blocking": 0}}),
+        ("one", "ncclAllGather", {}),
+        ("one", "ncclReduceScatter", {}),
+        ("pair", "ncclCommSplit", {}),
+        ("pair", "ncclReduceScatter", {}),
+    ],
+)
+def test_a_rank_on_which_nccl_fails(way, function, choices, hangs, rank_pool):
+    results = rank_pool(2).run(one_rank_fails, way, function, hangs, choices, timeout_s=30)
+    for error, took_s in results:
+        assert error[0] in ("CommError", "CommTimeout"), error
+        assert took_s < TIMEOUT_S + SOON_S
+    if not hangs:
+        assert f"{function}: {INTERNAL_ERROR} internal error" in results[1][0][1]
+
+
+def warm_up_hangs(rank: int, size: int) -> tuple[Error, float]:
+    library = script()
+    with posing():
+        if rank == 0:
+            library.fake_nccl_hang(1)
+        begin = time.monotonic()
+        error = error_of(lambda: make("one"))
+        took_s = time.monotonic() - begin
+    expect_gone(library)
+    made_and_usable("one")
+    return error, took_s
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_first_collective_that_never_completes(world, rank_pool):
+    for error, took_s in rank_pool(world).run(warm_up_hangs, timeout_s=30):
+        assert error[0] in ("CommError", "CommTimeout") and took_s < TIMEOUT_S + SOON_S
+        assert "was not over at its deadline" in error[1] or "have not come" in error[1]
+
+
+def never_in_progress(rank: int, size: int) -> None:
+    library = script()
+    with posing():
+        library.fake_nccl_in_progress(1 << 40)
+        assert error_of(lambda: make("one"))[0] == "CommTimeout"
+    expect_gone(library)
+
+
+def test_an_initialisation_that_is_in_progress_for_ever(rank_pool):
+    rank_pool(1).run(never_in_progress)
+
+
+def split_fails(rank: int, size: int, hangs: bool, color: int) -> tuple[Error, Error, float]:
+    with nccl_comm("parent", timeout_s=TIMEOUT_S) as (comm, library):
+        if rank == 0 and hangs:
+            library.fake_nccl_hang_call(b"ncclCommSplit")
+        elif rank == 0:
+            library.fake_nccl_fail(b"ncclCommSplit", 1, INTERNAL_ERROR)
+        begin = time.monotonic()
+        error = error_of(lambda: comm.split(color if rank == size - 1 else 0))
+        took_s = time.monotonic() - begin
+        time.sleep(0.3)
+        return error, error_of(lambda: gather(comm)), took_s
+
+
+@pytest.mark.parametrize("color", [0, 1, -1])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_split_that_fails_on_one_rank_fails_the_communicator(hangs, color, rank_pool):
+    for rank, (error, later, took_s) in enumerate(rank_pool(3).run(split_fails, hangs, color, timeout_s=40)):
+        assert took_s < TIMEOUT_S + 2 * SOON_S
+        assert error[0] in ("CommError", "CommTimeout"), (rank, error)
+        assert later[0] in ("CommError", "CommTimeout"), (rank, later)
+        expect_prefix(later[1], rank, 3, "parent")
+
+
+# ------------------------------------------------------------------------------------------- ranks that do not agree
+
+
+def disagree(rank: int, size: int, what: str) -> tuple[str, str, float]:
+    script()
+    choices: dict[str, Any] = {}
+    name = "same"
+    real = nccl.info()
+    fake_info = real
+    if rank == 1 and what == "name":
+        name = "other"
+    elif rank == 1 and what == "options":
+        choices = {"max_ctas": 4}
+    elif rank == 1 and what == "version":
+        fake_info = nccl.NcclInfo(real.path, real.found, 22809, real.features)
+
+    def look() -> nccl.NcclInfo:
+        if rank == 1 and what == "absent":
+            raise DeviceError("there is no NCCL here")
+        return fake_info
+
+    begin = time.monotonic()
+    with posing(), mock.patch.object(nccl, "info", look):
+        try:
+            Communicator(backend="nccl", device="cuda", name=name, timeout_s=20, **choices)
+        except (ValueError, AnyError) as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+    return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("name", "ValueError", "['same', 'other']"),
+        ("options", "ValueError", "max_ctas"),
+        ("version", "DeviceError", "['2.30.7', '2.28.9'] by rank"),
+        ("absent", "DeviceError", "rank 1: DeviceError: there is no NCCL here"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so_on_all_ranks(what, kind, text, rank_pool):
+    for found, message, took_s in rank_pool(2).run(disagree, what):
+        assert found == kind and text in message, message
+        assert took_s < SOON_S
+
+
+# ------------------------------------------------------------------------------------ what this NCCL or build cannot do
+
+
+def refused(rank: int, size: int, choices: dict[str, Any], text: str) -> None:
+    library = script()
+    with posing(), pytest.raises(ValueError, match=text):
+        make("one", **choices)
+    assert library.fake_nccl_live_comms() == 0
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        ({"options": {"colour": 3}}, "no option 'colour'.*max_ctas"),
+        ({"cta_policy": "none"}, "cta_policy must be one of.*'none'"),
+        ({"cta_policy": "zero"}, "needs registered=True"),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_choices_that_do_not_exist(world, choices, text, rank_pool):
+    rank_pool(world).run(refused, choices, text)
+
+
+def old_version(rank: int, size: int) -> list[str]:
+    with contextlib.suppress(DeviceError):  # once more below
+        simulated_nccl.install()
+    errors = []
+    with posing():
+        for choices in ({}, {"registered": True}, {"registered": True, "cta_policy": "zero"}):
+            try:
+                with Communicator(backend="nccl", device="cuda", **choices) as comm:
+                    all_gather(torch.empty(4), torch.empty(4), comm).synchronize()
+                errors.append("")
+            except (ValueError, AnyError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (22609, ["DeviceError: .*2.26.9"] * 3),
+        (22703, ["$", "$", "ValueError: cta_policy='zero' needs .*2.28.*2.27.3"]),
+        (22809, ["$", "$", "$"]),
+    ],
+)
+def test_versions(version, expected):
+    simulated_cuda.build()
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": str(version)}
+    with RankPool(1, backend=None, env=env) as pool:
+        for wanted, found in zip(expected, pool.run(old_version)[0], strict=True):
+            assert re.match(wanted, found, re.DOTALL), found
+
+
+def without_windows(rank: int, size: int) -> str:
+    with mock.patch.object(simulated_nccl, "build", lambda: Path(os.environ["BW_NCCL_LIB"])):
+        simulated_nccl.install()
+    with posing(), pytest.raises(ValueError, match="registered=True needs NCCL 2.27") as caught:
+        Communicator(backend="nccl", device="cuda", registered=True)
+    return str(caught.value)
+
+
+def test_registered_memory_where_the_library_has_none():
+    simulated_cuda.build()
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))}
+    with RankPool(1, backend=None, env=env) as pool:
+        assert "libnccl" in pool.run(without_windows)[0]

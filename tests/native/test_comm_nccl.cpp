@@ -1,0 +1,272 @@
+// comm/comm_nccl, nccl_session, inflight, peers_store: ranks that are threads, over the fake NCCL, whose work is in the
+// streams of the simulated CUDA device. Run by test_native.py.
+// needs: base device kernels pool comm
+// with: bindings/cuda_runtime.cu fake_cuda/runtime.cpp fake_cuda/capture.cpp fake_cuda/fibers.cpp kernels/adam_cuda.cu kernels/adam_scalars_cuda.cu kernels/norm_cuda.cu kernels/norm_fold_cuda.cu kernels/pack_cuda.cu fake_nccl/board.cpp fake_nccl/comm.cpp fake_nccl/fake_nccl.cpp fake_nccl/lives.cpp fake_nccl/script.cpp fake_nccl/windows.cpp
+// link: -rdynamic -Wl,--wrap=dlopen
+#include "comm/comm_nccl.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/cuda_table.h"
+#include "check.h"
+#include "comm/comm_local.h"
+#include "comm/host_comm.h"
+#include "comm/peers_store.h"
+#include "fake_nccl/fake_nccl.h"
+
+using namespace bucketwheel;
+using namespace std::chrono_literals;
+
+extern "C" int fake_cuda_launch_host(void* stream, void (*function)(void*), void* argument);
+extern "C" int fake_cuda_is_captured(void* stream);
+
+// The test itself is the NCCL that is found, so that sanitizers see all of it.
+extern "C" void* __real_dlopen(const char* file, int flags);
+extern "C" void* __wrap_dlopen(const char* file, int flags) {
+  const bool is_nccl = file != nullptr && std::string(file).find("libnccl") != std::string::npos;
+  return __real_dlopen(is_nccl ? nullptr : file, is_nccl ? RTLD_NOW : flags);
+}
+
+namespace {
+
+constexpr int64_t kNumel = 1000;
+
+StreamRef default_stream() { return CudaDevice::at(0).borrow(nullptr); }
+
+NcclOptions options_with(bool registers_memory = false) {
+  NcclOptions options;
+  options.registers_memory = registers_memory;
+  options.pool = Pool::make(CudaDevice::at(0));
+  return options;
+}
+
+void expect_gone() {
+  const auto until = Clock::now() + 10s;
+  while (fake_nccl_live_comms() + fake_nccl_live_windows() != 0 && Clock::now() < until) {
+    std::this_thread::sleep_for(1ms);
+  }
+  CHECK(fake_nccl_live_comms() == 0 && fake_nccl_live_windows() == 0 && fake_nccl_open_groups() == 0);
+  fake_nccl_reset();
+}
+
+// Runs body(rank, peers, id) for each rank on a thread of its own.
+void on_ranks(int world, std::chrono::nanoseconds timeout,
+              const std::function<void(int, const PeersRef&, const NcclUniqueId&)>& body) {
+  static const bool is_set_up = [] {
+    install_cuda_api(&cuda_table());
+    fake_nccl_set_launch(fake_cuda_launch_host, fake_cuda_is_captured);
+    return true;
+  }();
+  CHECK(is_set_up);
+  NcclUniqueId id{};
+  BW_NCCL_TRY(nccl_api(), get_unique_id, &id);
+  LocalWorld place(world);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      const CommRef host = place.join(rank, "threads", timeout);
+      body(rank, std::dynamic_pointer_cast<HostComm>(host), id);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  expect_gone();
+}
+
+void on_comms(int world, std::chrono::nanoseconds timeout, const std::function<void(int, NcclComm&)>& body,
+              bool registers_memory = false) {
+  on_ranks(world, timeout, [&](int rank, const PeersRef& peers, const NcclUniqueId& id) {
+    const auto comm = NcclComm::make(peers, 0, id, options_with(registers_memory), Clock::now() + 20s);
+    body(rank, *comm);
+    comm->close(Clock::now() + 5s);
+  });
+}
+
+// An all-gather of `value` + rank and its buffers.
+struct Gathering {
+  Gathering(NcclComm& comm, float value)
+      : shard(std::make_shared<std::vector<float>>(kNumel, value + static_cast<float>(comm.rank()))),
+        full(std::make_shared<std::vector<float>>(static_cast<size_t>(comm.world()) * kNumel)) {
+    const Segment segment{{full->data(), comm.world() * kNumel, DType::kFloat32},
+                          {shard->data(), kNumel, DType::kFloat32}};
+    IssueOptions options;
+    options.caller = default_stream();
+    options.keepalive = {shard, full};
+    handle = comm.all_gather({&segment, 1}, options);
+  }
+  void expect(float value) const {
+    for (size_t i = 0; i < full->size(); ++i) {
+      CHECK((*full)[i] == value + static_cast<float>(i / kNumel));
+    }
+  }
+  std::shared_ptr<std::vector<float>> shard;
+  std::shared_ptr<std::vector<float>> full;
+  HandleRef handle;
+};
+
+TEST(operations_in_flight_from_two_communicators) {
+  on_ranks(3, 20s, [](int, const PeersRef& peers, const NcclUniqueId& id) {
+    auto [gathers, reduces] = NcclComm::pair(peers, 0, id, options_with(), Clock::now() + 20s);
+    std::vector<Gathering> all;
+    for (int step = 0; step < 20; ++step) {
+      all.emplace_back(*(step % 2 == 0 ? gathers : reduces), static_cast<float>(step));
+    }
+    for (size_t step = 0; step < all.size(); ++step) {
+      all[step].handle->synchronize();
+      all[step].expect(static_cast<float>(step));
+    }
+    gathers->close();
+    CHECK_THROWS(ClosedError, "closed", Gathering(*gathers, 0));
+    Gathering last(*reduces, 7);
+    last.handle->synchronize();
+    last.expect(7);
+    reduces->close();
+  });
+}
+
+// What has completed is right, whatever else was going on; what has not tells why.
+TEST(aborts_from_other_threads_while_operations_are_issued) {
+  for (int round = 0; round < 5; ++round) {
+    std::atomic<int> failed{0};
+    on_comms(2, 20s, [&](int rank, NcclComm& comm) {
+      std::vector<Gathering> all;
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3 * round + 2 * rank));
+        comm.abort("enough");
+      });
+      try {
+        for (int step = 0; step < 100000; ++step) {
+          all.emplace_back(comm, static_cast<float>(step));
+        }
+      } catch (const CommError& error) {
+        CHECK(std::string(error.what()).find("enough") != std::string::npos);
+      }
+      for (size_t step = 0; step < all.size(); ++step) {
+        try {
+          all[step].handle->synchronize(Clock::now() + 10s);
+        } catch (const CommError&) {
+          ++failed;
+          continue;
+        }
+        all[step].expect(static_cast<float>(step));
+      }
+      aborter.join();
+    });
+    CHECK(failed > 0);
+  }
+}
+
+TEST(an_operation_that_hangs_times_out_on_all_ranks) {
+  on_comms(2, 300ms, [](int rank, NcclComm& comm) {
+    if (rank == 0) {
+      fake_nccl_hang(1);
+    }
+    comm.post({});
+    (void)comm.collect();
+    const Gathering one(comm, 1);
+    CHECK_THROWS(CommTimeout, "timeout in all_gather", one.handle->synchronize(Clock::now() + 10s));
+    CHECK_THROWS(CommTimeout, "timeout in all_gather", Gathering(comm, 2));
+  });
+}
+
+TEST(closing_from_several_threads_with_an_operation_in_flight) {
+  on_comms(2, 20s, [](int rank, NcclComm& comm) {
+    if (rank == 1) {
+      std::this_thread::sleep_for(300ms);
+      try {
+        Gathering late(comm, 1);
+        late.handle->synchronize(Clock::now() + 10s);
+        CHECK(false);
+      } catch (const PeerError& error) {
+        CHECK(error.rank == 0);
+      }
+      return;
+    }
+    const Gathering one(comm, 1);
+    std::vector<std::thread> closers;
+    for (int i = 0; i < 3; ++i) {
+      closers.emplace_back([&] { comm.close(Clock::now() + 50ms); });
+    }
+    CHECK_THROWS(ClosedError, "in flight", one.handle->synchronize(Clock::now() + 10s));
+    for (std::thread& closer : closers) {
+      closer.join();
+    }
+  });
+}
+
+TEST(registered_memory_outlives_its_communicator) {
+  std::vector<LeaseRef> leases;
+  std::mutex mutex;
+  on_comms(
+      2, 20s,
+      [&](int, NcclComm& comm) {
+        LeaseRef lease = comm.pool()->acquire("key", 4096);
+        CHECK(!comm.has_windows());
+        CHECK(comm.register_pool() == 1 && comm.has_windows() && comm.register_pool() == 0);
+        std::lock_guard lock(mutex);
+        leases.push_back(std::move(lease));
+      },
+      true);
+  CHECK(fake_nccl_live_bytes() > 0);
+  leases.clear();
+}
+
+TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
+  FlightRing flight({"late", 0, 1, "nccl"});
+  Inflight inflight(flight);
+  float value = 0;
+  const Segment segment{{&value, 1, DType::kFloat32}, {&value, 1, DType::kFloat32}};
+  const auto op = make_operation({}, {&segment, 1}, nullptr, 0, 1);
+  op->seq = 1;
+  inflight.enter(op);
+  CHECK(inflight.front() && inflight.front()->op == op);
+  CHECK(inflight.give_up(std::make_exception_ptr(CommError("too late"))));
+  Inflight::Item item{op, {}, default_stream()->record(), std::make_shared<Fate>(), {}};
+  const auto fate = item.fate;
+  inflight.add(std::move(item));
+  CHECK_THROWS(CommError, "too late", fate->rethrow());
+  CHECK(inflight.is_settled() && inflight.take_finished().size() == 1 && !inflight.front());
+}
+
+TEST(store_peers_from_several_threads) {
+  auto peers = std::make_shared<StorePeers>("far", 0, 3, 20s, StorePeers::Agreement{[](auto) {}, {}});
+  std::thread carrier([&] {
+    const auto report = peers->take_report(Clock::now() + 10s);
+    CHECK(report && report->text == "first" && !peers->take_report(Clock::now() + 10s));
+    peers->await_leave();
+    peers->finish();
+  });
+  std::thread watcher([&] {
+    peers->lose(2);
+    peers->await_leave();
+    peers->finish();
+  });
+  const auto needs_two = [](int rank) { return rank == 2; };
+  while (!peers->trouble(0, needs_two, "this")) {
+    std::this_thread::sleep_for(1ms);
+  }
+  CHECK(!peers->trouble(0, [](int rank) { return rank == 1; }, "that"));
+  CHECK(!peers->late_ranks(0, 1));
+  (void)peers->fail({FailureKind::kError, "first", -1, 1}, "");
+  (void)peers->fail({FailureKind::kError, "second", -1, 2}, "");
+  peers->deliver({FailureKind::kError, "third", -1, 3});
+  CHECK_THROWS(CommError, "first", peers->health().expect_usable());
+  peers->join();
+  peers->part(Clock::now() + 5s);
+  carrier.join();
+  watcher.join();
+  CHECK_THROWS(ClosedError, "closed", peers->post({}));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
