@@ -95,9 +95,6 @@ class NcclComm final : public Comm {
                     const NcclOptions& options, std::shared_ptr<Turn> turn);
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
   static EventRef try_record(Stream& stream) noexcept;
-  void enqueue(const Operation& op, Stream& stream);
-  int make_operator(double factor, DType dtype) const;
-  int call(const Operation& op, const Segment& segment, int reduction, void* native, NcclCall* called) const;
   std::string place_text(const Operation& op) const;
   std::exception_ptr fail(const Failure& failure);
   void give_up(const std::exception_ptr& error);
