@@ -70,8 +70,8 @@ class Meeting:
         try:
             self.store.wait(keys, timedelta(seconds=max(until - time.monotonic(), _LOOK_S)))
         except RuntimeError as error:  # of which the Stores have different kinds
-            if time.monotonic() < until:
-                raise
+            if time.monotonic() < until - _LOOK_S:
+                raise  # not the time limit
             came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
             missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
             raise CommTimeout(

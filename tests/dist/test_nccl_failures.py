@@ -50,7 +50,7 @@ def bad_arguments(rank: int, size: int) -> None:
                 continue
             with pytest.raises(kind, match=text):
                 all_gather(outputs, inputs, comm)
-        with pytest.raises(ValueError, match="bool|dtype"):
+        with pytest.raises(TypeError, match="unsupported dtype"):
             reduce_scatter(shard.bool(), full.bool(), comm)
         with pytest.raises(ValueError, match="'max'"):
             reduce_scatter(shard, full, comm, op="max")
@@ -235,7 +235,7 @@ def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, float]
         if rank == 1:
             script.fake_nccl_async_error(REMOTE_ERROR)
         if handle is None:
-            time.sleep(0.5)
+            time.sleep(1.5)  # NCCL may know of a dead peer before we do, so its own word has to wait a moment
             handle_error = error_of(lambda: gather(comm))
         else:
             handle_error = error_of(handle.synchronize)
@@ -293,7 +293,7 @@ def test_a_rank_that_never_issues(world, rank_pool):
     for rank, (error, took_s) in enumerate(rank_pool(world).run(never_issues, timeout_s=25)):
         assert error[0] == "CommTimeout" and 0.4 < took_s < SOON_S
         expect_prefix(error[1], rank, world, "lonely")
-        assert f"Not issued by: rank {world - 1} (pid" in error[1] and "last issued 1)" in error[1]
+        assert f"Not arrived: rank {world - 1} (pid" in error[1] and "last issued 1)" in error[1]
 
 
 # ----------------------------------------------------------------------------------------------------------- dead ranks
