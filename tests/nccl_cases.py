@@ -66,7 +66,9 @@ def gather(comm: Communicator, numel: int = 10) -> tuple[torch.Tensor, Handle]:
 
 
 def expect_gathered(comm: Communicator, full: torch.Tensor) -> None:
-    assert full.view(comm.size, -1).tolist() == [[float(rank)] * (full.numel() // comm.size) for rank in range(comm.size)]
+    assert full.view(comm.size, -1).tolist() == [
+        [float(rank)] * (full.numel() // comm.size) for rank in range(comm.size)
+    ]
 
 
 def error_of(call: Callable[[], Any]) -> Error:
