@@ -346,8 +346,9 @@ void NcclComm::close(Deadline deadline) {
   }
   bool is_stuck = false;
   {
-    std::unique_lock issue_lock(session_->issue_mutex(), std::defer_lock);  // a thread may be stuck in there
-    while (!issue_lock.try_lock_for(kLookPeriod) && !has_passed(deadline) && !peers_->health().has_failed()) {
+    std::unique_lock<std::mutex> issue_lock = session_->lock_for({});  // a thread may be stuck in there
+    while (!issue_lock && !has_passed(deadline) && !peers_->health().has_failed()) {
+      issue_lock = session_->lock_for(kLookPeriod);
     }
     is_closing_ = true;
     is_stuck = !issue_lock.owns_lock();

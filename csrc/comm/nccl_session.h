@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -50,7 +51,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   bool is_forked() const;  // it is the parent process's, and nobody here may touch it
 
   // NCCL wants one thread at a time per device, in one order. Held while an operation is issued.
-  std::timed_mutex& issue_mutex() const { return issue_mutex_; }
+  std::mutex& issue_mutex() const { return issue_mutex_; }
+  // The lock of it, not held if that could not be had for so long: somebody may be stuck inside NCCL.
+  std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;
   // With the lock held, while it is used; null after abort() and destroy().
   NcclCommRef comm() const { return comm_; }
   // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
@@ -78,7 +81,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int rank_;  // known once split() has ended, like the next
   int world_;
   const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
-  std::timed_mutex& issue_mutex_;
+  std::mutex& issue_mutex_;
   const uint64_t fork_generation_;
   std::atomic<NcclCommRef> comm_;
 };

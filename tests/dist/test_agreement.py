@@ -159,7 +159,9 @@ def victim_dies(rank: int, size: int, victim: int, moment: str) -> float:
         if moment == "in exchange":
             error = error_of(lambda: comm.exchange(b""))
         else:
-            error = error_of((handle or gather(comm)[1]).synchronize if moment != "idle" else lambda: gather(comm)[1].synchronize())
+            error = error_of(
+                (handle or gather(comm)[1]).synchronize if moment != "idle" else lambda: gather(comm)[1].synchronize()
+            )
         took_s = time.monotonic() - begin
         assert (error[0], error[2]) == ("PeerError", victim), error
         assert f"rank {victim} died" in error[1]

@@ -205,7 +205,10 @@ def test_calls_that_go_on_in_the_background(world, rank_pool):
 
 
 def in_progress_for_ever(rank: int, size: int, ends_by: str) -> tuple[Error, float]:
-    with nccl_comm("endless", options={"blocking": 0}, timeout_s=1.0 if ends_by == "timeout" else 30.0) as (comm, script):
+    with nccl_comm("endless", options={"blocking": 0}, timeout_s=1.0 if ends_by == "timeout" else 30.0) as (
+        comm,
+        script,
+    ):
         comm.exchange(b"")
         begin = time.monotonic()
         if rank == 0:

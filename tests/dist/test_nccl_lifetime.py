@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from comm_cases import check_usable, on_nccl
-from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_gone, expect_prefix, gather, nccl_comm, read_flight, script
+from nccl_cases import (
+    SOON_S,
+    Error,
+    error_of,
+    expect_gathered,
+    expect_gone,
+    expect_prefix,
+    gather,
+    nccl_comm,
+    read_flight,
+    script,
+)
 from simulated_cuda import posing
 from tests.dist.test_simulated_nccl import new_comm
 
@@ -123,10 +134,14 @@ def process(code: str) -> str:
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     simulated_cuda.build()
     setup = "import torch, os\nfrom tests import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
-    setup += "from bucketwheel._build import native\nnative().set_posing(True)\nfrom bucketwheel.comm import Communicator\n"
+    setup += (
+        "from bucketwheel._build import native\nnative().set_posing(True)\nfrom bucketwheel.comm import Communicator\n"
+    )
     setup += "from bucketwheel.ops import all_gather\nfrom bucketwheel.errors import DeviceError\n"
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=60, env=env, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=60, env=env, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - begin < 30
     return done.stdout

@@ -46,7 +46,9 @@ def made_and_usable(way: str) -> None:
 # --------------------------------------------------------------------------------------------- NCCL fails on one rank
 
 
-def one_rank_fails(rank: int, size: int, way: str, function: str, hangs: bool, choices: dict[str, Any]) -> tuple[Error, float]:
+def one_rank_fails(
+    rank: int, size: int, way: str, function: str, hangs: bool, choices: dict[str, Any]
+) -> tuple[Error, float]:
     library = script()
     with posing():
         if rank == size - 1 and hangs:
