@@ -419,34 +419,3 @@ def aborts_while_it_closes(rank: int, size: int) -> float:
 
 def test_abort_ends_a_close_that_waits(rank_pool):
     assert rank_pool(2).run(aborts_while_it_closes, timeout_s=25)[0] < SOON_S
-
-
-# ----------------------------------------------------------------------------------------------------------- in graphs
-
-
-def captured(rank: int, size: int) -> None:
-    with nccl_comm("captured") as (comm, _):
-        library = simulated_cuda.load()[1]
-        full, shard = torch.zeros(size * 4), torch.full((4,), float(rank))
-        with simulated_cuda.Graph(library) as graph:
-            handle = all_gather(full, shard, comm)
-            handle.wait()
-            total = full + 1
-        for call in (handle.query, handle.synchronize, lambda: handle.synchronize(1.0)):
-            with pytest.raises(CaptureError):
-                call()
-        for step in range(3):
-            shard.fill_(float(rank + step))
-            graph.replay()
-            wanted = torch.arange(step, size + step, dtype=torch.float32).repeat_interleave(4)
-            assert_bitwise_equal(full, wanted)
-            assert_bitwise_equal(total, wanted + 1)
-        check_usable(comm)
-        library.fake_cuda_free_graph(graph._graph)
-        with pytest.raises(DeviceError):
-            handle.query()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_captured_operation(world, rank_pool):
-    rank_pool(world).run(captured, timeout_s=25)
