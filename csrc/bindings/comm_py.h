@@ -246,8 +246,8 @@ inline void bind_handle(py::module_& m) {
       .def(
           "synchronize", [](Handle& self, std::optional<double> timeout) { self.synchronize(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked())
-      .def("query", &Handle::query)
-      .def_property_readonly("is_ordered", &Handle::is_ordered)
+      .def("query", &Handle::query, Unlocked())
+      .def_property_readonly("is_ordered", py::cpp_function(&Handle::is_ordered, Unlocked()))
       .def(
           "await_order", [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
           py::arg("timeout"), Unlocked())

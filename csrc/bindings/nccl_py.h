@@ -221,7 +221,7 @@ inline void bind_nccl(py::module_& m) {
       .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),
            py::arg("pool"), py::arg("serialises"), py::arg("check"));
   py::class_<NcclComm, Comm, NcclComm::Ref>(m, "NcclComm")
-      .def_property_readonly("has_windows", &NcclComm::has_windows)
+      .def_property_readonly("has_windows", py::cpp_function(&NcclComm::has_windows, Unlocked()))
       .def("register_pool", &NcclComm::register_pool, Unlocked())
       .def(
           "split",

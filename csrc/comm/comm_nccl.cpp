@@ -52,8 +52,8 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
     memory_ = std::make_shared<NcclMemory>(session_);
     pool_ = Pool::make(CudaDevice::at(session_->device()), memory_);
   }
-  peers_->join();
   watch_ = watch([this] { look(); });
+  peers_->join();
 }
 
 NcclComm::Ref NcclComm::around(const PeersRef& peers, const std::shared_ptr<NcclSession>& session,
@@ -102,6 +102,14 @@ NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const N
                               Deadline deadline) {
   expect_usable();
   const std::string name = peers == nullptr ? "" : peers->health().name();
+  while (!inflight_.take_finished().empty() || !inflight_.is_settled()) {  // NCCL wants to have nothing else to do
+    expect_usable();
+    if (has_passed(deadline)) {
+      throw CommTimeout(peers_->health().prefix(issued_, part_) +
+                        "split: operations were still running at its deadline");
+    }
+    std::this_thread::sleep_for(kPollClose);
+  }
   std::shared_ptr<NcclSession> session;
   try {
     session = session_->split(color, key, settings_of(options, name), {}, deadline);
@@ -149,13 +157,30 @@ size_t NcclComm::register_pool() {
                "ranks have other slabs to register (here " + std::to_string(mine.size()) +
                    "): all must make the same acquires of the pool, in one order, before register_pool()");
   }
+  const auto granted = std::make_shared<size_t>(0);
+  const auto begin = Clock::now();
+  const Deadline deadline = peers_->timeout_from_now();
   try {
-    return memory_->register_slabs(mine.size());
-  } catch (const NcclError& error) {  // the others wait for this rank inside NCCL
-    const std::exception_ptr failure = fail({FailureKind::kError, error.what(), -1, issued_});
+    session_->run_blocking(
+        "register_pool", deadline,
+        [memory = memory_, granted, count = mine.size(), deadline] {
+          *granted = memory->register_slabs(count, deadline);
+        },
+        [&] {
+          const bool needs_all = Clock::now() - begin > kPeerPatience;
+          if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, "register_pool")) {
+            fail({failure->kind, failure->text, failure->rank, issued_});
+          }
+          peers_->health().expect_usable();
+        });
+  } catch (const CommError& error) {  // the others wait for this rank inside NCCL
+    const bool is_late = dynamic_cast<const CommTimeout*>(&error) != nullptr;
+    const std::exception_ptr failure =
+        fail({is_late ? FailureKind::kTimeout : FailureKind::kError, error.what(), -1, issued_});
     give_up(failure);
     std::rethrow_exception(failure);
   }
+  return *granted;
 }
 
 // ---- issuing
@@ -180,11 +205,16 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   std::vector<Inflight::Item> finished;  // destroyed without the locks
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
   CudaGuard guard(session_->device());
-  std::unique_lock lock(session_->issue_mutex());
+  expect_one_capture(is_captured, options);
+  std::unique_lock lock = session_->lock_for(kLookPeriod);
+  for (; !lock; lock = session_->lock_for(kLookPeriod)) {
+    expect_usable();
+  }
   expect_usable();
   op->seq = state->seq = seq_ + 1;
   if (options_.check) {
-    const std::string differs = options_.check(name_, op->seq, describe(*op) + place_text(*op));
+    const std::string differs =
+        options_.check(name_, op->seq, describe(*op) + place_text(*op) + " #" + std::to_string(op->signature));
     if (!differs.empty()) {
       const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq});
       give_up(error);
@@ -223,6 +253,18 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   finished = inflight_.take_finished(kReapedAtIssue);
   lock.unlock();
   return std::make_shared<Handle>(std::move(state));
+}
+
+void NcclComm::expect_one_capture(bool is_captured, const IssueOptions& options) {
+  if (is_captured && turn_ != nullptr) {
+    throw CaptureError(
+        "the communicators of this pair take turns, which a CUDA graph cannot: NCCL_LAUNCH_ORDER_IMPLICIT was not 1 "
+        "before NCCL's first launch");
+  }
+  if (!is_captured && options.stream == nullptr && is_capturing(*stream_)) {
+    throw CaptureError("communicator '" + name_ +
+                       "' is part of a CUDA graph that another thread is capturing; its other operations come after");
+  }
 }
 
 // Null when the stream cannot have one any more.
@@ -353,12 +395,16 @@ void NcclComm::close(Deadline deadline) {
     is_closing_ = true;
     is_stuck = !issue_lock.owns_lock();
   }
-  while (inflight_.take_finished(), is_stuck || !inflight_.is_settled()) {
-    if (is_stuck || has_passed(deadline)) {
-      give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
-      break;
+  try {
+    while (inflight_.take_finished(), is_stuck || !inflight_.is_settled()) {
+      if (is_stuck || has_passed(deadline)) {
+        give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
+        break;
+      }
+      std::this_thread::sleep_for(kPollClose);
     }
-    std::this_thread::sleep_for(kPollClose);
+  } catch (const DeviceError& error) {  // nothing of this device ends any more; the peers are to hear of it
+    give_up(fail({FailureKind::kError, error.what(), -1, issued_}));
   }
   is_closed_ = true;
   if (memory_ != nullptr) {

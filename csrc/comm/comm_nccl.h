@@ -95,6 +95,8 @@ class NcclComm final : public Comm {
                     const NcclOptions& options, std::shared_ptr<Turn> turn);
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
   static EventRef try_record(Stream& stream) noexcept;
+  // CaptureError where an operation cannot be part of the graph that is being captured, or has nothing to do with it.
+  void expect_one_capture(bool is_captured, const IssueOptions& options);
   std::string place_text(const Operation& op) const;
   std::exception_ptr fail(const Failure& failure);
   void give_up(const std::exception_ptr& error);

@@ -1,6 +1,7 @@
 #include "comm/nccl_memory.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -35,7 +36,8 @@ struct NcclMemory::Windows {
   }
 
   const std::shared_ptr<NcclSession> session;
-  std::mutex mutex;
+  std::mutex ending;  // held while slabs are registered, which waits for peers, and while one is freed; taken first
+  std::mutex mutex;   // of the rest
   std::vector<Entry> entries;
   uint32_t next_slab = 0;
 };
@@ -43,10 +45,11 @@ struct NcclMemory::Windows {
 struct NcclMemory::NcclSlab final : Slab {
   explicit NcclSlab(std::shared_ptr<Windows> windows) : windows(std::move(windows)) {}
   ~NcclSlab() override {
-    if (data == nullptr) {
+    if (data == nullptr || windows->session->is_forked()) {
       return;
     }
     {
+      std::lock_guard ending_lock(windows->ending);
       std::lock_guard lock(windows->mutex);
       const auto found = std::ranges::find(windows->entries, id, &Windows::Entry::slab);
       if (found != windows->entries.end()) {
@@ -79,11 +82,14 @@ SlabRef NcclMemory::allocate(size_t size_bytes) {
   CudaGuard guard(session_->device());
   const RelaxedCapture relaxed;  // somebody may be capturing something else
   void* data = nullptr;
-  try {
-    BW_NCCL_TRY(session_->api(), mem_alloc, &data, size_bytes);
-  } catch (const NcclError& error) {
-    throw PoolError("a slab of " + std::to_string(size_bytes) + " bytes: " + error.what() +
-                    ": use smaller buckets, or less memory elsewhere");
+  const NcclApi& nccl = session_->api();
+  if (BW_NCCL_CALL(nccl, mem_alloc, &data, size_bytes) != kNcclSuccess) {  // in general: there is no memory left
+    const std::string reclaimed = reclaim_cuda_memory(session_->device());
+    if (const int result = BW_NCCL_CALL(nccl, mem_alloc, &data, size_bytes); result != kNcclSuccess) {
+      throw PoolError("a slab of " + std::to_string(size_bytes) +
+                      " bytes: " + nccl_error(nccl, NcclCall::mem_alloc, result).what() + "; " + reclaimed +
+                      ": use smaller buckets, or less memory elsewhere");
+    }
   }
   slab->data = static_cast<std::byte*>(data);
   slab->size_bytes = size_bytes;
@@ -107,20 +113,27 @@ std::vector<size_t> NcclMemory::new_slabs() const {
   return sizes;
 }
 
-size_t NcclMemory::register_slabs(size_t count) {
-  CudaGuard guard(session_->device());
-  std::lock_guard lock(windows_->mutex);
+size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
+  std::lock_guard ending_lock(windows_->ending);
+  std::vector<Windows::Entry> fresh;
+  {
+    std::lock_guard lock(windows_->mutex);
+    std::ranges::copy_if(windows_->entries, std::back_inserter(fresh),
+                         [&](const Windows::Entry& entry) { return !entry.is_tried && count != 0 && count-- != 0; });
+  }
   size_t granted = 0;
-  for (auto& entry : windows_->entries) {
-    if (entry.is_tried || count == 0) {
-      continue;
+  for (Windows::Entry& entry : fresh) {
+    {
+      std::lock_guard issue_lock(session_->issue_mutex());
+      BW_EXPECTS(session_->comm() != nullptr, "the communicator has ended");
+      const int result = BW_NCCL_CALL(session_->api(), comm_window_register, session_->comm(), entry.data,
+                                      entry.size_bytes, &entry.window, kNcclWindowSymmetric);
+      expect_success(session_->api(), NcclCall::comm_window_register, session_->settle(result, deadline));
     }
-    --count;
-    std::lock_guard issue_lock(session_->issue_mutex());
-    BW_EXPECTS(session_->comm() != nullptr, "the communicator has ended");
-    BW_NCCL_TRY(session_->api(), comm_window_register, session_->comm(), entry.data, entry.size_bytes, &entry.window,
-                kNcclWindowSymmetric);
-    entry.is_tried = true;
+    std::lock_guard lock(windows_->mutex);
+    const auto found = std::ranges::find(windows_->entries, entry.slab, &Windows::Entry::slab);
+    found->is_tried = true;
+    found->window = entry.window;
     granted += entry.window != nullptr ? 1 : 0;
   }
   return granted;
@@ -128,7 +141,8 @@ size_t NcclMemory::register_slabs(size_t count) {
 
 bool NcclMemory::is_registered() const {
   std::lock_guard lock(windows_->mutex);
-  return std::ranges::all_of(windows_->entries, [](const auto& entry) { return entry.window != nullptr; });
+  return !windows_->entries.empty() &&
+         std::ranges::all_of(windows_->entries, [](const auto& entry) { return entry.window != nullptr; });
 }
 
 void NcclMemory::release_windows() noexcept {

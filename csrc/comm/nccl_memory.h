@@ -28,8 +28,9 @@ class NcclMemory final : public Upstream {
   std::vector<size_t> new_slabs() const;
   // Collective. Makes windows of the first `count` of them. How many NCCL granted: it may refuse, on all ranks alike,
   // where GPUs cannot reach each other; those slabs stay plain memory.
-  size_t register_slabs(size_t count);
-  // Whether every slab is in a window.
+  // No slab may be freed meanwhile.
+  size_t register_slabs(size_t count, Deadline deadline);
+  // Whether there are slabs, and all are in windows.
   bool is_registered() const;
   // The windows end; before the communicator does.
   void release_windows() noexcept;

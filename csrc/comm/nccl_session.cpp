@@ -20,12 +20,14 @@ constexpr int kMaxDevices = 256;
 // How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
 constexpr std::chrono::seconds kAbortPatience{1};
 constexpr std::chrono::microseconds kPoll{100};
+constexpr std::chrono::milliseconds kSlice{50};
 
 // [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
 // when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
-// watched, once small and once large, for the two take different algorithms. Afterwards issuing only enqueues.
+// watched: small, middling and large, for these take different algorithms. What still connects later does so while the
+// watchdog looks, and is aborted when it hangs.
 constexpr size_t kSmallShardBytes = 1024;
-constexpr size_t kLargeFullBytes = size_t{8} << 20;
+constexpr size_t kWarmUpBytes[] = {0, size_t{256} << 10, size_t{8} << 20};  // of the full buffer, at least
 
 std::mutex& issue_mutex_of(int device) {
   static auto* const mutexes = new std::mutex[kMaxDevices];  // never freed: aborts run until the process ends
@@ -34,7 +36,8 @@ std::mutex& issue_mutex_of(int device) {
 }
 
 // Runs `task` in a thread of its own. False when it has not ended at the deadline: it goes on. Rethrows what it threw.
-bool run_until(Deadline deadline, std::function<void()> task) {
+// `poll`, if given, is called meanwhile and may throw, which ends the waiting likewise.
+bool run_until(Deadline deadline, std::function<void()> task, const std::function<void()>& poll = {}) {
   struct Run {
     std::mutex mutex;
     std::condition_variable changed;
@@ -43,6 +46,7 @@ bool run_until(Deadline deadline, std::function<void()> task) {
   };
   auto run = std::make_shared<Run>();
   std::thread([run, task = std::move(task)]() mutable {
+    own_cuda_thread();
     std::exception_ptr error;
     try {
       task();
@@ -57,10 +61,15 @@ bool run_until(Deadline deadline, std::function<void()> task) {
   }).detach();
   std::unique_lock lock(run->mutex);
   const auto is_over = [&] { return run->is_over; };
-  if (!deadline) {
-    run->changed.wait(lock, is_over);
-  } else if (!run->changed.wait_until(lock, *deadline, is_over)) {
-    return false;
+  while (!run->changed.wait_until(lock, *earlier(deadline, Clock::now() + kSlice), is_over)) {
+    if (has_passed(deadline)) {
+      return false;
+    }
+    if (poll) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
   }
   if (run->error) {
     std::rethrow_exception(run->error);
@@ -252,6 +261,21 @@ std::optional<std::string> NcclSession::async_error() const {
   return nccl_error(api_, NcclCall::comm_get_async_error, error).what();
 }
 
+void NcclSession::run_blocking(const char* what, Deadline deadline, std::function<void()> task,
+                               const std::function<void()>& poll) const {
+  const bool is_over = run_until(
+      deadline,
+      [self = shared_from_this(), task = std::move(task)] {
+        CudaGuard guard(self->device_);
+        const RelaxedCapture relaxed;
+        task();
+      },
+      poll);
+  if (!is_over) {
+    throw CommTimeout(std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached");
+  }
+}
+
 void NcclSession::abort() noexcept {
   NcclCommRef const comm = comm_.exchange(nullptr);
   if (comm == nullptr || settings_ == nullptr) {
@@ -259,9 +283,10 @@ void NcclSession::abort() noexcept {
   }
   try {
     std::thread([self = shared_from_this(), comm] {
+      own_cuda_thread();
       // Whoever is inside NCCL with this communicator had better come out first; one that cannot is what the abort is
-      // for.
-      const std::unique_lock<std::mutex> lock = self->lock_for(kAbortPatience);
+      // for. Nobody comes in any more, and an abort may take its time: other communicators go on meanwhile.
+      (void)self->lock_for(kAbortPatience);
       try {
         CudaGuard guard(self->device_);
         const RelaxedCapture relaxed;
@@ -280,6 +305,7 @@ void NcclSession::destroy(Deadline deadline) noexcept {
   }
   try {
     (void)run_until(deadline, [self = shared_from_this(), comm] {
+      (void)self->lock_for(kAbortPatience);  // the watchdog may be asking this communicator for errors
       CudaGuard guard(self->device_);
       const RelaxedCapture relaxed;
       int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);
@@ -299,7 +325,7 @@ void NcclSession::warm_up(const NcclUses& uses) {
   const StreamRef stream = device.new_stream("bw-warm-up");
   CudaBuffer scratch(device);
   try {
-    for (const size_t full_bytes : {kSmallShardBytes * static_cast<size_t>(world_), kLargeFullBytes}) {
+    for (const size_t full_bytes : kWarmUpBytes) {
       run_once(uses, full_bytes, scratch, *stream);
     }
   } catch (...) {
@@ -321,10 +347,13 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
   const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
   if (comm() != nullptr && uses.gathers) {
     check(NcclCall::all_gather, BW_NCCL_CALL(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
+    check(NcclCall::broadcast, BW_NCCL_CALL(api_, broadcast, own, own, count, NcclType::kFloat32, 0, comm(), native));
   }
   if (comm() != nullptr && uses.reduces) {
     check(NcclCall::reduce_scatter,
           BW_NCCL_CALL(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
+    check(NcclCall::reduce_scatter,
+          BW_NCCL_CALL(api_, reduce_scatter, full, own, 2 * count, NcclType::kBFloat16, kNcclSum, comm(), native));
   }
   lock.unlock();
   stream.synchronize();

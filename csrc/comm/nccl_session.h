@@ -50,7 +50,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int world() const { return world_; }
   bool is_forked() const;  // it is the parent process's, and nobody here may touch it
 
-  // NCCL wants one thread at a time per device, in one order. Held while an operation is issued.
+  // NCCL wants operations to be issued by one thread at a time per device, in one order. Held meanwhile.
   std::mutex& issue_mutex() const { return issue_mutex_; }
   // The lock of it, not held if that could not be had for so long: somebody may be stuck inside NCCL.
   std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;
@@ -61,6 +61,11 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int settle(int result, Deadline deadline) const;
   // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
   std::optional<std::string> async_error() const;
+
+  // Runs a `task` that may block inside NCCL in a thread of its own, on the session's device. CommTimeout at the deadline,
+  // or what `poll` throws, which is called meanwhile: the task then goes on, so it owns what it uses.
+  void run_blocking(const char* what, Deadline deadline, std::function<void()> task,
+                    const std::function<void()>& poll) const;
 
   // Ends the kernels that wait for peers. In the background; the first call of the two counts.
   void abort() noexcept;

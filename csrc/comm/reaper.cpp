@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <iterator>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/fork.h"
+#include "device/device_cuda.h"
 
 namespace bucketwheel {
 namespace {
@@ -71,8 +73,14 @@ void free_later(std::vector<Handle::Keepalive> keepalive) {
   all.waiting.insert(all.waiting.end(), std::make_move_iterator(keepalive.begin()),
                      std::make_move_iterator(keepalive.end()));
   if (!all.is_running) {
-    std::thread([&all] { all.run(); }).detach();
-    all.is_running = true;
+    try {
+      std::thread([&all] {
+        own_cuda_thread();
+        all.run();
+      }).detach();
+      all.is_running = true;
+    } catch (const std::system_error&) {  // no thread to be had: the next call tries again
+    }
   }
 }
 

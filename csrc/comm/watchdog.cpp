@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/fork.h"
+#include "device/device_cuda.h"
 
 namespace bucketwheel {
 namespace {
@@ -97,7 +98,10 @@ std::shared_ptr<Watch> watch(std::function<void()> look) {
   std::lock_guard lock(dog.mutex);
   dog.watched.push_back(made);
   if (!dog.is_running) {
-    std::thread([&dog] { dog.run(); }).detach();
+    std::thread([&dog] {
+      own_cuda_thread();
+      dog.run();
+    }).detach();
     dog.is_running = true;
   }
   return made;

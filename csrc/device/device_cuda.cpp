@@ -14,12 +14,20 @@
 
 namespace bucketwheel {
 
+namespace {
+
+thread_local bool is_own_thread = false;
+
+}  // namespace
+
+void own_cuda_thread() { is_own_thread = true; }
+
 CudaGuard::CudaGuard(int index) {
   int current = -1;
   BW_CUDA_TRY(get_device, &current);
   if (current != index) {
     BW_CUDA_TRY(set_device, index);
-    before_ = current;
+    before_ = is_own_thread ? -1 : current;
   }
 }
 
@@ -263,18 +271,22 @@ void set_cuda_reclaim(std::function<std::string(int)> function) {
   reclaim() = new std::function<std::string(int)>(std::move(function));
 }
 
+std::string reclaim_cuda_memory(int index) {
+  std::function<std::string(int)> function;
+  {
+    std::lock_guard lock(reclaim_mutex);
+    function = reclaim() == nullptr ? nullptr : *reclaim();
+  }
+  return function ? function(index) : "nothing could be given back";
+}
+
 void* CudaDevice::allocate(size_t size_bytes) {
   CudaGuard guard(index_);
   void* data = nullptr;
   int error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
-  std::string reclaimed = "nothing could be given back";
+  std::string reclaimed;
   if (error == kCudaOutOfMemory) {
-    std::function<std::string(int)> function;
-    {
-      std::lock_guard lock(reclaim_mutex);
-      function = reclaim() == nullptr ? nullptr : *reclaim();
-    }
-    reclaimed = function ? function(index_) : reclaimed;
+    reclaimed = reclaim_cuda_memory(index_);
     error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
   }
   if (error == kCudaOutOfMemory) {

@@ -19,6 +19,10 @@ namespace bucketwheel {
 
 // While alive, `index` is the calling thread's current device; afterwards it is the one before. torch has a CUDA
 // runtime of its own that shares the current context with ours, so what we set we put back.
+//
+// In a thread that is ours alone nothing is put back: a new thread counts as being on device 0 without having touched
+// it, and setting that device would make a context there, half a gigabyte of another rank's GPU.
+void own_cuda_thread();  // the calling thread is ours alone
 class CudaGuard {
  public:
   explicit CudaGuard(int index);
@@ -91,6 +95,8 @@ class CudaDevice final : public Device {
   std::vector<Staging> staging_;
 };
 
+// Has caches give back what they hold of device `index`; says what they did, for messages.
+std::string reclaim_cuda_memory(int index);
 // Called, with the index of a device, when that has no memory left: to empty caches. Returns what it did, for messages.
 void set_cuda_reclaim(std::function<std::string(int)> reclaim);
 

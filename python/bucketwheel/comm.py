@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import secrets
@@ -17,7 +18,7 @@ from bucketwheel import comm_nccl
 from bucketwheel._build import native
 from bucketwheel.comm_nccl import NcclChoices
 from bucketwheel.device import CPU, device_index
-from bucketwheel.errors import CommError
+from bucketwheel.errors import CommError, Error
 from bucketwheel.handle import Handle
 from bucketwheel.place import LocalRank, Place
 from bucketwheel.pool import Pool
@@ -298,7 +299,7 @@ class Communicator:
         """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
 
         Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
-        leases of the pool.
+        leases of the pool. CUDA graphs that contain operations of an NCCL communicator go first: NCCL waits for them.
         """
         self._native.close(timeout)
 
@@ -339,9 +340,12 @@ def _expect_device(backend: str, device: int) -> None:
 
 def _close_all() -> None:
     """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed."""
-    for communicator in list(_open_communicators):
-        communicator.close(_EXIT_GRACE_S)
-    native().stop_freeing()
+    try:
+        for communicator in list(_open_communicators):
+            with contextlib.suppress(Error):  # one that has failed must not keep the others open
+                communicator.close(_EXIT_GRACE_S)
+    finally:
+        native().stop_freeing()
 
 
 @functools.cache

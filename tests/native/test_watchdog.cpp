@@ -1,5 +1,5 @@
 // comm/watchdog: who is looked after, when, and what stop() promises. Run by test_native.py.
-// needs: base
+// needs: base device
 // with: comm/watchdog.cpp
 #include <dirent.h>
 #include <sys/wait.h>

@@ -1,0 +1,165 @@
+"""What blocks inside NCCL or the driver, or fails there, holds up nobody else, and ends."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+from dist.test_optim_nccl import simulated
+
+from bucketwheel import comm_nccl
+from bucketwheel._build import native
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchError
+from bucketwheel.ops import all_gather
+from bucketwheel.testing import RankPool
+from tests import simulated_nccl
+from tests.simulated_cuda import Graph, posing
+
+pytestmark = pytest.mark.dist
+
+
+def gather(comm: Communicator, numel: int = 4):
+    return all_gather(torch.empty(comm.size * numel), torch.full((numel,), float(comm.rank)), comm)
+
+
+def other_goes_on(rank: int, world: int) -> None:
+    with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, name="other") as other:
+        failed = Communicator(backend="nccl", device="cuda", timeout_s=20, name="failed")
+        script.fake_nccl_hang(1)
+        handle = gather(failed)
+        script.fake_nccl_hang_call(b"ncclCommAbort")
+        failed.abort("enough")
+        with pytest.raises(CommError, match="enough"):
+            handle.synchronize(10)
+        until = time.monotonic() + 10
+        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert script.fake_nccl_hanging_calls() == 1, "the abort is to hang"
+        for _ in range(3):
+            gather(other).synchronize(5)
+        script.fake_nccl_release()
+        failed.close(5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_abort_that_hangs_holds_up_no_other_communicator(rank_pool, world):
+    rank_pool(world).run(other_goes_on)
+
+
+def registers(rank: int, world: int) -> str:
+    with simulated() as script:
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="windows", registered=True)
+        assert comm.features["windows"] is False, "nothing is registered yet"
+        lease = comm.pool.acquire("", 4096)
+        if rank == world - 1:
+            script.fake_nccl_hang_call(b"ncclCommWindowRegister")
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout) as caught:
+            comm.register_pool()
+        assert time.monotonic() - begin < 8
+        script.fake_nccl_release()
+        with pytest.raises(CommTimeout):
+            gather(comm)
+        lease.release()
+        comm.close(2)
+        return str(caught.value)
+
+
+def test_registering_has_a_time_limit(rank_pool):
+    for text in rank_pool(2).run(registers):
+        assert "comm 'windows'" in text and "register_pool was not over at its deadline" in text
+
+
+def splits(rank: int, world: int) -> None:
+    with simulated() as script:
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="whole")
+        comm.stream.pause(0.1)
+        before = gather(comm)
+        part = comm.split(rank % 2)
+        assert before.query(), "NCCL splits a communicator that has nothing else to do"
+        assert part is not None
+        part.close(5)
+        script.fake_nccl_hang(1)
+        gather(comm)
+        with pytest.raises(CommError, match="still running at its deadline|timeout in all_gather"):
+            comm.split(0)
+        comm.close(2)
+
+
+def test_a_split_waits_for_what_is_running(rank_pool):
+    rank_pool(2).run(splits)
+
+
+def device_fails(rank: int, world: int) -> None:
+    """The device fails while one rank closes; the others hear of it, and everything ends."""
+    with simulated() as script:
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=20, name="ends")
+        live = int(script.fake_nccl_live_comms())
+        comm.stream.pause(0.2)
+        handle = gather(comm)
+        if rank == 0:
+            native().plan_cuda_fault("event_query", 1, 700)
+            comm.close(10)
+            with pytest.raises(CommError, match="event_query"):
+                handle.synchronize(1)
+        else:
+            time.sleep(1.0)
+            with pytest.raises(CommError, match="rank 0"):
+                gather(comm).synchronize(10)
+            comm.close(5)
+        until = time.monotonic() + 10
+        while script.fake_nccl_live_comms() >= live and time.monotonic() < until:
+            time.sleep(0.02)
+        assert script.fake_nccl_live_comms() == live - 1
+
+
+def test_a_device_that_fails_while_closing(rank_pool):
+    rank_pool(2).run(device_fails)
+
+
+def memory_is_short(rank: int, world: int) -> None:
+    with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, registered=True) as comm:
+        with mock.patch("bucketwheel.device._caches", {comm.pool}):
+            script.fake_nccl_fail(b"ncclMemAlloc", 1, 1)
+            lease = comm.pool.acquire("", 4096)
+            assert script.fake_nccl_calls(b"ncclMemAlloc") == 2, "caches are emptied, and the request is made once more"
+        assert comm.register_pool() == 1 and comm.features["windows"] is True
+        lease.release()
+
+
+def test_registered_memory_that_is_short(rank_pool):
+    rank_pool(2).run(memory_is_short)
+
+
+def test_a_pair_that_takes_turns_refuses_captures():
+    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+        pool.run(turns_in_a_graph)
+
+
+def turns_in_a_graph(rank: int, world: int) -> None:
+    simulated_nccl.install()
+    with posing() as library, mock.patch.object(comm_nccl, "_is_launch_order_kept", False):
+        with pytest.warns(UserWarning, match="take turns"):
+            gathers, reduces = Communicator.pair(timeout_s=20)
+        with gathers, reduces:
+            with Graph(library), pytest.raises(CaptureError, match="take turns"):
+                gather(gathers)
+            gather(gathers).synchronize(5)
+
+
+def later_tensors_differ(rank: int, world: int) -> str:
+    with simulated(), Communicator(backend="nccl", device="cuda", timeout_s=10, name="long") as comm:
+        sizes = [4] * 10 + ([8, 4] if rank == 0 else [4, 8])
+        shards = [torch.zeros(n) for n in sizes]
+        with pytest.raises(MismatchError, match="ranks called different operations") as caught:
+            all_gather([torch.empty(world * n) for n in sizes], shards, comm)
+        return str(caught.value)
+
+
+def test_the_check_sees_every_tensor():
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_COMM_CHECK": "1"}
+    with RankPool(2, env=env) as pool:
+        assert len({text.split("]", 1)[1] for text in pool.run(later_tensors_differ)}) == 1
