@@ -125,7 +125,9 @@ size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
   for (Windows::Entry& entry : fresh) {
     {
       std::lock_guard issue_lock(session_->issue_mutex());
-      BW_EXPECTS(session_->comm() != nullptr, "the communicator has ended");
+      if (session_->comm() == nullptr) {
+        throw CommError("the communicator has ended");
+      }
       const int result = BW_NCCL_CALL(session_->api(), comm_window_register, session_->comm(), entry.data,
                                       entry.size_bytes, &entry.window, kNcclWindowSymmetric);
       expect_success(session_->api(), NcclCall::comm_window_register, session_->settle(result, deadline));

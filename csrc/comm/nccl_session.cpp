@@ -189,7 +189,9 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
     NcclCommRef child = nullptr;
     {
       std::lock_guard lock(self->issue_mutex_);
-      BW_EXPECTS(self->comm() != nullptr, "split of a communicator that has ended");
+      if (self->comm() == nullptr) {
+        throw CommError("the communicator has ended");
+      }
       const int result = BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key,
                                      &child, &config);
       expect_success(self->api_, NcclCall::comm_split, self->settle(result, deadline));

@@ -84,8 +84,10 @@ def splits(rank: int, world: int) -> None:
         part.close(5)
         script.fake_nccl_hang(1)
         gather(comm)
-        with pytest.raises(CommError, match="still running at its deadline|timeout in all_gather"):
+        begin = time.monotonic()
+        with pytest.raises(CommError):  # of this rank's wait, or of one that had begun before
             comm.split(0)
+        assert time.monotonic() - begin < 12
         comm.close(2)
 
 
