@@ -12,7 +12,17 @@ from unittest import mock
 
 import pytest
 from comm_cases import check_usable
-from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_gone, expect_prefix, gather, nccl_comm, script
+from nccl_failure_cases import (
+    SOON_S,
+    Error,
+    error_of,
+    expect_gathered,
+    expect_gone,
+    expect_prefix,
+    gather,
+    nccl_comm,
+    script,
+)
 from simulated_cuda import posing
 
 from bucketwheel import comm_shm

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_cases import Error, error_of, expect_prefix, gather, nccl_comm
+from nccl_failure_cases import Error, error_of, expect_prefix, gather, nccl_comm
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter

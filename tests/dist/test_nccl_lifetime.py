@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from comm_cases import check_usable, on_nccl
-from nccl_cases import (
+from nccl_failure_cases import (
     SOON_S,
     Error,
     error_of,
@@ -26,13 +26,13 @@ from nccl_cases import (
     script,
 )
 from simulated_cuda import posing
-from tests.dist.test_simulated_nccl import new_comm
 
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
+from tests.dist.test_simulated_nccl import new_comm
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
