@@ -9,7 +9,8 @@ gradients follow each other. `local`: one rank, and two ranks of one thread; `sh
 slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device of the tests, whose own time is in it.
 `prepared` is a request's start. Parts of a call, to see what takes the time: `empty lists`, what does not depend on
 the tensors; `native`, without what Python adds; `versions`, telling autograd. Peer: `all_gather_into_tensor` and
-`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo. The goal is 5 us.
+`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo. The goal is 5 us. Printed last, and no line of the results: a round of
+agreement between two ranks that do not share a host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [path for path in map(str, (ROOT, ROOT / "tests", ROOT / "python")) if path not in sys.path]
@@ -29,6 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from harness import Rank, Results, Timing, parse_args, rotation, run_ranks, slowest  # noqa: E402
 
+from bucketwheel import comm_shm  # noqa: E402
 from bucketwheel.comm import Communicator  # noqa: E402
 from bucketwheel.ops import all_gather, reduce_scatter  # noqa: E402
 from bucketwheel.place import LocalWorld  # noqa: E402
@@ -161,6 +164,23 @@ def on_local_pair(rank: Rank, repeats: int) -> dict[str, Timing]:
     return timings
 
 
+def on_agreement(rank: Rank, repeats: int) -> Timing:
+    """Of ranks that do not share a host, by gloo: one round of 100 bytes."""
+
+    def not_one_host(*_: Any) -> Any:
+        raise comm_shm.NotOneHost("")
+
+    simulated_nccl.install()
+    with mock.patch.object(comm_shm, "connect", not_one_host), simulated_cuda.posing(delays=0):
+        with Communicator(backend="nccl", device="cuda") as comm:
+            samples = []
+            for _ in range(WARM_UP + repeats):
+                begin = time.perf_counter()
+                comm.exchange(bytes(100))
+                samples.append(time.perf_counter() - begin)
+            return Timing(tuple(samples[WARM_UP:]))
+
+
 def on_nccl(rank: Rank, repeats: int) -> dict[str, Timing]:
     simulated_nccl.install()
     with simulated_cuda.posing(delays=0), Communicator(backend="nccl", device="cuda") as comm:
@@ -198,6 +218,8 @@ def main() -> None:
                 f"{line['case']:60}{line['us']:8.2f} us, spread {100 * line['spread']:3.0f} % {beside}".rstrip(),
                 flush=True,
             )
+    round_ = slowest(run_ranks(2, on_agreement, 100).values)
+    print(f"{'agreement between hosts, 2 ranks: a round of 100 bytes':60}{1e6 * round_.median_s:8.2f} us", flush=True)
 
 
 if __name__ == "__main__":

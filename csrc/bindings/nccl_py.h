@@ -115,39 +115,35 @@ inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::s
 
 inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock::now() + timeout; }
 
-inline void bind_peers(py::module_& m) {
+// post(payload) and collect(seconds or None) of Python's.
+inline StorePeers::Agreement agreement_of(const py::object& post, const py::object& collect) {
+  StorePeers::Agreement agreement;
+  agreement.post = [post = held_function(post)](std::span<const std::byte> payload) {
+    const py::gil_scoped_acquire locked;
+    (*post)(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
+  };
+  agreement.collect = [collect = held_function(collect)](Deadline deadline, const auto&) {
+    const py::gil_scoped_acquire locked;
+    const std::chrono::duration<double> left = deadline ? *deadline - Clock::now() : std::chrono::duration<double>(0);
+    const py::object timeout = deadline ? py::object(py::float_(left.count())) : py::object(py::none());
+    StorePeers::Payloads payloads;
+    for (const py::handle item : (*collect)(timeout)) {
+      const std::string_view view = py::cast<std::string_view>(item);
+      const auto* const begin = reinterpret_cast<const std::byte*>(view.data());
+      payloads.emplace_back(begin, begin + view.size());
+    }
+    return payloads;
+  };
+  return agreement;
+}
+
+inline void bind_store_peers(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<Peers, PeersRef>(m, "Peers")
-      .def(
-          "leave",
-          [](Peers& self, double timeout) {
-            self.join();
-            self.part(deadline_of(timeout));
-          },
-          py::arg("timeout"), Unlocked());
   py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
       .def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
                        const py::object& collect) {
-             StorePeers::Agreement agreement;
-             agreement.post = [post = held_function(post)](std::span<const std::byte> payload) {
-               const py::gil_scoped_acquire locked;
-               (*post)(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
-             };
-             agreement.collect = [collect = held_function(collect)](Deadline deadline, const auto&) {
-               const py::gil_scoped_acquire locked;
-               const std::chrono::duration<double> left =
-                   deadline ? *deadline - Clock::now() : std::chrono::duration<double>(0);
-               const py::object timeout = deadline ? py::object(py::float_(left.count())) : py::object(py::none());
-               StorePeers::Payloads payloads;
-               for (const py::handle item : (*collect)(timeout)) {
-                 const std::string_view view = py::cast<std::string_view>(item);
-                 const auto* const begin = reinterpret_cast<const std::byte*>(view.data());
-                 payloads.emplace_back(begin, begin + view.size());
-               }
-               return payloads;
-             };
              return std::make_shared<StorePeers>(std::move(name), rank, world, expect_timeout(timeout_s),
-                                                 std::move(agreement));
+                                                 agreement_of(post, collect));
            }),
            py::arg("name"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("post"),
            py::arg("collect"))
@@ -198,6 +194,28 @@ inline void bind_peers(py::module_& m) {
           py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
       .def_property_readonly("has_left", &StorePeers::has_left)
       .def_property_readonly("has_failed", [](StorePeers& self) { return self.health().has_failed(); });
+}
+
+inline std::string trouble_of(Peers& peers) {
+  if (const auto failure = peers.trouble(0, [](int) { return true; }, "the operation")) {
+    return failure->text;
+  }
+  return peers.health().has_failed() ? "this rank has failed" : "";
+}
+
+inline void bind_peers(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<Peers, PeersRef>(m, "Peers")
+      .def(
+          "leave",
+          [](Peers& self, double timeout) {
+            self.join();
+            self.part(deadline_of(timeout));
+          },
+          py::arg("timeout"), Unlocked())
+      // Why what needs every rank cannot come to its end; empty where nothing is known against it.
+      .def("trouble", &trouble_of, Unlocked());
+  bind_store_peers(m);
   m.def(
       "peers_of",
       [](const CommRef& comm) -> PeersRef {

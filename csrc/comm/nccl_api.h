@@ -143,8 +143,6 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
     (const void* send, void* recv, size_t send_count, NcclType type, NcclCommRef comm, void* stream))               \
   X(reduce_scatter, ncclReduceScatter, int,                                                                         \
     (const void* send, void* recv, size_t recv_count, NcclType type, int op, NcclCommRef comm, void* stream))       \
-  X(all_reduce, ncclAllReduce, int,                                                                                 \
-    (const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm, void* stream))            \
   X(broadcast, ncclBroadcast, int,                                                                                  \
     (const void* send, void* recv, size_t count, NcclType type, int root, NcclCommRef comm, void* stream))          \
   X(red_op_create_pre_mul_sum, ncclRedOpCreatePreMulSum, int,                                                       \
@@ -152,11 +150,13 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   X(red_op_destroy, ncclRedOpDestroy, int, (int op, NcclCommRef comm))
 
 // Null where the library has none; look at NcclFeatures rather than at them.
+// No communicator calls all_reduce (the fake's tests do), comm_revoke and comm_shrink: these two are what the features
+// `revoke` and `shrink` are decided by.
 #define BW_NCCL_OPTIONAL(X)                                                                                      \
+  X(all_reduce, ncclAllReduce, int,                                                                              \
+    (const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm, void* stream))         \
   X(mem_alloc, ncclMemAlloc, int, (void** data, size_t size_bytes))                                              \
   X(mem_free, ncclMemFree, int, (void* data))                                                                    \
-  X(comm_register, ncclCommRegister, int, (NcclCommRef comm, void* data, size_t size_bytes, void** handle))      \
-  X(comm_deregister, ncclCommDeregister, int, (NcclCommRef comm, void* handle))                                  \
   X(comm_window_register, ncclCommWindowRegister, int,                                                           \
     (NcclCommRef comm, void* data, size_t size_bytes, NcclWindowRef* window, int flags)) /* may leave it null */ \
   X(comm_window_deregister, ncclCommWindowDeregister, int, (NcclCommRef comm, NcclWindowRef window))             \

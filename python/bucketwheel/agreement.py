@@ -1,6 +1,12 @@
 """Agreement between ranks that do not share a host: payloads by a gloo process group, failures through the torch Store.
 
 Ranks of one host have shared memory for both (`comm_shm`).
+
+The Store may go before the communicator: with the process that has it, which may be a rank, dead or gone in an orderly
+way, or none of the ranks. That is no failure by itself, for nobody can tell these apart by it. So failures travel by a
+second way, against the ring of gloo connections on which every rank watches the next one: whoever sees his next one die
+tells the one before, and so on. A rank that has left in order ends the chain; who needs it hears that it has left. Of
+several failures only the one that is first in the Store goes that way, while there is a Store to tell.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ._build import native
-from .errors import CommTimeout, Error
+from .errors import CommError, CommTimeout, Error
 from .meeting import Meeting
 
 __all__ = ["make_peers"]
@@ -28,8 +34,13 @@ _NO_TIMEOUT = timedelta(days=365)
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
-_GOODBYE_TAG = 7
-_IN_ORDER, _AFTER_FAILURE = 1, 2  # what a goodbye says; the Store has the failure, which is what peers are to hear
+_RING_TAG = 7
+# What a message of the ring is: a goodbye, after which nothing comes (after a failure peers are to hear of that), or a
+# failure, with its kind, rank, sequence number and text.
+_IN_ORDER, _AFTER_FAILURE, _FAILURE = 1, 2, 3
+_MESSAGE_HEAD = struct.Struct("<BBiQ")
+_MESSAGE_BYTES = 1024
+_Report = tuple[int, str, int, int]  # kind, text, rank, sequence number
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 
 
@@ -47,13 +58,12 @@ class _Agreement:
         self._work: Any = None
         self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
-        place = dist.PrefixStore("gloo", meeting.store)
-        self._group = dist.ProcessGroupGloo(place, self._rank, self._size, _NO_TIMEOUT)
+        self._group = _connect(meeting)
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect)
-        following, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        _start(_carry_failures, self.peers, _own_connection(meeting.store), self._size)
-        _start(_watch, self.peers, self._group, following)
-        _start(_say_goodbye, self.peers, self._group, before)
+        ring = _Ring(self._group, self._rank, self._size)
+        _start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size)
+        _start(_watch, self.peers, ring)
+        _start(_say_goodbye, self.peers, ring)
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
@@ -89,7 +99,7 @@ class _Agreement:
 
     def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Any:
         try:
-            return self._group._allgather_base(out, mine)  # type: ignore[attr-defined]
+            return self._group._allgather_base(out, mine)
         except RuntimeError as error:
             self._lost(error)
 
@@ -141,42 +151,111 @@ def _start(run: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True).start()
 
 
-def _carry_failures(peers: Any, store: dist.Store, size: int) -> None:
+def _connect(meeting: Meeting) -> Any:
+    """The process group of the payloads. `CommTimeout` naming the ranks that have not come by the meeting's deadline."""
+    store = dist.PrefixStore("gloo", meeting.store)
+    left_s = max(meeting.deadline - time.monotonic(), 0.1)
+    try:
+        store.set(f"came/{meeting.rank}", "")
+        group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=left_s))
+    except RuntimeError as error:
+        missing: list[int] = []
+        with contextlib.suppress(RuntimeError):  # of a Store that is gone
+            missing = [rank for rank in range(meeting.size) if not store.check([f"came/{rank}"])]
+        if missing:
+            raise CommTimeout(
+                f"the communicator was not made within {meeting.timeout_s} s: ranks {missing} have not come"
+            ) from error
+        raise CommError(f"the ranks could not connect by gloo: {error}") from error
+    group._set_default_timeout(_NO_TIMEOUT)
+    return group
+
+
+class _Ring:
+    """Messages from the rank that follows, and to the one before. Thread-safe but for `receive`."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self.following, self._before = (rank + 1) % size, (rank - 1) % size
+        self._sending = threading.Lock()
+        self._is_told = self._is_over = False
+        self.news_is_out = threading.Event()  # what this rank failed with has been told, one way or another
+
+    def receive(self) -> tuple[int, _Report]:
+        message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
+        self._group.recv([message], self.following, _RING_TAG).wait()
+        data = message.numpy().tobytes()
+        what, kind, rank, seq = _MESSAGE_HEAD.unpack_from(data)
+        text = data[_MESSAGE_HEAD.size :].rstrip(b"\0").decode(errors="ignore")  # it may have been cut
+        return what, (kind, text, rank, seq)
+
+    def pass_on(self, report: _Report) -> None:
+        """Once: a ring has no end."""
+        with self._sending:
+            if not (self._is_told or self._is_over):
+                self._is_told = True
+                self._send(_FAILURE, report)
+
+    def end(self, what: int) -> None:
+        with self._sending:
+            self._is_over = True
+            self._send(what, (0, "", -1, 0))
+
+    def _send(self, what: int, report: _Report) -> None:
+        kind, text, rank, seq = report
+        data = (_MESSAGE_HEAD.pack(what, kind, rank, seq) + text.encode())[:_MESSAGE_BYTES]
+        message = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # that one has gone before
+            self._group.send([message], self._before, _RING_TAG).wait()
+
+
+def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
     """Tells the others what this rank failed with, and this rank what another one did; the first failure counts."""
     period_s = min(max(0.1, size * 5e-4), 1.0)  # thousands of ranks ask one Store
+    report: _Report | None = None
     try:
         while True:
             report = peers.take_report(period_s)
             if report is not None:
-                store.compare_set("failure", "", json.dumps(report))
+                mine = json.dumps(report)
+                if store.compare_set("failure", "", mine) == mine.encode():
+                    ring.pass_on(report)  # the Store may be gone before the others look
             if peers.has_left:
                 break
             if store.check(["failure"]):
                 peers.deliver(*json.loads(store.get("failure")))
                 break
-    except RuntimeError:
-        pass  # the Store went with the process that has it, which is somebody's neighbour
+    except RuntimeError:  # the Store is gone
+        while report is None and not peers.has_left:
+            report = peers.take_report(_NEWS_S)
+        if report is not None:
+            ring.pass_on(report)
+    ring.news_is_out.set()
     peers.await_leave()
     peers.finish()
 
 
-def _watch(peers: Any, group: Any, rank: int) -> None:
-    """Waits for the goodbye of ``rank``. Its death breaks the connection instead."""
-    goodbye = torch.zeros(1, dtype=torch.uint8)
+def _watch(peers: Any, ring: _Ring) -> None:
+    """Waits for what the rank that follows says. Its death breaks the connection instead."""
     try:
-        group.recv([goodbye], rank, _GOODBYE_TAG).wait()
+        what, report = ring.receive()
+        while what == _FAILURE:
+            ring.pass_on(report)
+            peers.deliver(*report)
+            what, report = ring.receive()
     except RuntimeError:
         if not peers.has_left:
             with contextlib.suppress(Error):
-                peers.fail("peer", f"rank {rank} died", rank)
+                peers.fail("peer", f"rank {ring.following} died", ring.following)
         return
-    if goodbye.item() == _IN_ORDER:
-        peers.lose(rank)
+    if what == _IN_ORDER:
+        peers.lose(ring.following)
 
 
-def _say_goodbye(peers: Any, group: Any, rank: int) -> None:
+def _say_goodbye(peers: Any, ring: _Ring) -> None:
     peers.await_leave()
-    goodbye = torch.tensor([_AFTER_FAILURE if peers.has_failed else _IN_ORDER], dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):  # that one has gone before
-        group.send([goodbye], rank, _GOODBYE_TAG).wait()
+    has_failed = peers.has_failed
+    if has_failed:
+        ring.news_is_out.wait(_NEWS_S)
+    ring.end(_AFTER_FAILURE if has_failed else _IN_ORDER)
     peers.finish()

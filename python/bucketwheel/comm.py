@@ -88,6 +88,7 @@ class Communicator:
         self._place = place
         self._choices = choices
         self._gathers: Communicator | None = None
+        self._overlaps = False
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators.add(self)
         _close_all_at_exit()
@@ -121,9 +122,10 @@ class Communicator:
         _expect_device("nccl", index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         place = Place.of(group, "nccl", timeout_s)
-        natives = comm_nccl.pair(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        natives, overlaps = comm_nccl.pair(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
         reduces._gathers = gathers
+        gathers._overlaps = reduces._overlaps = overlaps
         return gathers, reduces
 
     @classmethod
@@ -216,8 +218,12 @@ class Communicator:
     def features(self) -> dict[str, Any]:
         """What this communicator does. Of NCCL: its version (``"nccl"``), whether the pool is registered memory
         (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages are made in
-        float32 (``"symmetric_avg"``), whether two communicators overlap (``"overlap"``)."""
-        return comm_nccl.features(self._native, self._choices) if self.backend == "nccl" else {}
+        float32 (``"symmetric_avg"``), whether it overlaps with the other of its pair (``"overlap"``). All-gathers of a
+        pair are those of `gathers`."""
+        if self.backend != "nccl":
+            return {}
+        has_gathers = self._gathers is None
+        return comm_nccl.features(self._native, self._choices, has_gathers=has_gathers, overlaps=self._overlaps)
 
     def register_pool(self) -> int:
         """Make registered memory of what the pool got from the system since the last time; how many slabs NCCL accepted.

@@ -23,6 +23,7 @@ from .pool import Pool
 
 __all__ = ["NcclChoices", "borrow", "features", "make", "pair", "split"]
 
+_CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
 
@@ -75,18 +76,24 @@ class NcclChoices:
 class _Check:
     """Debug (``BW_COMM_CHECK=1``): compares every operation of a communicator between the ranks, through the Store."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, peers: Any) -> None:
         self._store, self._rank, self._size = meeting.store, meeting.rank, meeting.size
-        self._timeout = timedelta(seconds=meeting.timeout_s)
+        self._timeout_s, self._peers = meeting.timeout_s, peers
 
     def __call__(self, comm: str, seq: int, text: str) -> str:
         keys = [f"check/{comm}/{seq}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], text)
-        try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError:  # DistStoreError, but of a FileStore
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            return f"this rank called {text}; ranks {missing} called nothing for {self._timeout}"
+        begin = time.monotonic()
+        while left_s := max(begin + self._timeout_s - time.monotonic(), 0):
+            try:
+                self._store.wait(keys, timedelta(seconds=min(left_s, _CHECK_S)))
+                break
+            except RuntimeError:  # DistStoreError, but of a FileStore
+                if trouble := self._peers.trouble():
+                    return f"this rank called {text}, and others will not: {trouble}"
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        if missing:
+            return f"this rank called {text}; ranks {missing} called nothing for {self._timeout_s} s"
         texts = [self._store.get(key).decode() for key in keys]
         if seq > 1:  # whoever has come here has read what was there before
             self._store.delete_key(f"check/{comm}/{seq - 1}/{self._rank}")
@@ -95,11 +102,13 @@ class _Check:
         return "ranks called different operations:" + "".join(f"\n  rank {r}: {one}" for r, one in enumerate(texts))
 
 
-def _options(choices: NcclChoices, device: int, meeting: Meeting | None, *, serialises: bool = False) -> Any:
+def _options(
+    choices: NcclChoices, device: int, meeting: Meeting | None, peers: Any = None, *, serialises: bool = False
+) -> Any:
     config, net_name = choices.config()
     pool = Pool(device=torch_device(device))
-    checks = meeting is not None and os.environ.get("BW_COMM_CHECK") == "1"
-    check = _Check(meeting) if checks and meeting is not None else None
+    checks = os.environ.get("BW_COMM_CHECK") == "1"
+    check = _Check(meeting, peers) if checks and meeting is not None else None
     return native().NcclOptions(config, net_name, choices.registered, pool._native, serialises, check)
 
 
@@ -130,23 +139,29 @@ def make(meeting: Meeting | None, device: int, name: str, timeout_s: float, choi
     def one(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
         return [native().make_nccl_comm(peers, device, unique_id, options, left_s)]
 
-    return _make(meeting, device, name, timeout_s, choices, one, serialises=False)[0]
+    unique_id, _ = _agree_on_nccl(meeting, choices, has_order=True)
+    return _make(meeting, device, name, timeout_s, choices, one, unique_id)[0]
 
 
-def pair(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> tuple[Any, Any]:
-    """Two native communicators, for all-gathers and for reduce-scatters, that share what they know of their peers."""
-    if not _is_launch_order_kept:
-        warnings.warn(
-            f"{_LAUNCH_ORDER} was not 1 when NCCL may first have launched, so all-gathers and reduce-scatters take turns "
-            "instead of overlapping; import bucketwheel before torch.distributed.init_process_group, or set it to 1",
-            stacklevel=3,
-        )
+def pair(
+    meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices
+) -> tuple[list[Any], bool]:
+    """Two native communicators, for all-gathers and for reduce-scatters, that share what they know of their peers; and
+    whether they overlap. They do on all ranks or on none: a rank that takes turns with one that does not may deadlock."""
 
     def two(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
         return list(native().make_nccl_pair(peers, device, unique_id, options, left_s))
 
-    gathers, reduces = _make(meeting, device, name, timeout_s, choices, two, serialises=not _is_launch_order_kept)
-    return gathers, reduces
+    unique_id, without_order = _agree_on_nccl(meeting, choices, has_order=_is_launch_order_kept)
+    if without_order:
+        warnings.warn(
+            f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers and "
+            "reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before "
+            "torch.distributed.init_process_group, or set it to 1",
+            stacklevel=3,
+        )
+    natives = _make(meeting, device, name, timeout_s, choices, two, unique_id, serialises=bool(without_order))
+    return natives, not without_order
 
 
 def _make(
@@ -156,15 +171,14 @@ def _make(
     timeout_s: float,
     choices: NcclChoices,
     make: Callable[[Any, bytes, Any, float], list[Any]],
+    unique_id: bytes,
     *,
-    serialises: bool,
+    serialises: bool = False,
 ) -> list[Any]:
-    if meeting is None:
-        options = _options(choices, device, None, serialises=serialises)
-        return make(_make_peers(None, name, timeout_s), nccl.unique_id(), options, timeout_s)
-    unique_id = _agree_on_nccl(meeting, choices, serialises)
-    options = _options(choices, device, meeting, serialises=serialises)
     with _peers_to_keep(meeting, name, timeout_s) as peers:
+        options = _options(choices, device, meeting, peers, serialises=serialises)
+        if meeting is None:
+            return make(peers, unique_id, options, timeout_s)
         left_s = max(meeting.deadline - time.monotonic(), 0.1)
         return _all_or_none(meeting, lambda: make(peers, unique_id, options, left_s))
 
@@ -182,9 +196,12 @@ def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
     return made
 
 
-def _agree_on_nccl(meeting: Meeting, choices: NcclChoices, serialises: bool) -> bytes:
-    """Rank 0's unique id, once all ranks have an NCCL of one version and want the same. Raises on every rank."""
-    facts: dict[str, Any] = {}
+def _agree_on_nccl(meeting: Meeting | None, choices: NcclChoices, *, has_order: bool) -> tuple[bytes, list[int]]:
+    """Rank 0's unique id, once all ranks have an NCCL of one version and want the same, and the ranks without
+    ``has_order``. Raises on every rank."""
+    if meeting is None:
+        return nccl.unique_id(), [] if has_order else [0]
+    facts: dict[str, Any] = {"has_order": has_order}
 
     def look() -> None:
         facts["version"] = nccl.info().version
@@ -203,7 +220,7 @@ def _agree_on_nccl(meeting: Meeting, choices: NcclChoices, serialises: bool) -> 
     wanted = [one["choices"] for one in everyone]
     if len(set(wanted)) > 1:
         raise ValueError(f"ranks gave different options to one communicator: {wanted}")
-    return bytes.fromhex(everyone[0]["id"])
+    return bytes.fromhex(everyone[0]["id"]), [rank for rank, one in enumerate(everyone) if not one["has_order"]]
 
 
 def split(
@@ -221,30 +238,47 @@ def split(
         options = _options(choices, device, None)
         parent.split(None, colour, key, options, timeout_s)
         return None
-    options = _options(choices, device, meeting)
     with _peers_to_keep(meeting, name, timeout_s) as peers:
+        options = _options(choices, device, meeting, peers)
         make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
         return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
 
 
 def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
     """A native communicator around the one that ``group`` has for the device."""
-    backend = group._get_backend(torch_device(device))
-    if not hasattr(backend, "_comm_ptr"):
-        raise ValueError(f"the process group has no NCCL communicator to borrow on {torch_device(device)}: {backend}")
-    options = _options(NcclChoices(), device, meeting)
+    backend: Any = group._get_backend(torch_device(device))
+    failures = meeting.failures(meeting.attempt(nccl.info) or _why_not_to_borrow(backend, device))
+    if failures:
+        raise ValueError(f"the process group has no NCCL communicator that can be borrowed{failures}")
     with _peers_to_keep(meeting, name, timeout_s) as peers:
+        options = _options(NcclChoices(), device, meeting, peers)
         make = lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]  # noqa: E731
         return _all_or_none(meeting, make)[0]
 
 
-def features(comm: Any, choices: NcclChoices) -> dict[str, Any]:
+def _why_not_to_borrow(backend: Any, device: int) -> str:
+    """A communicator is a pointer into the library that made it: no other copy of NCCL can use it."""
+    if not hasattr(backend, "_comm_ptr"):
+        return f"there is none on {torch_device(device)}: {backend}"
+    found, of_torch = nccl.info(), nccl.version_of_torch()
+    if found.found != "loaded already":
+        remedy = "; unset it" if found.found == "BW_NCCL_LIB" else ""
+        return (
+            f"bucketwheel uses {found.path} ({found.found}), which need not be the copy that torch has loaded{remedy}"
+        )
+    if of_torch not in (None, nccl.version_text(found.version)):
+        return f"torch has NCCL {of_torch}, and bucketwheel {nccl.version_text(found.version)} ({found.path})"
+    return ""
+
+
+def features(comm: Any, choices: NcclChoices, *, has_gathers: bool, overlaps: bool) -> dict[str, Any]:
+    """``has_gathers``: all-gathers run here; ``overlaps``: with the other of a pair."""
     found = nccl.info()
     has_windows = bool(comm.has_windows)
     return {
         "nccl": nccl.version_text(found.version),
         "windows": has_windows,
-        "copy_engines": has_windows and choices.cta_policy == "zero",
+        "copy_engines": has_gathers and has_windows and choices.cta_policy == "zero",
         "symmetric_avg": has_windows and found.features["symmetric_avg"],
-        "overlap": _is_launch_order_kept,
+        "overlap": overlaps,
     }

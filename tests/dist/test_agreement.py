@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from comm_cases import check_usable
-from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_gone, expect_prefix, gather, nccl_comm, script
+from nccl_failure_cases import (
+    SOON_S,
+    Error,
+    error_of,
+    expect_gathered,
+    expect_gone,
+    expect_prefix,
+    gather,
+    nccl_comm,
+    script,
+)
 from simulated_cuda import posing
 
-from bucketwheel import comm_shm
+from bucketwheel import agreement, comm_shm
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import CommTimeout
+from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.meeting import Meeting
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 
@@ -259,20 +273,126 @@ def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
     rank_pool(2).run(not_made, timeout_s=30)
 
 
-# --------------------------------------------------------------------------------------------------------------- speed
+# ------------------------------------------------------------------------------------------------- the Store's process
 
 
-def measure(rank: int, size: int) -> float:
-    with apart("timed") as (comm, _):
-        took_s = []
-        for _ in range(100):
-            begin = time.monotonic()
-            comm.exchange(bytes(100))
-            took_s.append(time.monotonic() - begin)
-        return sorted(took_s)[50]
+@contextlib.contextmanager
+def store_of_rank_0(rank: int, size: int, port: int) -> Iterator[None]:
+    """As with ``env://``: the Store is in the process of rank 0, and goes with it."""
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    yield
+    dist.destroy_process_group()
 
 
-def test_a_round_takes_milliseconds_at_most(rank_pool):
-    median_s = max(rank_pool(2).run(measure))
-    print(f"one round of 100 bytes at world 2: {1e6 * median_s:.0f} us")
-    assert median_s < 0.05
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def without_store(world: int, case: Any, *args: Any, dead: tuple[int, ...] = (0,)) -> list[Any]:
+    simulated_cuda.build()
+    with RankPool(world, backend=None, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+        return pool.run(case, free_port(), *args, expect_dead=dead, timeout_s=40)
+
+
+def store_dies(rank: int, size: int, port: int, moment: str) -> tuple[Error, float]:
+    with store_of_rank_0(rank, size, port), apart("doomed", timeout_s=20.0) as (comm, _):
+        comm.exchange(b"")
+        if rank == 0:
+            time.sleep(0.3)
+            os.kill(os.getpid(), 9)
+        handle = gather(comm)[1] if moment == "in flight" else None
+        begin = time.monotonic()
+        error = error_of(handle.synchronize if handle else lambda: comm.exchange(b""))
+        return error, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("moment", ["in flight", "in exchange"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_store_dies_with_its_rank(world, moment):
+    for rank, (error, took_s) in enumerate(without_store(world, store_dies, moment)[1:], 1):
+        assert (error[0], error[2]) == ("PeerError", 0) and "rank 0 died" in error[1], error
+        expect_prefix(error[1], rank, world, "doomed")
+        assert took_s < 0.3 + SOON_S
+
+
+def store_aborts(rank: int, size: int, port: int) -> Error:
+    with store_of_rank_0(rank, size, port), apart("aborted", timeout_s=20.0) as (comm, _):
+        comm.exchange(b"")
+        if rank == 0:
+            comm.abort("the data ran out")
+            comm.close()
+            os._exit(0)
+        return error_of(gather(comm)[1].synchronize)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_store_goes_right_after_an_abort(world):
+    for error in without_store(world, store_aborts)[1:]:
+        assert error[0] == "CommError" and "aborted by rank 0: the data ran out" in error[1], error
+
+
+def store_leaves(rank: int, size: int, port: int, is_needed: bool) -> Error:
+    with store_of_rank_0(rank, size, port), apart("party", timeout_s=20.0) as (comm, _):
+        full, handle = gather(comm)
+        if rank == 0:
+            handle.synchronize()
+            comm.close()
+            os._exit(0)
+        time.sleep(1.5)  # longer than a dead peer would go unnoticed
+        handle.synchronize()
+        expect_gathered(comm, full)
+        comm.post(b"")
+        error = error_of(comm.collect) if is_needed else ("nothing", "", None)
+    expect_no_threads()
+    return error
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_store_leaves_in_order(world, is_needed):
+    """Nobody fails by that alone; and who needs the rank that has left is told so, not that it died."""
+    for kind, text, gone in without_store(world, store_leaves, is_needed)[1:]:
+        assert kind == ("PeerError" if is_needed else "nothing"), text
+        if is_needed:
+            assert gone == 0 and "rank 0 has closed the communicator" in text
+
+
+def last_dies_after_the_store_left(rank: int, size: int, port: int) -> Error:
+    with store_of_rank_0(rank, size, port), apart("party", timeout_s=20.0) as (comm, _):
+        comm.exchange(b"")
+        if rank == 0:
+            comm.close()
+            os._exit(0)
+        time.sleep(1.0)
+        if rank == size - 1:
+            os.kill(os.getpid(), 9)
+        full, handle = gather(comm)
+        return error_of(handle.synchronize)
+
+
+def test_a_death_is_told_without_a_store():
+    errors = without_store(4, last_dies_after_the_store_left, dead=(0, 3))
+    for error in errors[1:3]:
+        assert (error[0], error[2]) == ("PeerError", 3) and "rank 3 died" in error[1], error
+
+
+# ---------------------------------------------------------------------------------------------------------- connecting
+
+
+def one_does_not_connect(rank: int, size: int) -> tuple[str, str, float]:
+    place = dist.PrefixStore("connecting", dist.distributed_c10d._get_default_store())
+    if rank == size - 1:
+        return "", "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        agreement.make_peers(Meeting(place, rank, size, 1.5), "late", 1.5)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_connect(rank_pool):
+    for kind, text, took_s in rank_pool(3).run(one_does_not_connect, timeout_s=30)[:2]:
+        assert kind == "CommTimeout" and "ranks [2] have not come" in text, text
+        assert took_s < 1.5 + SOON_S

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comm_cases import check_usable, data_of, expected_reduce
-from nccl_cases import SOON_S, Error, error_of, expect_gathered, expect_prefix, gather, nccl_comm
+from nccl_failure_cases import SOON_S, Error, error_of, expect_gathered, expect_prefix, gather, nccl_comm
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_cases import nccl_comm
+from nccl_failure_cases import nccl_comm
 
 from bucketwheel.errors import CaptureError, DeviceError
 from bucketwheel.ops import all_gather

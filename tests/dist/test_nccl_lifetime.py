@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from comm_cases import check_usable, on_nccl
-from nccl_cases import (
+from nccl_failure_cases import (
     SOON_S,
     Error,
     error_of,
@@ -26,13 +28,13 @@ from nccl_cases import (
     script,
 )
 from simulated_cuda import posing
-from tests.dist.test_simulated_nccl import new_comm
 
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
+from tests.dist.test_simulated_nccl import new_comm
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
@@ -326,18 +328,21 @@ def borrows(comm: Communicator) -> None:
         def _comm_ptr(self) -> int:
             return theirs.value or 0
 
-    class Group:  # what a process group is, as far as borrowing goes
-        def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-            self.group = group
-
-        def _get_backend(self, _: torch.device) -> Backend:
-            return Backend()
-
-    from unittest import mock
-
     whole = torch.distributed.group.WORLD
+    borrow = lambda: Communicator.borrow(whole, name="lent", timeout_s=20)  # noqa: E731
     with mock.patch.object(type(whole), "_get_backend", lambda *_: Backend()):
-        borrowed = Communicator.borrow(whole, name="lent", timeout_s=20)
+        ours = nccl.info()
+        with pytest.raises(ValueError, match=r"rank 0: bucketwheel uses .*\(BW_NCCL_LIB\).*unset it"):
+            borrow()
+        loaded = replace(ours, found="loaded already")
+        # Of one rank alone: all refuse.
+        with mock.patch.object(nccl, "info", lambda: replace(loaded, version=22701) if comm.rank else loaded):
+            with mock.patch.object(nccl, "version_of_torch", lambda: nccl.version_text(ours.version)):
+                with pytest.raises(ValueError, match=r"\n  rank 1: torch has NCCL \S+, and bucketwheel 2.27.1 "):
+                    borrow()
+        with mock.patch.object(nccl, "info", lambda: loaded):
+            with mock.patch.object(nccl, "version_of_torch", lambda: None):
+                borrowed = borrow()
     check_usable(borrowed)
     live = library.fake_nccl_live_comms()
     borrowed.close()

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
+from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
 from simulated_cuda import posing
 
 from bucketwheel import nccl

@@ -20,15 +20,16 @@ pytestmark = pytest.mark.dist
 F32 = torch.float32
 
 
-def both_at_once(rank: int, world: int, is_order_kept: bool) -> tuple[int, list[str]]:
+def both_at_once(rank: int, world: int, is_order_kept: bool, expected: bool | None = None) -> tuple[int, list[str]]:
     """How many communicators had work on the device at one time, and the warnings of making the pair."""
+    overlaps = is_order_kept if expected is None else expected
     with simulated() as script, mock.patch.object(comm_nccl, "_is_launch_order_kept", is_order_kept):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gathers, reduces = Communicator.pair(timeout_s=30, name="two")
         with gathers, reduces:
             assert (gathers.name, reduces.name) == ("two/ag", "two/rs")
-            assert gathers.features["overlap"] is is_order_kept
+            assert gathers.features["overlap"] is reduces.features["overlap"] is overlaps
             script.fake_nccl_reset()
             numel = 300_000
             for turn in range(10):
@@ -57,6 +58,34 @@ def test_without_a_launch_order_they_take_turns(rank_pool):
         assert any("NCCL_LAUNCH_ORDER_IMPLICIT" in text and "take turns" in text for text in warned), warned
 
 
+def order_kept_by_first(rank: int, world: int) -> tuple[int, list[str]]:
+    return both_at_once(rank, world, rank == 0, expected=False)
+
+
+def test_one_rank_without_a_launch_order_makes_all_take_turns(rank_pool):
+    for concurrent, warned in rank_pool(2).run(order_kept_by_first):
+        assert concurrent == 1
+        assert any("on ranks [1]" in text and "on all ranks" in text for text in warned), warned
+
+
+def told(rank: int, world: int) -> list[dict[str, Any]]:
+    with simulated():
+        gathers, reduces = Communicator.pair(timeout_s=30, registered=True, cta_policy="zero")
+        alone = Communicator(backend="nccl", device="cuda", timeout_s=30, registered=True, cta_policy="zero")
+        with gathers, reduces, alone:
+            for comm in (gathers, reduces, alone):
+                lease = comm.pool.acquire("key", 1 << 16)
+                assert comm.register_pool() == 1
+                lease.release()
+            return [comm.features for comm in (gathers, reduces, alone)]
+
+
+def test_what_each_of_a_pair_does(rank_pool):
+    for features in rank_pool(2).run(told):
+        assert [one["copy_engines"] for one in features] == [True, False, True]
+        assert [one["overlap"] for one in features] == [True, True, False]
+
+
 def configured(rank: int, world: int) -> dict[str, int]:
     """What NCCL was told of the second of a pair."""
     with simulated() as script:
@@ -68,7 +97,14 @@ def configured(rank: int, world: int) -> dict[str, int]:
 
 
 def test_options_reach_nccl(rank_pool):
-    expected = {"max_ctas": 8, "cta_policy": 1, "split_share": 0, "min_ctas": 2, "traffic_class": 3, "cga_cluster_size": 4}
+    expected = {
+        "max_ctas": 8,
+        "cta_policy": 1,
+        "split_share": 0,
+        "min_ctas": 2,
+        "traffic_class": 3,
+        "cga_cluster_size": 4,
+    }
     assert rank_pool(2).run(configured) == [expected, expected]
 
 

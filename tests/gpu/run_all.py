@@ -44,7 +44,8 @@ _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
 @dataclass(frozen=True)
 class Part:
     """``missing``: what this machine does not have for the part; it is left out then, which is no failure.
-    ``unfit``: what a line of the output says where the part cannot work on this machine: left out too.
+    ``unfit``: what a line of the output says where the part cannot work on this machine: left out too, if all else
+    in it passed. ``refuses``: it fails then, whatever it would have found.
     ``warns``: the exit status of a part that works with warnings, if a result in its output has it as ``status``; a
     crash may end with the same.
     ``variables``: of its environment alone."""
@@ -54,6 +55,7 @@ class Part:
     timeout_s: float
     missing: str = ""
     unfit: str = ""
+    refuses: bool = False
     warns: int = 0
     variables: tuple[tuple[str, str], ...] = ()
 
@@ -83,7 +85,7 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         cases = ("tests/gpu/sanitizer_cases.py", tool, "--seconds", str(timeout_s - 12.0))
         argv = (sanitizer, "--tool", tool, "--error-exitcode", "9", python, *cases)
         missing = "" if sanitizer else "compute-sanitizer is not installed"
-        return Part(tool, argv, timeout_s, missing=missing, unfit="Device not supported")
+        return Part(tool, argv, timeout_s, missing=missing, unfit="Device not supported", refuses=True)
 
     def ranks(name: str, **more: Any) -> Part:
         argv = (python, "-m", "pytest", "-q", "-ra", "tests/gpu/test_nccl_ranks.py")
@@ -173,12 +175,12 @@ def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
 def _verdict(part: Part, log: Path, exit_code: int | None) -> tuple[str, str]:
     """The outcome of a part that ended with ``exit_code`` (None: not in time), and the line that tells most about it."""
     lines = [line.strip() for line in _lines(log) if line.strip() and not _RESULT.fullmatch(line)]
-    refusal = next((line for line in lines if part.unfit and part.unfit in line), None)
-    if refusal is not None:
-        return "left out", refusal
     last = lines[-1] if lines else ""
     if exit_code is None:
         return "timed out", last
+    refusal = next((line for line in lines if part.unfit and part.unfit in line), None)
+    if refusal is not None and (exit_code == 0 or part.refuses):
+        return "left out", refusal
     if exit_code == 0:
         return "ok", last
     if exit_code == part.warns:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import CaptureError
+from bucketwheel.errors import CaptureError, CommError
 from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
@@ -29,9 +29,24 @@ Tell = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def comm(_device: None) -> Iterator[Communicator]:
-    with Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="one") as made:
-        yield made
+def kept(_device: None) -> Iterator[list[Communicator]]:
+    made: list[Communicator] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def comm(kept: list[Communicator]) -> Communicator:
+    """One for all tests, since making one takes NCCL seconds; but another one after a test that has made it fail."""
+    if kept:
+        try:
+            kept[-1].exchange(b"")
+            return kept[-1]
+        except CommError:
+            kept.pop().close(1.0)
+    kept.append(Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="one"))
+    return kept[-1]
 
 
 @pytest.fixture

@@ -97,14 +97,18 @@ def test_a_sanitizer_that_refuses_the_device_is_left_out(tmp_path: Path) -> None
     """Whatever it ends with then; other parts that say so have failed."""
     for code in (0, 1, 9):
         part = python("memcheck", f"print({REFUSAL!r}); print('more'); raise SystemExit({code})")
-        outcome = run_all.run_part(replace(part, unfit="Device not supported"), tmp_path / "log", 30.0)
+        outcome = run_all.run_part(replace(part, unfit="Device not supported", refuses=True), tmp_path / "log", 30.0)
         assert (outcome.outcome, outcome.last_line, outcome.ok) == ("left out", REFUSAL, True)
         assert run_all.run_part(part, tmp_path / "log", 30.0).ok == (code == 0)
-    found = replace(python("memcheck", "print('an invalid read'); raise SystemExit(9)"), unfit="Device not supported")
+    found = replace(
+        python("memcheck", "print('an invalid read'); raise SystemExit(9)"), unfit="Device not supported", refuses=True
+    )
     assert run_all.run_part(found, tmp_path / "log", 30.0).outcome == "failed"
     parts = {part.name: part for part in run_all.all_parts()}
     assert all(float(parts[tool].argv[-1]) < parts[tool].timeout_s for tool in ("memcheck", "racecheck"))
-    assert all(parts[tool].unfit in REFUSAL and parts[tool].unfit for tool in ("memcheck", "racecheck"))
+    assert all(
+        parts[tool].refuses and parts[tool].unfit and parts[tool].unfit in REFUSAL for tool in ("memcheck", "racecheck")
+    )
 
 
 @pytest.mark.parametrize(("lib", "missing"), [("", True), ("/nccl/libnccl.so.2", False)])
@@ -120,6 +124,9 @@ def test_ranks_that_share_a_gpu_openly_need_another_nccl(
     part = replace(multi, argv=(sys.executable, "-c", f"print({refusal!r})"))
     outcome = run_all.run_part(part, tmp_path / "log", 30.0)
     assert outcome.outcome == "left out" and "need NCCL 2.30 or newer" in outcome.last_line
+    for code, expected in [("raise SystemExit(1)", "failed"), ("import time; time.sleep(60)", "timed out")]:
+        part = replace(multi, missing="", argv=(sys.executable, "-c", f"print({refusal!r}, flush=True); {code}"))
+        assert run_all.run_part(part, tmp_path / "log", 1.5).outcome == expected, "the skipped test is not all of it"
     for name in ("nccl one", "bench nccl"):
         assert dict(parts[name].variables)["BW_NCCL_LIB"] == "", "torch's own"
 
