@@ -59,7 +59,7 @@ def registers(rank: int, world: int) -> str:
         begin = time.monotonic()
         with pytest.raises(CommTimeout) as caught:
             comm.register_pool()
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 20
         script.fake_nccl_release()
         with pytest.raises(CommTimeout):
             gather(comm)
