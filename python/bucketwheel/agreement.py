@@ -12,6 +12,7 @@ several failures only the one that is first in the Store goes that way, while th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import struct
 import threading
@@ -167,7 +168,7 @@ def _connect(meeting: Meeting) -> Any:
                 f"the communicator was not made within {meeting.timeout_s} s: ranks {missing} have not come"
             ) from error
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
-    group._set_default_timeout(_NO_TIMEOUT)
+    group._set_default_timeout(_NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
     return group
 
 
@@ -183,15 +184,16 @@ class _Ring:
 
     def receive(self) -> tuple[int, _Report]:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-        self._group.recv([message], self.following, _RING_TAG).wait()
+        self._group.recv([message], self.following, _RING_TAG).wait(_NO_TIMEOUT)
         data = message.numpy().tobytes()
         what, kind, rank, seq = _MESSAGE_HEAD.unpack_from(data)
         text = data[_MESSAGE_HEAD.size :].rstrip(b"\0").decode(errors="ignore")  # it may have been cut
         return what, (kind, text, rank, seq)
 
-    def pass_on(self, report: _Report) -> None:
-        """Once: a ring has no end."""
+    def pass_on(self, report: _Report, begin: Callable[[], None] = lambda: None) -> None:
+        """Once: a ring has no end. No goodbye goes between ``begin()``, after which this rank may leave, and the news."""
         with self._sending:
+            begin()
             if not (self._is_told or self._is_over):
                 self._is_told = True
                 self._send(_FAILURE, report)
@@ -206,7 +208,7 @@ class _Ring:
         data = (_MESSAGE_HEAD.pack(what, kind, rank, seq) + text.encode())[:_MESSAGE_BYTES]
         message = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # that one has gone before
-            self._group.send([message], self._before, _RING_TAG).wait()
+            self._group.send([message], self._before, _RING_TAG).wait(_NO_TIMEOUT)
 
 
 def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
@@ -240,8 +242,7 @@ def _watch(peers: Any, ring: _Ring) -> None:
     try:
         what, report = ring.receive()
         while what == _FAILURE:
-            ring.pass_on(report)
-            peers.deliver(*report)
+            ring.pass_on(report, functools.partial(peers.deliver, *report))
             what, report = ring.receive()
     except RuntimeError:
         if not peers.has_left:
