@@ -168,6 +168,7 @@ TEST(two_communicators_run_at_one_time) {
       std::atomic<bool> may_start{rank == 1};
       one.push([&] { sleep_until([&] { return may_start.load(); }); });
       BW_NCCL_TRY(api(), all_reduce, &a, &a, 1, NcclType::kInt64, kNcclSum, comm, &one);
+      sleep_until([] { return fake_nccl_max_concurrent() >= 1; });  // rank 1's is under way, and waits for rank 0's
       std::atomic<bool> has_passed{false};
       BW_NCCL_TRY(api(), all_reduce, &b, &b, 1, NcclType::kInt64, kNcclSum, child, &other);
       other.push([&] { has_passed = true; });
