@@ -4,6 +4,7 @@
 // thread or a lock remember the generation they were made in and refuse to work in a later one.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace bucketwheel {
@@ -15,5 +16,25 @@ uint64_t fork_generation();
 // True in a process that was made by fork() and has not called exec() since, whoever had loaded the library then;
 // true also where the kernel does not say (no /proc).
 bool is_forked_without_exec();
+
+// The process's one T, made at the first call and never freed: its threads may outlive static objects. A forked child
+// gets its own, for the parent's threads and locks are not there.
+template <class T>
+T& per_process() {
+  struct Owned {
+    uint64_t generation = fork_generation();
+    T value;
+  };
+  static std::atomic<Owned*> current{nullptr};
+  Owned* known = current.load();
+  while (known == nullptr || known->generation != fork_generation()) {
+    auto* const made = new Owned;
+    if (current.compare_exchange_strong(known, made)) {
+      return made->value;
+    }
+    delete made;
+  }
+  return known->value;
+}
 
 }  // namespace bucketwheel

@@ -1,6 +1,5 @@
 #include "comm/reaper.h"
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <iterator>
@@ -23,7 +22,6 @@ struct Reaper {
   bool has_stopped = false;
   std::vector<Handle::Keepalive> waiting;
   bool is_running = false;
-  uint64_t fork_generation = 0;
 
   void run() {
     for (;;) {
@@ -43,28 +41,13 @@ struct Reaper {
   }
 };
 
-// Never freed: the thread may outlive static objects. A forked child has its own.
-Reaper& reaper() {
-  static std::atomic<Reaper*> current{nullptr};
-  Reaper* known = current.load();
-  while (known == nullptr || known->fork_generation != fork_generation()) {
-    auto* const made = new Reaper;
-    made->fork_generation = fork_generation();
-    if (current.compare_exchange_strong(known, made)) {
-      return *made;
-    }
-    delete made;
-  }
-  return *known;
-}
-
 }  // namespace
 
 void free_later(std::vector<Handle::Keepalive> keepalive) {
   if (keepalive.empty()) {
     return;
   }
-  Reaper& all = reaper();
+  Reaper& all = per_process<Reaper>();
   std::lock_guard lock(all.mutex);
   if (all.has_stopped) {
     new std::vector<Handle::Keepalive>(std::move(keepalive));
@@ -85,7 +68,7 @@ void free_later(std::vector<Handle::Keepalive> keepalive) {
 }
 
 void stop_freeing() noexcept {
-  Reaper& all = reaper();
+  Reaper& all = per_process<Reaper>();
   std::unique_lock lock(all.mutex);
   all.has_stopped = true;
   all.is_idle.wait_for(lock, kLastPatience, [&] { return !all.is_running; });

@@ -1,7 +1,6 @@
 #include "comm/watchdog.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -44,26 +43,9 @@ struct Watchdog {
   std::vector<std::weak_ptr<Looked>> watched;
   bool is_running = false;
   bool is_woken = false;
-  uint64_t fork_generation = 0;
 
   void run();
 };
-
-// Never freed: the thread may outlive static objects. A forked child has its own: the parent's thread and lock are not
-// there.
-Watchdog& watchdog() {
-  static std::atomic<Watchdog*> current{nullptr};
-  Watchdog* known = current.load();
-  while (known == nullptr || known->fork_generation != fork_generation()) {
-    auto* const made = new Watchdog;
-    made->fork_generation = fork_generation();
-    if (current.compare_exchange_strong(known, made)) {
-      return *made;
-    }
-    delete made;
-  }
-  return *known;
-}
 
 void Watchdog::run() {
   std::vector<std::shared_ptr<Looked>> alive;
@@ -94,7 +76,7 @@ void Watchdog::run() {
 
 std::shared_ptr<Watch> watch(std::function<void()> look) {
   auto made = std::make_shared<Looked>(std::move(look));
-  Watchdog& dog = watchdog();
+  Watchdog& dog = per_process<Watchdog>();
   std::lock_guard lock(dog.mutex);
   dog.watched.push_back(made);
   if (!dog.is_running) {
@@ -108,7 +90,7 @@ std::shared_ptr<Watch> watch(std::function<void()> look) {
 }
 
 void wake_watchdog() {
-  Watchdog& dog = watchdog();
+  Watchdog& dog = per_process<Watchdog>();
   {
     std::lock_guard lock(dog.mutex);
     dog.is_woken = true;
