@@ -38,7 +38,7 @@ PYTHON_LAYERS = [
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device", "nccl"],
     ["plan", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm"],
-    ["ops", "ops_cuda", "request"],
+    ["collectives", "ops", "ops_cuda", "request"],
     ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],

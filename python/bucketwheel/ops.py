@@ -1,4 +1,4 @@
-"""The kernels and collectives on plain tensor lists, for research code.
+"""Operations on plain tensor lists, for research code: the kernels, and the collectives of `collectives`.
 
 Every function checks all its arguments before it changes anything, and names the offending index in what it raises.
 """
@@ -6,23 +6,19 @@ Every function checks all its arguments before it changes anything, and names th
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
+from torch.autograd.graph import increment_version
 
 from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.device import CPU, native_stream
-from bucketwheel.handle import Handle
+from bucketwheel.collectives import PreMulSum, all_gather, reduce_scatter
+from bucketwheel.device import CPU
 from bucketwheel.ops_cuda import adam_step_cuda, device_of, sums_of_squares_cuda
 
 __all__ = ["PreMulSum", "adam_step", "all_gather", "l2_norm", "reduce_scatter"]
-
-# ---------------------------------------------------------------------------------------------------------- kernels
 
 
 def adam_step(
@@ -149,7 +145,7 @@ def adam_step(
             written += [tensor for tensor in tensors if tensor is not None]
     if not isinstance(steps, int):
         written += [step for step in steps if isinstance(step, torch.Tensor)]
-    torch.autograd.graph.increment_version(written)
+    increment_version(written)
 
 
 _ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
@@ -234,169 +230,3 @@ def l2_norm(
         sums = native().fold(sums)
         norm = torch.scalar_tensor(math.sqrt(sums), **like)
     return (norm, ~torch.isfinite(torch.tensor(sums, **like))) if return_nonfinite else norm
-
-
-# ------------------------------------------------------------------------------------------------------ collectives
-
-_NATIVE_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8}
-)
-_HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
-
-
-@dataclass(frozen=True)
-class PreMulSum:
-    """The reduction ``factor * (sum of the inputs)``, for the ``op`` of `reduce_scatter`; the factor is the same on all
-    ranks.
-
-    The backends ``shm`` and ``local`` multiply the float32 sum by the factor rounded to float32 (float64 for float64
-    tensors), before the one rounding to the tensors' dtype. NCCL multiplies each input first, in the tensors' dtype.
-
-    Raises:
-        ValueError: the factor is not finite.
-        TypeError: it is not a number of Python's or numpy's.
-    """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.factor, numbers.Real):
-            raise TypeError(f"the factor of PreMulSum is {self.factor!r}, expected a number")
-        if not math.isfinite(self.factor):
-            raise ValueError(f"the factor of PreMulSum is {self.factor!r}, expected a finite number")
-
-
-def all_gather(
-    outputs: torch.Tensor | Sequence[torch.Tensor],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    comm: Communicator,
-    *,
-    stream: Any = None,
-    after: Sequence[Handle] = (),
-    timing: bool = False,
-) -> Handle:
-    """Gather every rank's ``inputs[i]`` into ``outputs[i]``, rank r's elements from ``r * inputs[i].numel()`` on.
-
-    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller:
-    the outputs may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's
-    work so far is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are
-    copied through staging buffers first.
-
-    Args:
-        outputs: contiguous tensors of any dtype on the communicator's device; ``world * inputs[i].numel()`` elements,
-            whatever the shape.
-        inputs: contiguous tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
-            (in place); nothing else may overlap.
-        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
-            order of the calls on any stream. Not on the local CUDA backend, whose ranks share one.
-        after: handles of operations (of any communicator) that must be over first.
-        timing: allow `Handle.elapsed_time`.
-
-    Raises:
-        ValueError: lengths, element counts, devices, layouts or overlaps as above are wrong. Nothing was enqueued.
-        TypeError: dtypes differ, or not a tensor. Nothing was enqueued.
-        CommError: the communicator had failed (the error it failed with) or is closed.
-    """
-    outs, ins = listed(outputs), listed(inputs)
-    warn_of_many(comm, outs)
-    events = [handle._native for handle in after] if after else []
-    try:
-        handle = comm._native.all_gather(outs, ins, native_stream(stream), events, timing)
-    except TypeError:
-        native_outs, native_ins = by_bytes(outs, ins)
-        handle = comm._native.all_gather(native_outs, native_ins, native_stream(stream), events, timing)
-    torch.autograd.graph.increment_version(outs)
-    return Handle(handle, comm)
-
-
-def reduce_scatter(
-    outputs: torch.Tensor | Sequence[torch.Tensor],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    comm: Communicator,
-    *,
-    op: str | PreMulSum = "sum",
-    stream: Any = None,
-    after: Sequence[Handle] = (),
-    timing: bool = False,
-) -> Handle:
-    """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in
-    ``outputs[i]``.
-
-    Sums are taken in rank order in float32 (float64 for float64 tensors) and rounded once to the tensors' dtype, so the
-    result is the same bits in every run, on CPU and CUDA, for pool memory or not. Only on the backend ``"nccl"`` order
-    and rounding are NCCL's. Lists, streams, ordering and errors are as in `all_gather`.
-
-    Args:
-        outputs: contiguous tensors, float32, bfloat16, float16 or float64, on the communicator's device.
-        inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
-            may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
-        op: ``"sum"``; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.
-    """
-    outs, ins = listed(outputs), listed(inputs)
-    native_op = native_op_of(op)
-    warn_of_many(comm, outs)
-    warn_of_rounded_average(comm, outs, op)
-    events = [handle._native for handle in after] if after else []
-    handle = comm._native.reduce_scatter(outs, ins, native_op, native_stream(stream), events, timing)
-    torch.autograd.graph.increment_version(outs)
-    return Handle(handle, comm)
-
-
-def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A list as it is: to be read only."""
-    if isinstance(tensors, list):
-        return tensors
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def native_op_of(op: str | PreMulSum) -> str | float:
-    if isinstance(op, PreMulSum):
-        return float(op.factor)
-    if not isinstance(op, str):
-        raise TypeError(f"op is {op!r}, expected 'sum', 'avg' or a PreMulSum")
-    return op
-
-
-def by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The same lists with tensors of dtypes that native code does not know as bytes: gathering does not look at values."""
-    for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
-        if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
-            raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
-    return [_bytes_of(tensor) for tensor in outputs], [_bytes_of(tensor) for tensor in inputs]
-
-
-def _bytes_of(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or not tensor.is_contiguous():
-        return tensor
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-# Of NCCL, once each.
-
-_MANY_TENSORS = 64
-_warned_of_nccl: set[str] = set()
-
-
-def warn_of_many(comm: Communicator, tensors: Sequence[Any]) -> None:
-    if len(tensors) <= _MANY_TENSORS or comm.backend != "nccl" or "many" in _warned_of_nccl:
-        return
-    warnings.warn(
-        f"{len(tensors)} tensors in one call: NCCL is slow for many small ones. One contiguous bucket, from a lease of "
-        "comm.pool, is one operation however many tensors are views of it",
-        stacklevel=3,
-    )
-    _warned_of_nccl.add("many")
-
-
-def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any], op: str | PreMulSum) -> None:
-    is_exact = op != "avg" or comm.size & (comm.size - 1) == 0
-    if is_exact or comm.backend != "nccl" or "average" in _warned_of_nccl:
-        return
-    rounded = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} & _HALF_DTYPES
-    if rounded:
-        warnings.warn(
-            f"op='avg' of {' and '.join(sorted(map(str, rounded)))} on {comm.size} ranks: NCCL multiplies by 1/{comm.size} "
-            "rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. op='sum' is not",
-            stacklevel=3,
-        )
-        _warned_of_nccl.add("average")

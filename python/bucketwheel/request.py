@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from bucketwheel._build import native
+from bucketwheel.collectives import PreMulSum, by_bytes, listed, native_op_of, warn_of_many, warn_of_rounded_average
 from bucketwheel.comm import Communicator
 from bucketwheel.device import native_stream
 from bucketwheel.handle import Handle
-from bucketwheel.ops import PreMulSum, by_bytes, listed, native_op_of, warn_of_many, warn_of_rounded_average
 
 __all__ = ["AllGatherRequest", "ReduceScatterRequest"]
 
@@ -31,8 +32,9 @@ class _Request:
         `all_gather`; the tensors are not looked at again. Starting counts as a call: all ranks start the same requests
         in the same order. It may be started again before it is over.
         """
-        handle = self._native.start(native_stream(stream), [one._native for one in after], timing)
-        torch.autograd.graph.increment_version(self._outputs)
+        events = [one._native for one in after] if after else []
+        handle = self._native.start(None if stream is None else native_stream(stream), events, timing)
+        increment_version(self._outputs)
         return Handle(handle, self._comm)
 
 
@@ -65,5 +67,6 @@ class ReduceScatterRequest(_Request):
         outs, ins = listed(outputs), listed(inputs)
         native_op = native_op_of(op)
         warn_of_many(comm, outs)
-        warn_of_rounded_average(comm, outs, op)
+        if op == "avg":
+            warn_of_rounded_average(comm, outs)
         super().__init__(native().reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)

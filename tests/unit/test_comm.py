@@ -9,7 +9,7 @@ import pytest
 import torch
 from comm_cases import check_usable, run_local
 
-from bucketwheel import ops
+from bucketwheel import collectives
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
@@ -172,7 +172,7 @@ class CalledNccl(Communicator):
 
 @pytest.fixture
 def called_nccl(monkeypatch):
-    monkeypatch.setattr(ops, "_warned_of_nccl", set())
+    monkeypatch.setattr(collectives, "_warned_of_nccl", set())
     with CalledNccl() as comm:
         yield comm
 
