@@ -1,6 +1,7 @@
 #include "capture.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@ namespace {
 
 // The graph that is being captured; one at a time, as torch.cuda.graph does it.
 struct Capture {
+  std::atomic<bool> is_active{false};  // whether there is a graph: what most calls want to know
   std::mutex mutex;
   std::vector<Task>* graph = nullptr;
   std::vector<cudaStream_t> streams;  // that take part
@@ -31,16 +33,25 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 namespace fake_cuda {
 
 bool is_captured(cudaStream_t stream) {
+  if (!capture().is_active) {
+    return false;
+  }
   std::lock_guard lock(capture().mutex);
   return capture().has(stream);
 }
 
 bool is_forbidden() {
+  if (!capture().is_active) {
+    return false;
+  }
   std::lock_guard lock(capture().mutex);
   return capture().graph != nullptr && capture_mode != cudaStreamCaptureModeRelaxed;
 }
 
 bool capture_task(cudaStream_t stream, Task& task) {
+  if (!capture().is_active) {
+    return false;
+  }
   std::lock_guard lock(capture().mutex);
   if (!capture().has(stream)) {
     return false;
@@ -68,10 +79,12 @@ extern "C" {
 __attribute__((visibility("default"))) void fake_cuda_begin_capture() {
   std::lock_guard lock(capture().mutex);
   capture().graph = new std::vector<Task>();
+  capture().is_active = true;
   capture().streams = {nullptr};
 }
 __attribute__((visibility("default"))) void* fake_cuda_end_capture() {
   std::lock_guard lock(capture().mutex);
+  capture().is_active = false;
   return std::exchange(capture().graph, nullptr);
 }
 // Replays go in parts, between which somebody else's work is replayed: where a capture is, and the work from there to

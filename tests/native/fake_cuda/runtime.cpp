@@ -26,26 +26,17 @@ std::atomic<uint64_t> delay_seed{0};
 
 // What an event stands for: one for each cudaEventRecord, so that waiters keep theirs when the event is recorded again.
 struct Mark {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool is_done = false;
+  std::atomic<bool> is_done{false};
   bool is_captured = false;
   SteadyClock::time_point time;
 
   void complete() {
-    std::lock_guard lock(mutex);
     time = SteadyClock::now();
     is_done = true;
-    changed.notify_all();
+    is_done.notify_all();
   }
-  bool query() {
-    std::lock_guard lock(mutex);
-    return is_done;
-  }
-  void wait() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [this] { return is_done; });
-  }
+  bool query() const { return is_done; }
+  void wait() const { is_done.wait(false); }
 };
 using MarkRef = std::shared_ptr<Mark>;
 

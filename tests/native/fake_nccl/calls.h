@@ -10,11 +10,12 @@ namespace fake_nccl {
 
 // `enter`, for a call of a communicator: kNcclInvalidArgument unless that is alive before and after the call was held.
 inline int enter_with(const char* function, bucketwheel::NcclCommRef handle, CommPtr* comm) {
+  const uint64_t removed = removed_comms();
   *comm = find_comm(handle);
   if (const int error = enter(function, [&] { return *comm == nullptr || (*comm)->is_aborted; })) {
     return error;
   }
-  if (*comm == nullptr || find_comm(handle) == nullptr) {
+  if (*comm == nullptr || (removed_comms() != removed && find_comm(handle) == nullptr)) {
     return fail(bucketwheel::kNcclInvalidArgument, std::string(function) + ": the communicator is not alive");
   }
   return bucketwheel::kNcclSuccess;

@@ -11,6 +11,7 @@ namespace fake_nccl {
 namespace {
 
 struct Registry {
+  std::atomic<uint64_t> removed{0};
   std::mutex mutex;
   uintptr_t last = 0;
   std::map<NcclCommRef, CommPtr> alive;
@@ -208,26 +209,38 @@ NcclCommRef add_comm(CommPtr comm) {
   registry().alive[handle] = std::move(comm);
   return handle;
 }
+// A thread finds the one that it asked for last without the lock, as long as none is removed.
 CommPtr find_comm(NcclCommRef handle) {
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().alive.find(handle);
-  return found == registry().alive.end() ? nullptr : found->second;
+  struct Last {
+    NcclCommRef handle = nullptr;
+    uint64_t removed = 0;
+    std::weak_ptr<Comm> comm;
+  };
+  thread_local Last last;
+  if (handle == nullptr || handle != last.handle || registry().removed != last.removed) {
+    std::lock_guard lock(registry().mutex);
+    const auto found = registry().alive.find(handle);
+    last = {handle, registry().removed, found == registry().alive.end() ? nullptr : found->second};
+  }
+  return last.comm.lock();
 }
+uint64_t removed_comms() { return registry().removed; }
 void remove_comm(NcclCommRef handle) {
   std::lock_guard lock(registry().mutex);
   registry().alive.erase(handle);
+  ++registry().removed;
 }
 
-int submit(const std::vector<Issue>& issues) {
-  std::vector<CommPtr> comms;
+int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms) {
   for (const Issue& issue : issues) {
-    if (std::find(comms.begin(), comms.end(), issue.comm) == comms.end()) {
-      comms.push_back(issue.comm);
+    if (std::find(comms->begin(), comms->end(), issue.comm) == comms->end()) {
+      comms->push_back(issue.comm);
     }
   }
-  for (const CommPtr& comm : comms) {
+  for (const CommPtr& comm : *comms) {
     auto* const batch = new Batch();
     batch->comm = comm;
+    batch->operations.reserve(issues.size());
     std::vector<void*> streams;
     for (const Issue& issue : issues) {
       if (issue.comm == comm) {

@@ -107,6 +107,7 @@ using CommPtr = std::shared_ptr<Comm>;
 bucketwheel::NcclCommRef add_comm(CommPtr comm);
 CommPtr find_comm(bucketwheel::NcclCommRef handle);  // null: none that is alive
 void remove_comm(bucketwheel::NcclCommRef handle);
+uint64_t removed_comms();  // how many there have been
 
 // One operation that was called, and the stream it was called for.
 struct Issue {
@@ -114,7 +115,8 @@ struct Issue {
   Operation operation;
   void* stream;
 };
-// Launches what a group holds: one batch for each communicator, in the streams it was called for. 0 or an error.
-int submit(const std::vector<Issue>& issues);
+// Launches what a group holds: one batch for each communicator, in the streams it was called for. 0 or an error;
+// `comms` are the communicators.
+int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms);
 
 }  // namespace fake_nccl

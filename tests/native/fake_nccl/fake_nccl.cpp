@@ -39,31 +39,26 @@ int maybe_in_progress(const std::vector<CommPtr>& comms) {
 }
 
 int launch_group(const std::vector<Issue>& issues) {
-  if (const int error = submit(issues)) {
-    return error;
-  }
   std::vector<CommPtr> comms;
-  for (const Issue& issue : issues) {
-    if (std::find(comms.begin(), comms.end(), issue.comm) == comms.end()) {
-      comms.push_back(issue.comm);
-    }
-  }
-  return maybe_in_progress(comms);
+  const int error = submit(issues, &comms);
+  return error != 0 ? error : maybe_in_progress(comms);
 }
 
 // Fills what only the communicator knows.
 int complete(const char* name, const Comm& comm, Operation& operation) {
-  const std::string where = std::string(name) + ": ";
+  const auto refuse = [&](const std::string& why) {
+    return fail(kNcclInvalidArgument, std::string(name) + ": " + why);
+  };
   const bool reduces = operation.function == Function::kReduceScatter || operation.function == Function::kAllReduce;
   const bool sends = operation.function != Function::kBroadcast || operation.root == comm.rank;
   if (static_cast<int>(operation.type) < 0 || operation.type > NcclType::kBFloat16) {
-    return fail(kNcclInvalidArgument, where + "no type " + std::to_string(static_cast<int>(operation.type)));
+    return refuse("no type " + std::to_string(static_cast<int>(operation.type)));
   }
   if (operation.count > 0 && (operation.recv == nullptr || (sends && operation.send == nullptr))) {
-    return fail(kNcclInvalidArgument, where + "a buffer is null");
+    return refuse("a buffer is null");
   }
   if (operation.root < 0 || operation.root >= comm.world) {
-    return fail(kNcclInvalidArgument, where + "no rank " + std::to_string(operation.root));
+    return refuse("no rank " + std::to_string(operation.root));
   }
   if (!reduces) {
     return kNcclSuccess;
@@ -71,13 +66,13 @@ int complete(const char* name, const Comm& comm, Operation& operation) {
   if (operation.reduce > kNcclAvg) {
     const auto found = comm.reductions.find(operation.reduce);
     if (found == comm.reductions.end() || found->second.type != operation.type) {
-      return fail(kNcclInvalidArgument, where + "the reduction is not of this communicator and type");
+      return refuse("the reduction is not of this communicator and type");
     }
     operation.scalar = found->second;
     operation.reduce = kPreMulSum;
   }
   if (operation.reduce < 0 || !can_reduce(operation.type)) {
-    return fail(kNcclInvalidArgument, where + "no such reduction, or not for this type");
+    return refuse("no such reduction, or not for this type");
   }
   return kNcclSuccess;
 }
@@ -127,9 +122,8 @@ FAKE_EXPORT int ncclGroupStart() {
 }
 
 FAKE_EXPORT int ncclGroupEnd() {
-  const std::vector<Issue> waiting = group.issues;
-  const auto is_aborted = [&] {
-    return std::any_of(waiting.begin(), waiting.end(),
+  const auto is_aborted = [] {
+    return std::any_of(group.issues.begin(), group.issues.end(),
                        [](const Issue& issue) { return issue.comm->is_aborted.load(); });
   };
   int error = enter("ncclGroupEnd", is_aborted);
@@ -146,8 +140,12 @@ FAKE_EXPORT int ncclGroupEnd() {
     return kNcclSuccess;  // the outermost group tells
   }
   --open_groups;
-  const Group ended = std::exchange(group, Group());
-  return ended.error != 0 ? ended.error : launch_group(ended.issues);
+  error = std::exchange(group.error, 0);
+  if (error == 0) {
+    error = launch_group(group.issues);
+  }
+  group.issues.clear();
+  return error;
 }
 
 #ifndef FAKE_NCCL_WITHOUT_ALL_GATHER

@@ -17,18 +17,59 @@ struct Failure {
   int result;
 };
 
+// Calls by function, counted without a lock: what the host pays for an operation is measured through this library.
+// One text may have several places in memory, and then several counts.
+class CallCounts {
+ public:
+  void add(const char* function) {
+    for (size_t i = reinterpret_cast<uintptr_t>(function) / 8 % kSize;; i = (i + 1) % kSize) {
+      const char* found = counts_[i].function.load(std::memory_order_acquire);
+      if (found == nullptr && counts_[i].function.compare_exchange_strong(found, function)) {
+        found = function;
+      }
+      if (found == function) {
+        counts_[i].calls.fetch_add(1, std::memory_order_relaxed);
+        return;
+      }
+    }
+  }
+  uint64_t of(const std::string& function) const {
+    uint64_t sum = 0;
+    for (const Count& count : counts_) {
+      const char* const name = count.function;
+      sum += name != nullptr && name == function ? count.calls.load() : 0;
+    }
+    return sum;
+  }
+  void clear() {
+    for (Count& count : counts_) {
+      count.calls = 0;
+    }
+  }
+
+ private:
+  static constexpr size_t kSize = 256;  // more than there are functions
+  struct Count {
+    std::atomic<const char*> function{nullptr};
+    std::atomic<uint64_t> calls{0};
+  };
+  Count counts_[kSize];
+};
+
 struct Script {
+  CallCounts calls;
+  std::atomic<bool> has_plans{false};  // of the next two
   std::mutex mutex;
-  std::map<std::string, uint64_t> calls;
   std::vector<Failure> failures;
   std::vector<std::string> hanging_calls;
   uint64_t released = 0;  // generation: calls that began to hang before it go on
-  uint64_t hang_countdown = 0;
-  uint64_t polls = 0;
   std::string last_error;
   NcclConfig config;
-  int (*launch)(void*, void (*)(void*), void*) = nullptr;
-  int (*is_capturing)(void*) = nullptr;
+
+  std::atomic<uint64_t> hang_countdown{0};
+  std::atomic<uint64_t> polls{0};
+  std::atomic<int (*)(void*, void (*)(void*), void*)> launch{nullptr};
+  std::atomic<int (*)(void*)> is_capturing{nullptr};
 
   std::atomic<uint64_t> blocked_calls{0};
   std::atomic<int> async_error{0};
@@ -53,12 +94,15 @@ uint64_t generation() {
 
 int enter(const char* function, const std::function<bool()>& is_stopped) {
   Script& the = script();
+  the.calls.add(function);
+  if (!the.has_plans) {
+    return 0;
+  }
   bool hangs = false;
   uint64_t before = 0;
   int result = 0;
   {
     std::lock_guard lock(the.mutex);
-    ++the.calls[function];
     before = the.released;
     const auto hanging = std::find(the.hanging_calls.begin(), the.hanging_calls.end(), function);
     if (hanging != the.hanging_calls.end()) {
@@ -73,6 +117,7 @@ int enter(const char* function, const std::function<bool()>& is_stopped) {
         ++it;
       }
     }
+    the.has_plans = !the.failures.empty() || !the.hanging_calls.empty();
   }
   if (hangs) {
     ++the.blocked_calls;
@@ -90,13 +135,13 @@ int fail(int code, const std::string& text) {
 }
 
 bool next_operation_hangs() {
+  if (script().hang_countdown == 0) {
+    return false;
+  }
   std::lock_guard lock(script().mutex);
   return script().hang_countdown != 0 && --script().hang_countdown == 0;
 }
-uint64_t take_in_progress_polls() {
-  std::lock_guard lock(script().mutex);
-  return std::exchange(script().polls, 0);
-}
+uint64_t take_in_progress_polls() { return script().polls == 0 ? 0 : script().polls.exchange(0); }
 int async_error_of_script() { return script().async_error; }
 bool are_windows_null() { return script().are_windows_null; }
 int version() {
@@ -121,23 +166,14 @@ InProgress::InProgress() {
 InProgress::~InProgress() { --script().in_progress; }
 
 int launch(void* stream, void (*function)(void*), void* argument) {
-  int (*hook)(void*, void (*)(void*), void*) = nullptr;
-  {
-    std::lock_guard lock(script().mutex);
-    hook = script().launch;
-  }
-  if (hook != nullptr) {
+  if (const auto hook = script().launch.load()) {
     return hook(stream, function, argument);
   }
   function(argument);
   return 0;
 }
 bool is_capturing(void* stream) {
-  int (*hook)(void*) = nullptr;
-  {
-    std::lock_guard lock(script().mutex);
-    hook = script().is_capturing;
-  }
+  const auto hook = script().is_capturing.load();
   return hook != nullptr && hook(stream) != 0;
 }
 
@@ -146,7 +182,6 @@ bool is_capturing(void* stream) {
 using fake_nccl::script;
 
 FAKE_EXPORT void fake_nccl_set_launch(int (*launch)(void*, void (*)(void*), void*), int (*is_capturing)(void*)) {
-  std::lock_guard lock(script().mutex);
   script().launch = launch;
   script().is_capturing = is_capturing;
 }
@@ -154,18 +189,14 @@ FAKE_EXPORT void fake_nccl_set_version(int version) { script().version = version
 FAKE_EXPORT void fake_nccl_fail(const char* function, uint64_t countdown, int result) {
   std::lock_guard lock(script().mutex);
   script().failures.push_back({function, countdown, result});
+  script().has_plans = true;
 }
-FAKE_EXPORT void fake_nccl_in_progress(uint64_t polls) {
-  std::lock_guard lock(script().mutex);
-  script().polls = polls;
-}
-FAKE_EXPORT void fake_nccl_hang(uint64_t countdown) {
-  std::lock_guard lock(script().mutex);
-  script().hang_countdown = countdown;
-}
+FAKE_EXPORT void fake_nccl_in_progress(uint64_t polls) { script().polls = polls; }
+FAKE_EXPORT void fake_nccl_hang(uint64_t countdown) { script().hang_countdown = countdown; }
 FAKE_EXPORT void fake_nccl_hang_call(const char* function) {
   std::lock_guard lock(script().mutex);
   script().hanging_calls.emplace_back(function);
+  script().has_plans = true;
 }
 FAKE_EXPORT void fake_nccl_release() {
   std::lock_guard lock(script().mutex);
@@ -174,11 +205,7 @@ FAKE_EXPORT void fake_nccl_release() {
 FAKE_EXPORT uint64_t fake_nccl_hanging_calls() { return script().blocked_calls; }
 FAKE_EXPORT void fake_nccl_async_error(int code) { script().async_error = code; }
 FAKE_EXPORT void fake_nccl_null_windows(int are_null) { script().are_windows_null = are_null != 0; }
-FAKE_EXPORT uint64_t fake_nccl_calls(const char* function) {
-  std::lock_guard lock(script().mutex);
-  const auto found = script().calls.find(function);
-  return found == script().calls.end() ? 0 : found->second;
-}
+FAKE_EXPORT uint64_t fake_nccl_calls(const char* function) { return script().calls.of(function); }
 FAKE_EXPORT uint64_t fake_nccl_max_concurrent() { return script().max_in_progress; }
 FAKE_EXPORT int fake_nccl_last_config(const char* member) {
   std::lock_guard lock(script().mutex);
@@ -196,8 +223,10 @@ FAKE_EXPORT void fake_nccl_reset() {
   script().calls.clear();
   script().failures.clear();
   script().hanging_calls.clear();
+  script().has_plans = false;
   ++script().released;
-  script().hang_countdown = script().polls = 0;
+  script().hang_countdown = 0;
+  script().polls = 0;
   script().last_error.clear();
   fake_nccl::text_of_thread.clear();
   script().async_error = 0;
