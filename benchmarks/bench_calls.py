@@ -2,14 +2,14 @@
 
     python benchmarks/bench_calls.py [--quick] [--json PATH]
 
-float32, 256 elements a shard. Only the calls are timed, each by itself, until it returns; a sample is the median of 20.
-Operations are waited for outside of that: after each call, so that it finds its stream idle and wakes a thread, which
+float32, 256 elements a shard. Only the calls are timed, each by itself, until it returns; a sample is the mean of 20, so
+that what a call does for others, as freeing what they used, counts too. Operations are waited for outside of that: after each call, so that it finds its stream idle and wakes a thread, which
 may take the processor from it; or, `stream busy`, after all of them, while the stream is held up, as it is where
 gradients follow each other. `local`: one rank, and two ranks of one thread; `shm`: two processes, and a sample is the
 slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device of the tests, whose own time is in it.
 `prepared` is a request's start. Parts of a call, to see what takes the time: `empty lists`, what does not depend on
 the tensors; `native`, without what Python adds; `versions`, telling autograd. Peer: `all_gather_into_tensor` and
-`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo. The goal is 5 us. Printed last, and no line of the results: a round of
+`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo, in processes of their own. The goal is 5 us. Printed last, and no line of the results: a round of
 agreement between two ranks that do not share a host.
 """
 
@@ -115,7 +115,7 @@ def measure_calls(cases: Mapping[str, Case], repeats: int, comm: Communicator) -
             for wait in waits:
                 wait()
             if repeat >= WARM_UP:
-                samples[name].append(statistics.median(times))
+                samples[name].append(statistics.fmean(times))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
@@ -132,10 +132,15 @@ def expect_right(comm: Communicator) -> None:
 
 
 def on_shm(rank: Rank, repeats: int) -> dict[str, Timing]:
-    warnings.filterwarnings("ignore", category=FutureWarning)
     with Communicator(backend="shm") as comm:
         expect_right(comm)
-        return measure_calls(cases_of(comm) | gloo_cases(), repeats, comm)
+        return measure_calls(cases_of(comm), repeats, comm)
+
+
+def on_gloo(rank: Rank, repeats: int) -> dict[str, Timing]:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with Communicator(backend="shm") as comm:  # its stream is what is held up
+        return measure_calls(gloo_cases(), repeats, comm)
 
 
 def on_local(rank: Rank, repeats: int) -> dict[str, Timing]:
@@ -201,11 +206,15 @@ def main() -> None:
     results = Results("calls", args.json)
     simulated_cuda.build()
     simulated_nccl.build()
-    gloo: dict[str, Timing] = {}
+    repeats = 15 if args.quick else 60
+
+    def measured(world: int, function: Callable[..., Any]) -> dict[str, Timing]:
+        by_rank = run_ranks(world, function, repeats).values
+        return {case: slowest([one[case] for one in by_rank]) for case in by_rank[0]}
+
+    gloo = measured(2, on_gloo)
     for backend, (world, function) in BACKENDS.items():
-        by_rank = run_ranks(world, function, 15 if args.quick else 60).values
-        timings = {case: slowest([one[case] for one in by_rank]) for case in by_rank[0]}
-        gloo = gloo or {case: timing for case, timing in timings.items() if case.startswith("gloo")}
+        timings = measured(world, function)
         for case in [case + state for case in (*CASES, *PARTS) for state in ("", BUSY)]:
             peer = f"gloo {case.split(',')[0]}" if case.removesuffix(BUSY) in CASES else None
             ours = timings[case]

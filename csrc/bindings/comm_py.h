@@ -45,9 +45,10 @@ inline std::chrono::nanoseconds expect_timeout(double timeout_s) {
   return std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, kYear_s) * 1e9));
 }
 
-inline IssueOptions issue_options(DeviceId device, Stream* stream, const std::vector<HandleRef>& after, bool timing) {
+inline IssueOptions issue_options(DeviceId device, py::handle stream, const std::vector<HandleRef>& after,
+                                  bool timing) {
   IssueOptions out;
-  out.stream = stream;
+  out.stream = optional_argument<Stream>(stream, "stream", "a Stream");
   out.caller = current_stream(device);
   for (const HandleRef& handle : after) {
     out.after.push_back(handle->event());
@@ -74,8 +75,8 @@ class TensorSegments {
       const py::object shard_object = shards[i];
       const dlpack::Name full_name{full_list, static_cast<int64_t>(i)};
       const dlpack::Name shard_name{shard_list, static_cast<int64_t>(i)};
-      const View full = take(full_object, full_name);
-      const View shard = take(shard_object, shard_name);
+      const View full = hold(full_object, full_name);
+      const View shard = hold(shard_object, shard_name);
       if (full.dtype != shard.dtype || full.numel != world * shard.numel) {
         throw_unequal(full_object, full_name, shard_object, shard_name, world);
       }
@@ -83,19 +84,19 @@ class TensorSegments {
     }
   }
 
-  const std::vector<Segment>& segments() const { return segments_; }
-  IssueOptions options(Stream* stream, const std::vector<HandleRef>& after, bool timing) {
+  std::vector<Segment> take() { return std::move(segments_); }
+  IssueOptions options(py::handle stream, const std::vector<HandleRef>& after, bool timing) {
     IssueOptions out = issue_options(device_, stream, after, timing);
     out.keepalive.push_back(std::move(held_));
     return out;
   }
   std::shared_ptr<Request> request(const CommRef& comm, const OperationKind& kind) {
-    auto op = make_operation(kind, segments_, nullptr, comm->rank(), comm->world());
+    auto op = make_operation(kind, take(), nullptr, comm->rank(), comm->world());
     return std::make_shared<Request>(comm, std::move(op), std::vector<Handle::Keepalive>{std::move(held_)});
   }
 
  private:
-  View take(const py::object& object, dlpack::Name name) {
+  View hold(const py::object& object, dlpack::Name name) {
     const dlpack::TensorAbi* const tensor = held_->hold(object);
     View view;
     if (tensor == nullptr || !dlpack::is_dense_on(*tensor, device_, &view.data, &view.numel)) {
@@ -129,12 +130,12 @@ class TensorSegments {
   std::shared_ptr<dlpack::HeldList> held_ = std::make_shared<dlpack::HeldList>();
 };
 
-inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs, Stream* stream,
-                                    const std::vector<HandleRef>& after, bool timing) {
+inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
+                                    py::handle stream, const std::vector<HandleRef>& after, bool timing) {
   TensorSegments tensors("outputs", outputs, "inputs", inputs, comm);
-  const IssueOptions options = tensors.options(stream, after, timing);
+  IssueOptions options = tensors.options(stream, after, timing);
   py::gil_scoped_release unlocked;
-  return comm.all_gather(tensors.segments(), options);
+  return comm.all_gather(tensors.take(), std::move(options));
 }
 
 // "sum", "avg", or a number: the factor of PreMulSum.
@@ -148,16 +149,16 @@ inline Reduction reduction_of(py::handle op) {
 }
 
 inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
-                                        py::handle op, Stream* stream, const std::vector<HandleRef>& after,
+                                        py::handle op, py::handle stream, const std::vector<HandleRef>& after,
                                         bool timing) {
   const Reduction reduction = reduction_of(op);
   TensorSegments tensors("inputs", inputs, "outputs", outputs, comm);
-  const IssueOptions options = tensors.options(stream, after, timing);
+  IssueOptions options = tensors.options(stream, after, timing);
   py::gil_scoped_release unlocked;
-  return comm.reduce_scatter(tensors.segments(), reduction, nullptr, options);
+  return comm.reduce_scatter(tensors.take(), reduction, nullptr, std::move(options));
 }
 
-inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, Stream* stream,
+inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::handle stream,
                                   const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Held held = dlpack::hold_item(tensor, {"tensor", 0}, comm.device());
   BW_EXPECTS(held.tensor.is_contiguous(), "tensor is not contiguous: shape " + held.tensor.shape_text() + ", strides " +
@@ -166,7 +167,7 @@ inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, Strea
   options.keepalive.push_back(held.owner);
   const View view{held.tensor.data, held.tensor.numel, held.tensor.dtype};
   py::gil_scoped_release unlocked;
-  return comm.broadcast(view, root, options);
+  return comm.broadcast(view, root, std::move(options));
 }
 
 inline std::shared_ptr<Request> make_all_gather_request(const CommRef& comm, const py::sequence& outputs,
@@ -182,7 +183,7 @@ inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm,
   return tensors.request(comm, kind);
 }
 
-inline HandleRef start_request(const Request& request, Stream* stream, const std::vector<HandleRef>& after,
+inline HandleRef start_request(const Request& request, py::handle stream, const std::vector<HandleRef>& after,
                                bool timing) {
   IssueOptions options = issue_options(request.device(), stream, after, timing);
   py::gil_scoped_release unlocked;
@@ -190,8 +191,8 @@ inline HandleRef start_request(const Request& request, Stream* stream, const std
 }
 
 // The sums of `full` go to `sink` and nowhere else.
-inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, Stream* stream,
-                                        const std::vector<HandleRef>& after, bool timing) {
+inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
+                                        py::handle stream, const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Name name{"full", 0};
   const dlpack::Held held = dlpack::hold_item(full, name, comm.device());
   const dlpack::Described& tensor = held.tensor;
@@ -203,7 +204,7 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held.owner);
   py::gil_scoped_release unlocked;
-  return comm.reduce_scatter({&segment, 1}, {}, std::move(sink), options);
+  return comm.reduce_scatter({segment}, {}, std::move(sink), std::move(options));
 }
 
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
@@ -269,18 +270,14 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))
-      .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"),
-           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
-           py::arg("timing") = false)
+      .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"), py::arg("stream") = py::none(),
+           py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("reduce_scatter", &reduce_scatter_tensors, py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum",
-           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
-           py::arg("timing") = false)
+           py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
-           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
-           py::arg("timing") = false)
-      .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"),
-           py::arg("stream").none(true) = py::none(), py::arg("after") = std::vector<HandleRef>(),
-           py::arg("timing") = false)
+           py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
+      .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"), py::arg("stream") = py::none(),
+           py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
       .def("abort", &Comm::abort, py::arg("why"), Unlocked())
@@ -288,8 +285,8 @@ inline void bind_comm(py::module_& m) {
           "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked());
   py::class_<Request, std::shared_ptr<Request>>(m, "Request")
-      .def("start", &start_request, py::arg("stream").none(true) = py::none(),
-           py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false);
+      .def("start", &start_request, py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(),
+           py::arg("timing") = false);
   m.def("all_gather_request", &make_all_gather_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"));
   m.def("reduce_scatter_request", &make_reduce_scatter_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
         py::arg("op") = "sum");

@@ -61,7 +61,7 @@ class ReduceSink {
 };
 
 struct IssueOptions {
-  Stream* stream = nullptr;     // null: the communicator's own
+  StreamRef stream;             // null: the communicator's own
   StreamRef caller;             // CUDA: the operation starts after what is in this stream now
   std::vector<EventRef> after;  // the operation starts after these
   bool timing = false;
@@ -83,15 +83,15 @@ class Comm {
   // The stream that operations run in; made at the first one on CUDA, null before.
   virtual StreamRef stream() const = 0;
 
-  HandleRef all_gather(std::span<const Segment> segments, const IssueOptions& options);
+  HandleRef all_gather(std::vector<Segment> segments, IssueOptions options);
   // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; kSum only).
-  HandleRef reduce_scatter(std::span<const Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
-                           const IssueOptions& options);
+  HandleRef reduce_scatter(std::vector<Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
+                           IssueOptions options);
   // `tensor` becomes what it is on rank `root`.
-  HandleRef broadcast(const View& tensor, int root, const IssueOptions& options);
+  HandleRef broadcast(const View& tensor, int root, IssueOptions options);
   // Enqueues an operation that make_operation() has checked for this rank and world. Sets its seq: an Operation is
   // issued once.
-  virtual HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) = 0;
+  virtual HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) = 0;
   // Throws the error that the communicator has failed with, or ClosedError.
   virtual void expect_usable() const = 0;
 

@@ -222,7 +222,7 @@ LocalCudaComm::~LocalCudaComm() {
   }
 }
 
-HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   BW_EXPECTS(options.stream == nullptr,
              "the local backend on CUDA has one stream for all ranks: stream= is not supported");
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
@@ -269,8 +269,8 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, const IssueOptions
   state->done = done;
   host_->flight().issued(*op);
   host_->health().set_last_seq(seq);
-  board_->arrive(
-      rank(), {std::move(op), options.caller->record(), options.after, options.timing, done, options.keepalive, host_});
+  board_->arrive(rank(), {std::move(op), options.caller->record(), std::move(options.after), options.timing, done,
+                          std::move(options.keepalive), host_});
   seq_ = seq;
   last_done_ = done;
   return std::make_shared<Handle>(std::move(state));

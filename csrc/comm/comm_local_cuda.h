@@ -87,7 +87,7 @@ class LocalCudaComm final : public Comm {
   const PoolRef& pool() const override { return pool_; }
   StreamRef stream() const override { return board_->stream(); }
 
-  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override { host_->expect_usable(); }
   void post(std::span<const std::byte> payload) override { host_->post(payload); }
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {

@@ -19,7 +19,8 @@ constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other r
 constexpr std::chrono::seconds kDestructorGrace{5};
 constexpr std::chrono::microseconds kPollClose{100};
 constexpr std::chrono::milliseconds kLookPeriod{20};
-constexpr size_t kReapedAtIssue = 4;
+constexpr size_t kReapEvery =
+    4;  // operations; the watchdog does it too, but from another thread, where freeing costs more
 
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
 
@@ -113,7 +114,7 @@ void NcclComm::expect_usable() const {
   }
 }
 
-HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
   Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
   (void)native_stream(stream, "an operation of NCCL");
@@ -121,8 +122,8 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   auto state = std::make_shared<Handle::State>();
   state->size_bytes = op->size_bytes;
   state->device = device();
-  state->fate = std::make_shared<Fate>();
-  Inflight::Item item{op, {}, nullptr, state->fate, options.keepalive};
+  state->has_fate = true;
+  Inflight::Item item{op, {}, nullptr, {state, &state->fate}, std::move(options.keepalive)};
   std::vector<Inflight::Item> finished;  // destroyed without the locks
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
   CudaGuard guard(session_->device());
@@ -171,7 +172,9 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
     give_up(error);
     std::rethrow_exception(error);
   }
-  finished = inflight_.take_finished(kReapedAtIssue);
+  if (seq_ % kReapEvery == 0) {
+    finished = inflight_.take_finished(2 * kReapEvery);
+  }
   lock.unlock();
   return std::make_shared<Handle>(std::move(state));
 }

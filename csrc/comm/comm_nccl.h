@@ -75,7 +75,7 @@ class NcclComm final : public Comm {
   // registered memory. Before that, and where NCCL refuses, it works like any other. The number of new windows.
   size_t register_pool();
 
-  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override;
   void post(std::span<const std::byte> payload) override { peers_->post(payload); }
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {

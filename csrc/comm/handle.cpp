@@ -38,8 +38,8 @@ void Fate::rethrow() const {
 }
 
 void Handle::rethrow() const {
-  if (state_->fate) {
-    state_->fate->rethrow();
+  if (state_->has_fate) {
+    state_->fate.rethrow();
   } else if (state_->error) {
     std::rethrow_exception(state_->error);
   }
@@ -50,14 +50,14 @@ void Handle::wait(Stream* stream) {
     synchronize();
     return;
   }
-  if (state_->fate) {
+  if (state_->has_fate) {
     rethrow();
   }
   stream->wait(state_->done);
 }
 
 bool Handle::await_done(Deadline deadline) const {
-  if (!state_->fate) {
+  if (!state_->has_fate) {
     return state_->done->synchronize(deadline);
   }
   // In slices: an operation may fail while the device cannot be made to give it up.
@@ -67,12 +67,12 @@ bool Handle::await_done(Deadline deadline) const {
       return false;
     }
   }
-  state_->fate->complete();
+  state_->fate.complete();
   return true;
 }
 
 void Handle::synchronize(Deadline deadline) {
-  if (state_->fate) {
+  if (state_->has_fate) {
     rethrow();
   }
   if (!await_done(deadline)) {
@@ -93,14 +93,14 @@ bool Handle::await_order(Deadline deadline) const {
 }
 
 bool Handle::query() const {
-  if (state_->fate) {
+  if (state_->has_fate) {
     rethrow();
   }
   if (!state_->done->query()) {
     return false;
   }
-  if (state_->fate) {
-    state_->fate->complete();
+  if (state_->has_fate) {
+    state_->fate.complete();
   }
   rethrow();
   return true;

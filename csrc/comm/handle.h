@@ -59,14 +59,15 @@ class Handle {
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
   // completes; the rest is set before the handle is given out. An operation whose end others than its own task may
-  // bring about has a fate instead of `error`.
+  // bring about has its fate instead of `error`.
   struct State {
     uint64_t seq = 0;
     size_t size_bytes = 0;
     DeviceId device;
     EventRef done;
     std::exception_ptr error;
-    std::shared_ptr<Fate> fate;
+    bool has_fate = false;
+    mutable Fate fate;
     std::vector<Keepalive> keepalive;
   };
   explicit Handle(std::shared_ptr<const State> state) : state_(std::move(state)) {}

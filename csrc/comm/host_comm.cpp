@@ -44,10 +44,10 @@ HostComm::~HostComm() {
   }
 }
 
-HandleRef HostComm::issue(std::shared_ptr<Operation> op, const IssueOptions& options) {
+HandleRef HostComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   auto state = std::make_shared<Handle::State>();
   state->size_bytes = op->size_bytes;
-  state->keepalive = options.keepalive;
+  state->keepalive = std::move(options.keepalive);
   std::lock_guard lock(issue_mutex_);
   expect_usable();
   Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
@@ -61,9 +61,9 @@ HandleRef HostComm::issue(std::shared_ptr<Operation> op, const IssueOptions& opt
   }
   op->seq = state->seq = seq_ + 1;
   flight_.issued(*op);
-  stream.run([this, op, state] { execute(*op, *state); });
-  seq_ = op->seq;
-  health_.set_last_seq(op->seq);
+  stream.run([this, op = std::move(op), state] { execute(*op, *state); });
+  seq_ = state->seq;
+  health_.set_last_seq(state->seq);
   state->done = stream.record(options.timing);
   last_done_ = state->done;
   last_was_own_stream_ = is_own_stream;

@@ -38,7 +38,7 @@ class HostComm final : public Comm, public Peers {
   const PoolRef& pool() const override { return team_->transport().pool(); }
   StreamRef stream() const override { return stream_; }
 
-  HandleRef issue(std::shared_ptr<Operation> op, const IssueOptions& options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override { health_.expect_usable(); }
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;

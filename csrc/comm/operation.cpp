@@ -60,6 +60,7 @@ Range range_of(const View& view, size_t segment) {
 void check_overlap(const Operation& op, int rank) {
   const bool gathers = op.collective == Collective::kAllGather;
   std::vector<Range> outputs;
+  outputs.reserve(op.segments.size());
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const View& output = gathers ? op.segments[i].full : op.segments[i].shard;
     if (output.numel != 0 && output.data != nullptr) {
@@ -170,11 +171,12 @@ std::string text_of(const RankRecord& record) {
   return record.tensors > RankRecord::kShown ? out + ", ..." : out;
 }
 
-std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::span<const Segment> segments,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world) {
   auto op = std::make_shared<Operation>();
   static_cast<OperationKind&>(*op) = kind;
-  op->segments.assign(segments.begin(), segments.end());
+  op->segments = std::move(listed);
+  const std::vector<Segment>& segments = op->segments;
   op->sink = std::move(sink);
   if (kind.collective == Collective::kReduceScatter) {
     check_reduction(*op);

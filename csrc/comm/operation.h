@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -44,7 +43,7 @@ std::string text_of(const RankRecord& record);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.
-std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::span<const Segment> segments,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> segments,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world);
 
 }  // namespace bucketwheel

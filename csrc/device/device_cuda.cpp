@@ -218,21 +218,24 @@ class CudaStream final : public Stream {
 
 CudaDevice& CudaDevice::at(int index) {
   static std::mutex mutex;
-  static auto* const devices = new std::vector<CudaDevice*>();  // never freed: streams may outlive static destruction
+  static std::atomic<CudaDevice*> devices[kMaxDevices];  // never freed: streams may outlive static destruction
+  const bool is_index = index >= 0 && index < kMaxDevices;
+  if (CudaDevice* const made = is_index ? devices[index].load(std::memory_order_acquire) : nullptr) {
+    return *made;
+  }
   std::lock_guard lock(mutex);
-  if (index >= 0 && index < static_cast<int>(devices->size()) && (*devices)[static_cast<size_t>(index)] != nullptr) {
-    return *(*devices)[static_cast<size_t>(index)];
+  if (CudaDevice* const made = is_index ? devices[index].load() : nullptr) {
+    return *made;
   }
   int count = 0;
   const int error = BW_CUDA_CALL(get_device_count, &count);
-  if (error != kCudaSuccess || index < 0 || index >= count) {
+  if (error != kCudaSuccess || !is_index || index >= count) {
     throw DeviceError("cuda:" + std::to_string(index) + " was asked for; there are " + std::to_string(count) +
                       " CUDA devices" +
                       (error != kCudaSuccess ? std::string(": ") + cuda_api().error_text(error) : std::string()));
   }
   auto* const device = new CudaDevice(index);
-  devices->resize(std::max(devices->size(), static_cast<size_t>(index) + 1));
-  (*devices)[static_cast<size_t>(index)] = device;
+  devices[index].store(device, std::memory_order_release);
   return *device;
 }
 

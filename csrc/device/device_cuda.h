@@ -49,6 +49,7 @@ class RelaxedCapture {
 
 class CudaDevice final : public Device {
  public:
+  static constexpr int kMaxDevices = 256;
   // DeviceError when there is no such device.
   static CudaDevice& at(int index);
 

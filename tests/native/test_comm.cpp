@@ -105,7 +105,7 @@ void check_values(Comm& comm, int64_t numel, bool uses_pool) {
     own[i] = value(rank, i);
   }
   const Segment gathered = segment(full, own, numel, world);
-  comm.all_gather({&gathered, 1}, {})->synchronize();
+  comm.all_gather({gathered}, {})->synchronize();
   for (int r = 0; r < world; ++r) {
     for (int64_t i = 0; i < numel; ++i) {
       CHECK(full[r * numel + i] == value(r, i));
@@ -120,8 +120,8 @@ void check_values(Comm& comm, int64_t numel, bool uses_pool) {
   const Segment plain = segment(full, shard.data(), numel, world);
   const Segment sunk = segment(full, nullptr, numel, world);
   auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&by_sink});
-  const HandleRef first = comm.reduce_scatter({&plain, 1}, {}, nullptr, {});
-  const HandleRef second = comm.reduce_scatter({&sunk, 1}, {}, std::move(sink), {});
+  const HandleRef first = comm.reduce_scatter({plain}, {}, nullptr, {});
+  const HandleRef second = comm.reduce_scatter({sunk}, {}, std::move(sink), {});
   second->synchronize();
   CHECK(first->query());
   for (int64_t i = 0; i < numel; ++i) {
@@ -289,8 +289,8 @@ TEST(abort_and_timeout_reach_those_who_wait) {
     Floats full(8), shard(4);
     const Segment item = segment(full.data(), shard.data(), 4, 2);
     if (comm.rank() == 0) {
-      CHECK_THROWS(CommTimeout, "rank 1", comm.all_gather({&item, 1}, {})->synchronize());
-      CHECK_THROWS(CommTimeout, "seq 1", comm.all_gather({&item, 1}, {}));
+      CHECK_THROWS(CommTimeout, "rank 1", comm.all_gather({item}, {})->synchronize());
+      CHECK_THROWS(CommTimeout, "seq 1", comm.all_gather({item}, {}));
     } else {
       std::this_thread::sleep_for(600ms);
     }
@@ -299,7 +299,7 @@ TEST(abort_and_timeout_reach_those_who_wait) {
     Floats full(8), shard(4);
     const Segment item = segment(full.data(), shard.data(), 4, 2);
     if (comm.rank() == 0) {
-      CHECK_THROWS(CommError, "aborted by rank 1: no more", comm.all_gather({&item, 1}, {})->synchronize());
+      CHECK_THROWS(CommError, "aborted by rank 1: no more", comm.all_gather({item}, {})->synchronize());
     } else {
       std::this_thread::sleep_for(50ms);
       comm.abort("no more");
@@ -318,7 +318,7 @@ TEST(late_ranks_do_not_read_what_a_failed_rank_has_freed) {
       try {
         if (comm.rank() == 1) {
           std::this_thread::sleep_for(i * 20us);
-          comm.all_gather({&item, 1}, options)->synchronize();
+          comm.all_gather({item}, options)->synchronize();
         } else {
           std::thread aborter([&] {
             std::this_thread::sleep_for(i * 10us);
@@ -326,7 +326,7 @@ TEST(late_ranks_do_not_read_what_a_failed_rank_has_freed) {
           });
           options.after.clear();
           try {
-            comm.all_gather({&item, 1}, options)->synchronize();
+            comm.all_gather({item}, options)->synchronize();
           } catch (const CommError&) {
           }
           aborter.join();

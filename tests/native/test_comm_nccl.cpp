@@ -105,7 +105,7 @@ struct Gathering {
     IssueOptions options;
     options.caller = default_stream();
     options.keepalive = {shard, full};
-    handle = comm.all_gather({&segment, 1}, options);
+    handle = comm.all_gather({segment}, options);
   }
   void expect(float value) const {
     for (size_t i = 0; i < full->size(); ++i) {
@@ -231,7 +231,7 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   Inflight inflight(flight);
   float value = 0;
   const Segment segment{{&value, 1, DType::kFloat32}, {&value, 1, DType::kFloat32}};
-  const auto op = make_operation({}, {&segment, 1}, nullptr, 0, 1);
+  const auto op = make_operation({}, {segment}, nullptr, 0, 1);
   op->seq = 1;
   inflight.enter(op);
   CHECK(inflight.front() && inflight.front()->op == op);
