@@ -267,7 +267,7 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->done = done;
-  host_->flight().issued(*op);
+  host_->flight().issued(*op, Clock::now());
   host_->health().set_last_seq(seq);
   board_->arrive(rank(), {std::move(op), options.caller->record(), std::move(options.after), options.timing, done,
                           std::move(options.keepalive), host_});

@@ -144,11 +144,12 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
     }
   }
   item.ready = order(stream, options, is_captured);
-  flight_.issued(*op);
-  inflight_.enter(op);
+  const Clock::time_point now = Clock::now();
+  flight_.issued(*op, now);
+  inflight_.enter(op, now);
   std::exception_ptr error;
   try {
-    launch_nccl(*session_, *op, stream, peers_->timeout_from_now());
+    launch_nccl(*session_, *op, stream, now + peers_->timeout());
     // Out: whoever uses inputs or outputs next waits for this.
     state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {

@@ -12,7 +12,8 @@
 namespace bucketwheel {
 namespace {
 
-double now_s() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+double seconds_of(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
+double now_s() { return seconds_of(Clock::now()); }
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -47,11 +48,11 @@ FlightRing::Entry* FlightRing::find(uint64_t seq) {
   return entry.seq == seq ? &entry : nullptr;
 }
 
-void FlightRing::issued(const Operation& op) {
+void FlightRing::issued(const Operation& op, Clock::time_point now) {
   std::lock_guard lock(mutex_);
   last_seq_ = op.seq;
-  entries_[op.seq % kCapacity] = {op.seq, op.collective, State::kIssued, op.segments.size(), op.size_bytes, now_s(), 0,
-                                  0};
+  entries_[op.seq % kCapacity] = {
+      op.seq, op.collective, State::kIssued, op.segments.size(), op.size_bytes, seconds_of(now), 0, 0};
 }
 
 void FlightRing::started(uint64_t seq) {

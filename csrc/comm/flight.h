@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/deadline.h"
 #include "comm/operation.h"
 
 namespace bucketwheel {
@@ -25,7 +26,7 @@ class FlightRing {
   explicit FlightRing(Identity identity) : identity_(std::move(identity)) {}
 
   // Thread-safe. Operations are known by their seq; one that fell out of the ring is ignored.
-  void issued(const Operation& op);
+  void issued(const Operation& op, Clock::time_point now);
   void started(uint64_t seq);
   void finished(uint64_t seq, bool is_ok);
   void captured(uint64_t seq);

@@ -60,7 +60,7 @@ HandleRef HostComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
     stream.wait(last_done_);
   }
   op->seq = state->seq = seq_ + 1;
-  flight_.issued(*op);
+  flight_.issued(*op, Clock::now());
   stream.run([this, op = std::move(op), state] { execute(*op, *state); });
   seq_ = state->seq;
   health_.set_last_seq(state->seq);

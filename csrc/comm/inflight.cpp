@@ -11,9 +11,9 @@ constexpr std::chrono::microseconds kPoll{100};
 
 }  // namespace
 
-void Inflight::enter(std::shared_ptr<const Operation> op) {
+void Inflight::enter(std::shared_ptr<const Operation> op, Clock::time_point now) {
   std::lock_guard lock(mutex_);
-  entered_ = {std::move(op), Clock::now()};
+  entered_ = {std::move(op), now};
 }
 
 void Inflight::add(Item item) {

@@ -28,7 +28,7 @@ class Inflight {
   explicit Inflight(FlightRing& flight) : flight_(flight) {}
 
   // A thread is about to enqueue `op`, and may stay in there; until its item is added.
-  void enter(std::shared_ptr<const Operation> op);
+  void enter(std::shared_ptr<const Operation> op, Clock::time_point now);
   // In the order of issue. After give_up() it fails like the others.
   void add(Item item);
   // What a graph replays: kept as long as the communicator.

@@ -226,11 +226,13 @@ std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device,
 
 // Polls: the thread sanitizer does not see the waiting of a std::timed_mutex.
 std::unique_lock<std::mutex> NcclSession::lock_for(std::chrono::nanoseconds patience) const {
-  const auto deadline = Clock::now() + patience;
   std::unique_lock lock(issue_mutex_, std::try_to_lock);
-  while (!lock && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPoll);
-    (void)lock.try_lock();
+  if (!lock) {
+    const auto deadline = Clock::now() + patience;
+    while (!lock && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kPoll);
+      (void)lock.try_lock();
+    }
   }
   return lock;
 }

@@ -233,7 +233,7 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   const Segment segment{{&value, 1, DType::kFloat32}, {&value, 1, DType::kFloat32}};
   const auto op = make_operation({}, {segment}, nullptr, 0, 1);
   op->seq = 1;
-  inflight.enter(op);
+  inflight.enter(op, Clock::now());
   CHECK(inflight.front() && inflight.front()->op == op);
   CHECK(inflight.give_up(std::make_exception_ptr(CommError("too late"))));
   Inflight::Item item{op, {}, default_stream()->record(), std::make_shared<Fate>(), {}};

@@ -93,7 +93,7 @@ int collective(const char* name, NcclCommRef handle, void* stream, Operation ope
   }
   operation.hangs = next_operation_hangs();
   if (group.depth > 0) {
-    group.issues.push_back({comm, operation, stream});
+    group.issues.push_back({std::move(comm), operation, stream});
     return kNcclSuccess;
   }
   return launch_group({{comm, operation, stream}});
