@@ -33,6 +33,10 @@ class Berth:
         self._lease = lease
         self._reader: Handle | None = None  # of what lies here; None once that may be overwritten
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._lease.place
+
     def enter(self) -> Berth:
         """The current stream waits for the reduce-scatter that reads what lies here: peers would get the next bucket's.
 
@@ -65,6 +69,11 @@ class Berths:
         self._berths = [Berth(pool.acquire(f"berth/{number}/{first}", size)) for first, size in enumerate(largest)]
         self._bucket_count = len(sizes_bytes)
         self._next = 0  # which bucket this window launches next
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """`Lease.place` of each."""
+        return [berth.place for berth in self._berths]
 
     def _of(self, bucket: int) -> Berth:
         return self._berths[bucket % len(self._berths)]

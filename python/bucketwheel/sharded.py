@@ -206,6 +206,7 @@ class ShardedEngine:
         """Leases what gradients are reduced from, and registers it and the parameters' memory."""
         sizes_bytes = [bucket.grads.nbytes for bucket in self._buckets]
         berths = Berths(self.comm.pool, sizes_bytes, self.options.max_inflight_buckets)
+        gather.expect_equal_places(self.comm, [*(space.flat.lease.place for space in self._spaces), *berths.places])
         self.comm.register_pool()
         if self.comm.gathers is not self.comm:
             self.comm.gathers.register_pool()

@@ -292,6 +292,24 @@ def test_an_optimizer_that_cannot_be_closed_leaves_no_lease(rank_pool):
     rank_pool(2).run(closed_in_a_conflict, timeout_s=30)
 
 
+def with_other_leases(rank: int, world: int, of_gathers: bool) -> str:
+    with pair(True) as (comm, script):
+        params = mixed_params()
+        lease = (comm.gathers if of_gathers else comm).pool.acquire("mine", 4096 * (1 + rank))
+        with pytest.raises(RuntimeError, match="at other places") as caught:
+            bw.ShardedAdamW(params, process_group=comm, **SMALL)
+        assert script.fake_nccl_live_windows() == 0
+        lease.release()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("of_gathers", [True, False])
+def test_ranks_with_other_leases_in_the_pool_are_refused(rank_pool, of_gathers):
+    """The slabs are alike, so NCCL could register them, and would reduce one bucket with another."""
+    for text in rank_pool(2).run(with_other_leases, of_gathers, timeout_s=30):
+        assert "in one order, before the optimizer" in text
+
+
 def written_in_another_stream(rank: int, world: int) -> None:
     with pair(True) as (comm, _), pytest.MonkeyPatch.context() as patch:
         streams = Streams(patch)
