@@ -39,7 +39,7 @@ PYTHON_LAYERS = [
     ["device", "nccl"],
     ["plan", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm"],
     ["collectives", "ops", "ops_cuda", "request"],
-    ["schedule", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
+    ["schedule", "berths", "bucket", "inflight", "flat", "reduced", "reduced_cuda", "gather", "rows", "rows_cuda"],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],
     ["optim", "shard", "state_dict"],

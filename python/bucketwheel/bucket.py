@@ -1,13 +1,13 @@
 """Bucket: one contiguous [world x shard] buffer of gradients, and the place its reduced shard goes to.
 
-Its memory is leased when the first gradient of a window arrives and given back by the reduce-scatter that reads it, so
-only a few buckets have memory at any time. *Late* memory is a second lease, made only when a gradient comes after the
+It gets memory when the first gradient of a window arrives and gives it back to the reduce-scatter that reads it, so
+only a few buckets have memory at any time. *Late* memory is a second one, had only when a gradient comes after the
 bucket has gone (`schedule`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from ._build import native
+from .berths import Berth
 from .pool import Lease, Pool
 
-__all__ = ["GradBucket", "Part", "join", "stream_of"]
+__all__ = ["Acquire", "GradBucket", "Part", "join", "stream_of"]
+
+Acquire = Callable[["GradBucket", bool], Lease | Berth]  # memory for a bucket; whether for its late round
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
@@ -58,22 +61,24 @@ class GradBucket:
         self.parts = {part.param: part for part in parts}
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
-        self._memory: list[tuple[Lease, Tensor] | None] = [None, None]  # first round, late round
+        self._memory: list[tuple[Lease | Berth, Tensor] | None] = [None, None]  # first round, late round
         # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket
         # was written.
         self._opened_in: list[torch.cuda.Stream | None] = [None, None]
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def has_memory(self, late: bool) -> bool:
-        """Whether a gradient has been stored since the last `take`."""
-        return self._memory[late] is not None
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
-    def _open(self, pool: Pool, late: bool) -> Tensor:
+    def lease_of(self, pool: Pool, late: bool) -> Lease:
+        return pool.acquire(f"{'late' if late else 'grads'}/{self.index}", self.nbytes)
+
+    def _open(self, acquire: Acquire, late: bool) -> Tensor:
         held = self._memory[late]
         if held is None:
-            kind = "late" if late else "grads"
-            lease = pool.acquire(f"{kind}/{self.index}", self.numel * self.dtype.itemsize)
-            held = self._memory[late] = (lease, lease.tensor(self.dtype, (self.numel,)))
+            memory = acquire(self, late)
+            held = self._memory[late] = (memory, memory.tensor(self.dtype, (self.numel,)))
             self._opened_in[late] = stream_of(held[1].device)
             if late:
                 held[1].zero_()
@@ -86,10 +91,10 @@ class GradBucket:
             join(memory.device, self._opened_in[late])
             self._streams[stream.cuda_stream] = stream
 
-    def store(self, pool: Pool, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> None:
+    def store(self, acquire: Acquire, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> None:
         """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype."""
         part = self.parts[param]
-        to = self._open(pool, late).narrow(0, part.begin, part.numel)
+        to = self._open(acquire, late).narrow(0, part.begin, part.numel)
         self._write(to, late)
         source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
         if add:
@@ -118,12 +123,12 @@ class GradBucket:
         if held is not None:
             held[0].release()
 
-    def take(self, pool: Pool, absent: Sequence[int], *, late: bool) -> tuple[Lease, Tensor]:
+    def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Lease | Berth, Tensor]:
         """The buffer to reduce, with zeros where this rank has nothing; the bucket forgets it."""
         if not late and self._memory[late] is None:
-            self._open(pool, late).zero_()
+            self._open(acquire, late).zero_()
         else:
-            flat = self._open(pool, late)
+            flat = self._open(acquire, late)
             for param in () if late else absent:
                 part = self.parts[param]
                 flat.narrow(0, part.begin, part.numel).zero_()

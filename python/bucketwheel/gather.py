@@ -24,7 +24,7 @@ from .flat import ParamInfo
 from .handle import Handle
 from .plan import Packing
 
-__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings"]
+__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
 
 
 def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
@@ -63,6 +63,20 @@ def expect_equal_packings(comm: Communicator, packings: Sequence[Packing]) -> No
         raise RuntimeError(
             f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
             "run the same version of bucketwheel?"
+        )
+
+
+def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -> None:
+    """RuntimeError on every rank unless registered memory lies at the same ``places`` (`Lease.place`) on all. Collective.
+
+    NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
+    """
+    digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} (slab, offset): "
+            "all must make the same acquires of the communicators' pools, in one order, before the optimizer is made, and close() "
+            "the one before it"
         )
 
 

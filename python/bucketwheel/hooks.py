@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .berths import Berth, Berths
 from .bucket import GradBucket, join, stream_of
 from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import ParamInfo
 from .grad import ShardedGrad
 from .inflight import Inflight
-from .pool import Pool
+from .pool import Lease, Pool
 from .reduced import ReducedGrads
 from .schedule import Agreement, Drop, Launch, Schedule, Store
 
@@ -45,6 +46,7 @@ class GradSync:
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,
         *,
+        berths: Berths | None,
         overlap: bool,
         max_inflight: int,
     ) -> None:
@@ -54,9 +56,8 @@ class GradSync:
         self.reduced = reduced
         self.held = [False] * len(self.infos)  # agreed when the last window closed
         self._overlap = overlap
-        # [Note: registered buckets] Which bytes a bucket gets depends on the order in which gradients arrive, which may
-        # differ between ranks, and registered memory wants one place on all of them.
-        self.pool = Pool(device=torch_device(comm.device)) if comm.is_registered else comm.pool
+        self._berths = berths  # where the communicator's pool is registered memory: [Note: berths]
+        self.pool = comm.pool if berths is None else Pool(device=torch_device(comm.device))
         self._inflight = Inflight(comm.device, max_inflight)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
@@ -137,14 +138,26 @@ class GradSync:
     # --- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Store | Launch], flat: Tensor) -> None:
+        if self._berths is not None:  # a bucket is launched before a later one of the same parameter needs its berth
+            actions = sorted(actions, key=lambda action: action.bucket)
         for action in actions:
-            bucket = self.buckets[action.bucket]
             if isinstance(action, Store):
-                if not bucket.has_memory(action.late):
-                    self._inflight.make_room()
-                bucket.store(self.pool, action.param, flat, late=action.late, add=action.add)
+                bucket = self.buckets[action.bucket]
+                bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
             else:
                 self._launch(action)
+
+    def _acquire(self, bucket: GradBucket, late: bool) -> Lease | Berth:
+        """Memory for gradients that arrive."""
+        berth = None if self._berths is None or late else self._berths.try_enter(bucket.index)
+        if berth is not None:
+            return berth
+        self._inflight.make_room()
+        return bucket.lease_of(self.pool, late)
+
+    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | Berth:
+        """Memory for a bucket that is launched without any."""
+        return bucket.lease_of(self.pool, late) if self._berths is None else self._berths.enter(bucket.index)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
@@ -159,9 +172,11 @@ class GradSync:
     def _launch(self, action: Launch) -> None:
         bucket = self.buckets[action.bucket]
         self._join_streams(bucket)
-        lease, flat = bucket.take(self.pool, action.absent, late=action.late)
+        memory, flat = bucket.take(self._acquire_to_launch, action.absent, late=action.late)
+        if self._berths is not None:
+            memory, flat = self._berths.bring_in(bucket.index, memory, flat, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
-        self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), lease)
+        self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
@@ -376,12 +391,16 @@ class GradSync:
             return self.reduced.full(index) if self.held[index] else None
 
     def remove(self) -> None:
-        """Takes the hooks off and the placeholders out of ``p.grad``."""
+        """Takes the hooks off and the placeholders out of ``p.grad``; gives registered memory back."""
         for hook in self._hooks:
             hook.remove()
         for info, placeholder in zip(self.infos, self._placeholders, strict=True):
             if info.param.grad is placeholder:
                 info.param.grad = None
+        if self._berths is not None:
+            for bucket in self.buckets:
+                self._join_streams(bucket)
+            self._berths.release()
 
 
 def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], None]:

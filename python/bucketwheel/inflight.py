@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from .berths import Berth
 from .device import CPU
 from .handle import Handle
 from .pool import Lease
@@ -16,17 +17,22 @@ _MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
 
 
 class Inflight:
-    """The reduce-scatters of one rank. Not thread-safe."""
+    """The reduce-scatters of one rank, all of one communicator. Not thread-safe."""
 
     def __init__(self, device: int, limit: int) -> None:
         self._is_on_cpu = device == CPU
         self._limit = limit
         self._running: list[tuple[Handle, Lease]] = []
+        self._last: Handle | None = None  # the window's, whoever has its memory
         self.patience_s = _MOST_PATIENCE_S
         self.is_patient = True  # this window has not waited in vain
 
-    def add(self, handle: Handle, lease: Lease) -> None:
-        self._running.append((handle, lease))
+    def add(self, handle: Handle, memory: Lease | Berth) -> None:
+        self._last = handle
+        if isinstance(memory, Berth):  # the next bucket has no other
+            memory.release(after=handle)
+        else:
+            self._running.append((handle, memory))
 
     def make_room(self) -> None:
         """[Note: soft bound] Before a bucket takes memory: fewer than ``limit`` reduce-scatters should hold some.
@@ -57,6 +63,9 @@ class Inflight:
         """Waits for all of them. CUDA: the current stream waits, and this thread until all ranks have issued them."""
         for handle, _ in self._running:
             handle.wait()
+        if self._last is not None:  # behind those before it, which may have given their memory on
+            self._last.wait()
+            self._last = None
         self._retire()
 
     def end_window(self) -> None:

@@ -70,7 +70,8 @@ class ShardedAdamW(Optimizer):
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
             learning rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
         max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
-            a peer has not issued yet come on top, for backward waits for nobody.
+            a peer has not issued yet come on top, for backward waits for nobody. On a communicator with
+            ``registered=True``: how many buckets' worth of registered memory there is, all the time.
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import gather
 from ._build import native
+from .berths import Berths
 from .bucket import GradBucket, Part
 from .comm import Communicator
 from .device import CPU, torch_device
@@ -110,8 +111,6 @@ class ShardedEngine:
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
         gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
-        if comm.is_registered:
-            comm.gathers.register_pool()
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(comm, space.flat.flat)
@@ -130,11 +129,13 @@ class ShardedEngine:
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
+        berths = self._make_berths() if comm.is_registered else None
         self.grads = GradSync(
             comm,
             self.infos,
             [bucket.grads for bucket in self._buckets],
             self.reduced,
+            berths=berths,
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
         )
@@ -200,6 +201,16 @@ class ShardedEngine:
             own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
+
+    def _make_berths(self) -> Berths:
+        """Leases what gradients are reduced from, and registers it and the parameters' memory."""
+        sizes_bytes = [bucket.grads.nbytes for bucket in self._buckets]
+        berths = Berths(self.comm.pool, sizes_bytes, self.options.max_inflight_buckets)
+        gather.expect_equal_places(self.comm, [*(space.flat.lease.place for space in self._spaces), *berths.places])
+        self.comm.register_pool()
+        if self.comm.gathers is not self.comm:
+            self.comm.gathers.register_pool()
+        return berths
 
     def _span_count(self) -> int:
         """How many sums of squares all accumulators together write, at most."""
@@ -354,11 +365,12 @@ class ShardedEngine:
             for t in (space.exp_avg, space.exp_avg_sq, space.master)
             if t is not None
         )
+        pools = {self.grads.pool, self.comm.pool, self.comm.gathers.pool}
         return {
             "params": params,
             "grads": sum(space.grad.numel() * 4 for space in self._spaces),
             "states": states,
-            "pool": sum(pool.stats().reserved_bytes for pool in {self.grads.pool, self.comm.gathers.pool}) - params,
+            "pool": sum(pool.stats().reserved_bytes for pool in pools) - params,
         }
 
     def describe(self) -> list[str]:

@@ -124,15 +124,15 @@ def on_registered_memory(rank: int, world: int) -> tuple[list[torch.Tensor], int
             assert all(gathers.pool.holds(p.detach()) for p in model.parameters())
             for step in range(3):
                 model(batch(rank, step, torch.float32)).square().mean().backward()
-                assert not reduces.pool.stats().acquires, "[Note: registered buckets]"
                 opt.step()
                 opt.zero_grad()
             out = [p.detach().clone() for p in model.parameters()]
+            assert not opt._engine.grads.pool.stats().acquires, "[Note: berths]"
             opt.close()
         return out, windows
 
 
-def test_parameters_in_registered_memory(rank_pool):
+def test_parameters_and_gradients_in_registered_memory(rank_pool):
     def plain(rank: int, comm: Communicator) -> list[torch.Tensor]:
         model = model_of()
         opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, process_group=comm, bucket_cap_mb=0.004)
@@ -144,6 +144,6 @@ def test_parameters_in_registered_memory(rank_pool):
 
     expected = in_world(2, False, plain)
     for rank, (out, windows) in enumerate(rank_pool(2).run(on_registered_memory)):
-        assert windows == 1
+        assert windows == 2
         for a, b in zip(out, expected[rank], strict=True):
             assert_bitwise_equal(a, b, f"rank {rank}")

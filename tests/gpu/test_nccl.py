@@ -209,9 +209,12 @@ def test_issuing_neither_waits_nor_allocates(comm: Communicator, tell: Tell) -> 
     assert set(recorded.values()) == {2}, recorded  # the caller's stream before, the communicator's behind
 
 
-def test_training_over_nccl_has_the_bits_of_one_process() -> None:
+@pytest.mark.parametrize("registered", [False, True])
+def test_training_over_nccl_has_the_bits_of_one_process(registered: bool) -> None:
     """Gradients, gathers and norms go through a pair of communicators of one rank."""
-    gathers, reduces = pair(name="optimizer")
+    if registered and not nccl.info().features["windows"]:
+        pytest.skip(f"NCCL {nccl.version_text(nccl.info().version)} has no such feature")
+    gathers, reduces = pair(registered=registered, name="optimizer")
     with gathers, reduces:
         assert_equal(trained(reduces, DEVICE.tensors, F32, "own"), expected_of_one())
         assert reduce_scatter([], [], reduces).seq > 8  # a bucket and more for each of 8 backwards

@@ -93,18 +93,18 @@ def test_sums_have_the_bits_of_local_and_shm(ranks: RankPool) -> None:
 # ---- training
 
 
-def trained_over_nccl(dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[Tensor]:
-    gathers, reduces = Communicator.pair(device="cuda", timeout_s=RUN_S / 2)
+def trained_over_nccl(dtype: torch.dtype, clip: str, options: dict[str, Any], registered: bool) -> list[Tensor]:
+    gathers, reduces = Communicator.pair(device="cuda", timeout_s=RUN_S / 2, registered=registered)
     with gathers, reduces:
         return trained(reduces, DEVICE.tensors, dtype, clip, **options)
 
 
-@pytest.mark.parametrize("clip", ["own", "inf"])
-def test_training_has_the_bits_of_the_cpu(ranks: RankPool, clip: str) -> None:
+@pytest.mark.parametrize(("clip", "registered"), [("own", False), ("inf", False), ("own", True)])
+def test_training_has_the_bits_of_the_cpu(ranks: RankPool, clip: str, registered: bool) -> None:
     """Random gradients in float32. Those of bfloat16 are rounded once more on their way than over the other backends."""
     options = {"overlap_param_sync": clip == "own"}
     expected = on_cpu_ranks(WORLD, lambda rank, comm: trained(comm, CPU, F32, clip, **options))
-    for rank, got in enumerate(run(ranks, trained_over_nccl, F32, clip, options)):
+    for rank, got in enumerate(run(ranks, trained_over_nccl, F32, clip, options, registered)):
         assert_bitwise_equal(got, expected[rank], f"rank {rank}")
 
 

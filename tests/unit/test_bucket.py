@@ -57,34 +57,39 @@ def bucket_of_two() -> GradBucket:
     return GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator)
 
 
+def on_the_host() -> buckets.Acquire:
+    pool = Pool("host")
+    return lambda bucket, late: bucket.lease_of(pool, late)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_every_stream_that_stores_waits_for_the_one_that_opened(streams: Streams, late: bool) -> None:
-    pool, bucket = Pool("host"), bucket_of_two()
-    bucket.store(pool, 0, torch.ones(4), late=late, add=late)
+    bucket, memory = bucket_of_two(), on_the_host()
+    bucket.store(memory, 0, torch.ones(4), late=late, add=late)
     assert streams.waited() == []
     streams.use("b")
-    bucket.store(pool, 1, torch.ones(4), late=late, add=late)
+    bucket.store(memory, 1, torch.ones(4), late=late, add=late)
     assert streams.waited() == [("b", "a")]
     assert [stream.name for stream in bucket.take_streams()] == ["a", "b"]
-    lease, flat = bucket.take(pool, [], late=late)
+    lease, flat = bucket.take(memory, [], late=late)
     assert flat.tolist() == [1.0] * 8
     lease.release()
-    bucket.store(pool, 0, torch.ones(4), late=late, add=late)  # opened anew, in b
+    bucket.store(memory, 0, torch.ones(4), late=late, add=late)  # opened anew, in b
     assert streams.waited() == []
-    bucket.take(pool, [], late=late)[0].release()
+    bucket.take(memory, [], late=late)[0].release()
 
 
 def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(streams: Streams) -> None:
-    pool, bucket = Pool("host"), bucket_of_two()
-    bucket.store(pool, 0, torch.ones(4), late=True, add=True)
+    bucket, memory = bucket_of_two(), on_the_host()
+    bucket.store(memory, 0, torch.ones(4), late=True, add=True)
     streams.use("b")
-    bucket.store(pool, 1, torch.ones(4), late=True, add=True)
+    bucket.store(memory, 1, torch.ones(4), late=True, add=True)
     streams.use("c")
     streams.waited()
     bucket.drop(1)
     assert {("c", "a"), ("c", "b")} == set(streams.waited())
     assert "c" in [stream.name for stream in bucket.take_streams()]
-    lease, flat = bucket.take(pool, [], late=True)
+    lease, flat = bucket.take(memory, [], late=True)
     assert flat.tolist() == [1.0] * 4 + [0.0] * 4
     lease.release()
 
@@ -106,7 +111,7 @@ def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) 
 
 def test_without_cuda_there_is_one_stream() -> None:
     assert buckets.stream_of(torch.device("cpu")) is None
-    bucket, pool = bucket_of_two(), Pool("host")
-    bucket.store(pool, 0, torch.ones(4), late=False, add=False)
+    bucket, memory = bucket_of_two(), on_the_host()
+    bucket.store(memory, 0, torch.ones(4), late=False, add=False)
     assert bucket.take_streams() == []
-    bucket.take(pool, [1], late=False)[0].release()
+    bucket.take(memory, [1], late=False)[0].release()
