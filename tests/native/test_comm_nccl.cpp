@@ -140,6 +140,14 @@ TEST(operations_in_flight_from_two_communicators) {
   });
 }
 
+TEST(what_is_late_from_the_start_does_not_begin) {
+  on_ranks(1, 20s, [](int, const PeersRef& peers, const NcclUniqueId& id) {
+    CHECK_THROWS(CommTimeout, "deadline", NcclComm::make(peers, 0, id, options_with(), Clock::now() - 1s));
+    std::this_thread::sleep_for(100ms);  // what goes on in the background
+    CHECK(fake_nccl_calls("ncclCommInitRankConfig") == 0);
+  });
+}
+
 // What has completed is right, whatever else was going on; what has not tells why.
 TEST(aborts_from_other_threads_while_operations_are_issued) {
   for (int round = 0; round < 5; ++round) {
