@@ -113,8 +113,13 @@ class Attempt {
 std::shared_ptr<NcclSession> attempt(Deadline deadline, const char* what, int device,
                                      std::function<void(Attempt&)> make) {
   auto made = std::make_shared<Attempt>();
+  const CommTimeout late(std::string(what) +
+                         " was not over at its deadline: a rank has not come, or cannot be reached");
   try {
-    const bool is_over = run_until(deadline, [made, device, make = std::move(make)] {
+    const bool is_over = run_until(deadline, [made, late, deadline, device, make = std::move(make)] {
+      if (has_passed(deadline)) {
+        throw late;  // the thread has run too late: NCCL is not asked for what nobody waits for any more
+      }
       CudaGuard guard(device);
       const RelaxedCapture relaxed;  // somebody may be capturing a graph
       make(*made);
@@ -127,7 +132,7 @@ std::shared_ptr<NcclSession> attempt(Deadline deadline, const char* what, int de
     throw;
   }
   made->give_up();
-  throw CommTimeout(std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached");
+  throw late;
 }
 
 // The strings are those of `settings`.

@@ -51,6 +51,7 @@ NcclOptions options_with(bool registers_memory = false) {
 void expect_gone() {
   const auto until = Clock::now() + 10s;
   while (fake_nccl_live_comms() + fake_nccl_live_windows() != 0 && Clock::now() < until) {
+    fake_nccl_release();  // an initialisation in the background may wait for ranks that never come
     std::this_thread::sleep_for(1ms);
   }
   CHECK(fake_nccl_live_comms() == 0 && fake_nccl_live_windows() == 0 && fake_nccl_open_groups() == 0);
@@ -136,6 +137,14 @@ TEST(operations_in_flight_from_two_communicators) {
     last.handle->synchronize();
     last.expect(7);
     reduces->close({});
+  });
+}
+
+TEST(what_is_late_from_the_start_does_not_begin) {
+  on_ranks(1, 20s, [](int, const PeersRef& peers, const NcclUniqueId& id) {
+    CHECK_THROWS(CommTimeout, "deadline", NcclComm::make(peers, 0, id, options_with(), Clock::now() - 1s));
+    std::this_thread::sleep_for(100ms);  // what goes on in the background
+    CHECK(fake_nccl_calls("ncclCommInitRankConfig") == 0);
   });
 }
 

@@ -179,6 +179,33 @@ TEST(calls_that_hang_are_ended_by_release_and_abort) {
   });
 }
 
+TEST(a_communicator_counts_as_alive_while_it_is_made) {
+  for (const bool hangs : {true, false}) {  // inside the call, and then; or waiting for a rank that never comes
+    if (hangs) {
+      fake_nccl_hang_call("ncclCommInitRankConfig");
+    }
+    const uint64_t before = fake_nccl_calls("ncclCommInitRankConfig");
+    std::atomic<bool> is_over{false};
+    std::thread caller([&is_over, hangs, id = new_id()] {
+      NcclCommRef comm = nullptr;
+      NcclConfig config;
+      const int result = BW_NCCL_CALL(api(), comm_init_rank_config, &comm, hangs ? 1 : 2, id, 0, &config);
+      CHECK(result == (hangs ? kNcclSuccess : kNcclInternalError));
+      CHECK(fake_nccl_live_comms() == (hangs ? 1 : 0));
+      CHECK(!hangs || BW_NCCL_TRY(api(), comm_abort, comm) == kNcclSuccess);
+      is_over = true;
+    });
+    sleep_until([&] { return fake_nccl_calls("ncclCommInitRankConfig") == before + 1; });
+    CHECK(fake_nccl_live_comms() == 1);
+    sleep_until([&] {
+      fake_nccl_release();
+      return is_over.load();
+    });
+    caller.join();
+    CHECK(fake_nccl_live_comms() == 0);
+  }
+}
+
 TEST(windows) {
   on_ranks(2, [](int rank, NcclCommRef comm) {
     void* data = nullptr;

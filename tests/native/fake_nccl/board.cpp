@@ -55,11 +55,10 @@ Board::Board(void* data, size_t size_bytes, int rank, int world)
 
 Board::~Board() { munmap(head_, size_bytes_); }
 
-std::shared_ptr<Board> Board::join(const std::string& name, int rank, int world, const std::atomic<bool>& is_stopped,
-                                   int* error) {
+std::shared_ptr<Board> Board::join(const std::string& name, int rank, int world,
+                                   const std::function<bool()>& is_stopped, int* error) {
   const size_t head_bytes = (sizeof(Head) + kPage - 1) / kPage * kPage;
   const size_t size_bytes = head_bytes + static_cast<size_t>(world) * 2 * kStageBytes;
-  const auto stopped = [&] { return is_stopped.load(); };
   int file = -1;
   if (rank == 0) {
     file = make_file(name, size_bytes, world);
@@ -67,8 +66,8 @@ std::shared_ptr<Board> Board::join(const std::string& name, int rank, int world,
       *error = fail(kNcclSystemError, "cannot make " + name);
       return nullptr;
     }
-  } else if (!wait_until([&] { return (file = open(name.c_str(), O_RDWR | O_CLOEXEC)) >= 0; }, stopped)) {
-    *error = fail(kNcclInternalError, "aborted before rank 0 came");
+  } else if (!wait_until([&] { return (file = open(name.c_str(), O_RDWR | O_CLOEXEC)) >= 0; }, is_stopped)) {
+    *error = fail(kNcclInternalError, "stopped before rank 0 came");
     return nullptr;
   }
   int found = 0;
@@ -93,11 +92,12 @@ std::shared_ptr<Board> Board::join(const std::string& name, int rank, int world,
   if (++head.joined == world) {
     unlink(name.c_str());
   }
-  if (!wait_until([&] { return head.joined == world; }, stopped)) {
+  const auto is_complete = [&] { return head.joined == world; };
+  if (!wait_until(is_complete, is_stopped) && !is_complete()) {
     if (rank == 0) {
       unlink(name.c_str());
     }
-    *error = fail(kNcclInternalError, "aborted before all ranks came");
+    *error = fail(kNcclInternalError, "stopped before all ranks came");
     return nullptr;
   }
   return board;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -26,8 +27,8 @@ class Board {
  public:
   // Rank 0 makes the file `name`, the others wait for it, all of them for each other. Null, with an error code and a
   // text, when that is impossible or `is_stopped`.
-  static std::shared_ptr<Board> join(const std::string& name, int rank, int world, const std::atomic<bool>& is_stopped,
-                                     int* error);
+  static std::shared_ptr<Board> join(const std::string& name, int rank, int world,
+                                     const std::function<bool()>& is_stopped, int* error);
   ~Board();
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;

@@ -12,6 +12,7 @@ namespace {
 
 struct Registry {
   std::atomic<uint64_t> removed{0};
+  std::atomic<uint64_t> in_making{0};
   std::mutex mutex;
   uintptr_t last = 0;
   std::map<NcclCommRef, CommPtr> alive;
@@ -231,6 +232,9 @@ void remove_comm(NcclCommRef handle) {
   ++registry().removed;
 }
 
+Making::Making() { ++registry().in_making; }
+Making::~Making() { --registry().in_making; }
+
 int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms) {
   for (const Issue& issue : issues) {
     if (std::find(comms->begin(), comms->end(), issue.comm) == comms->end()) {
@@ -262,6 +266,7 @@ int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms) {
 }  // namespace fake_nccl
 
 FAKE_EXPORT uint64_t fake_nccl_live_comms() {
+  const uint64_t in_making = fake_nccl::registry().in_making;  // first, so that none is missed on its way
   std::lock_guard lock(fake_nccl::registry().mutex);
-  return fake_nccl::registry().alive.size();
+  return in_making + fake_nccl::registry().alive.size();
 }

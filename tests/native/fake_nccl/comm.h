@@ -109,6 +109,15 @@ CommPtr find_comm(bucketwheel::NcclCommRef handle);  // null: none that is alive
 void remove_comm(bucketwheel::NcclCommRef handle);
 uint64_t removed_comms();  // how many there have been
 
+// A communicator may come of the call that has one of these: until it ends, that communicator counts as alive.
+class Making {
+ public:
+  Making();
+  ~Making();
+  Making(const Making&) = delete;
+  Making& operator=(const Making&) = delete;
+};
+
 // One operation that was called, and the stream it was called for.
 struct Issue {
   CommPtr comm;

@@ -33,6 +33,7 @@ void fake_nccl_in_progress(uint64_t polls);
 void fake_nccl_hang(uint64_t countdown);
 // The next call of `function` blocks the host until fake_nccl_release(), or until one of its communicators is aborted.
 void fake_nccl_hang_call(const char* function);
+// Also ends, with an error, a blocking initialisation that waits for ranks: NCCL's would wait for ever.
 void fake_nccl_release();
 uint64_t fake_nccl_hanging_calls();  // blocked now
 // What ncclCommGetAsyncError says of all communicators of the process from now on; 0: the truth.
@@ -41,7 +42,7 @@ void fake_nccl_async_error(int code);
 void fake_nccl_null_windows(int are_null);
 
 uint64_t fake_nccl_calls(const char* function);  // since the last reset
-uint64_t fake_nccl_live_comms();
+uint64_t fake_nccl_live_comms();                 // with those that a call is about to make
 uint64_t fake_nccl_open_groups();
 uint64_t fake_nccl_live_windows();
 uint64_t fake_nccl_live_bytes();      // of ncclMemAlloc

@@ -51,7 +51,8 @@ int make_comm(const std::string& name, int rank, int world, const NcclConfig& co
     comm->is_joining = true;
     comm->joiner = std::thread([comm = comm.get()] {  // joined before the communicator ends
       int error = 0;
-      comm->board = Board::join(comm->name, comm->rank, comm->world, comm->is_aborted, &error);
+      const auto is_stopped = [comm] { return comm->is_aborted.load(); };
+      comm->board = Board::join(comm->name, comm->rank, comm->world, is_stopped, &error);
       if (error != 0) {
         comm->set_error(error, ncclGetLastError(nullptr));  // this thread's
       }
@@ -61,7 +62,8 @@ int make_comm(const std::string& name, int rank, int world, const NcclConfig& co
     return kNcclInProgress;
   }
   int error = 0;
-  comm->board = Board::join(name, rank, world, comm->is_aborted, &error);
+  const auto is_stopped = [before = releases()] { return releases() != before; };
+  comm->board = Board::join(name, rank, world, is_stopped, &error);
   if (comm->board == nullptr) {
     return error;
   }
@@ -130,6 +132,7 @@ FAKE_EXPORT int ncclGetUniqueId(NcclUniqueId* id) {
 }
 
 FAKE_EXPORT int ncclCommInitRankConfig(NcclCommRef* comm, int world, NcclUniqueId id, int rank, NcclConfig* config) {
+  const Making making;
   if (const int error = enter("ncclCommInitRankConfig")) {
     return error;
   }
@@ -149,6 +152,7 @@ FAKE_EXPORT int ncclCommInitRankConfig(NcclCommRef* comm, int world, NcclUniqueI
 }
 
 FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRef* child, NcclConfig* config) {
+  const Making making;
   CommPtr comm;
   if (const int error = enter_with("ncclCommSplit", handle, &comm)) {
     return error;
@@ -250,6 +254,7 @@ FAKE_EXPORT int ncclCommRevoke(NcclCommRef handle, int flags) {
 // Only the ranks that stay call it, each with the same list.
 FAKE_EXPORT int ncclCommShrink(NcclCommRef handle, int* excluded, int excluded_count, NcclCommRef* child,
                                NcclConfig* config, int flags) {
+  const Making making;
   CommPtr comm;
   if (const int error = enter_with("ncclCommShrink", handle, &comm)) {
     return error;

@@ -62,7 +62,7 @@ struct Script {
   std::mutex mutex;
   std::vector<Failure> failures;
   std::vector<std::string> hanging_calls;
-  uint64_t released = 0;  // generation: calls that began to hang before it go on
+  uint64_t releases = 0;
   std::string last_error;
   NcclConfig config;
 
@@ -85,12 +85,12 @@ Script& script() {
 
 thread_local std::string text_of_thread;
 
-uint64_t generation() {
-  std::lock_guard lock(script().mutex);
-  return script().released;
-}
-
 }  // namespace
+
+uint64_t releases() {
+  std::lock_guard lock(script().mutex);
+  return script().releases;
+}
 
 int enter(const char* function, const std::function<bool()>& is_stopped) {
   Script& the = script();
@@ -103,7 +103,7 @@ int enter(const char* function, const std::function<bool()>& is_stopped) {
   int result = 0;
   {
     std::lock_guard lock(the.mutex);
-    before = the.released;
+    before = the.releases;
     const auto hanging = std::find(the.hanging_calls.begin(), the.hanging_calls.end(), function);
     if (hanging != the.hanging_calls.end()) {
       the.hanging_calls.erase(hanging);
@@ -121,7 +121,7 @@ int enter(const char* function, const std::function<bool()>& is_stopped) {
   }
   if (hangs) {
     ++the.blocked_calls;
-    wait_until([&] { return generation() != before; }, is_stopped);
+    wait_until([&] { return releases() != before; }, is_stopped);
     --the.blocked_calls;
   }
   return result == 0 ? 0 : fail(result, std::string("the script lets ") + function + " fail");
@@ -200,7 +200,7 @@ FAKE_EXPORT void fake_nccl_hang_call(const char* function) {
 }
 FAKE_EXPORT void fake_nccl_release() {
   std::lock_guard lock(script().mutex);
-  ++script().released;
+  ++script().releases;
 }
 FAKE_EXPORT uint64_t fake_nccl_hanging_calls() { return script().blocked_calls; }
 FAKE_EXPORT void fake_nccl_async_error(int code) { script().async_error = code; }
@@ -224,7 +224,7 @@ FAKE_EXPORT void fake_nccl_reset() {
   script().failures.clear();
   script().hanging_calls.clear();
   script().has_plans = false;
-  ++script().released;
+  ++script().releases;
   script().hang_countdown = 0;
   script().polls = 0;
   script().last_error.clear();

@@ -44,6 +44,7 @@ int enter(const char* function, const std::function<bool()>& is_stopped = [] { r
 // seen no failure is told the process's last one.
 int fail(int code, const std::string& text);
 
+uint64_t releases();  // calls of fake_nccl_release() and fake_nccl_reset() so far
 bool next_operation_hangs();
 uint64_t take_in_progress_polls();  // of the next group end or initialisation; 0: it is over when it returns
 int async_error_of_script();
