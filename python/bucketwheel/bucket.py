@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ._build import native
-from .berths import Berth
+from .bucket_slots import BucketSlot
 from .pool import Lease, Pool
 
 __all__ = ["Acquire", "GradBucket", "Part", "join", "stream_of"]
 
-Acquire = Callable[["GradBucket", bool], Lease | Berth]  # memory for a bucket; whether for its late round
+Acquire = Callable[["GradBucket", bool], Lease | BucketSlot]  # memory for a bucket; whether for its late round
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
@@ -61,7 +61,7 @@ class GradBucket:
         self.parts = {part.param: part for part in parts}
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
-        self._memory: list[tuple[Lease | Berth, Tensor] | None] = [None, None]  # first round, late round
+        self._memory: list[tuple[Lease | BucketSlot, Tensor] | None] = [None, None]  # first round, late round
         # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket
         # was written.
         self._opened_in: list[torch.cuda.Stream | None] = [None, None]
@@ -123,7 +123,7 @@ class GradBucket:
         if held is not None:
             held[0].release()
 
-    def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Lease | Berth, Tensor]:
+    def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Lease | BucketSlot, Tensor]:
         """The buffer to reduce, with zeros where this rank has nothing; the bucket forgets it."""
         if not late and self._memory[late] is None:
             self._open(acquire, late).zero_()

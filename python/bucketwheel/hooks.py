@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .berths import Berth, Berths
 from .bucket import GradBucket, join, stream_of
+from .bucket_slots import BucketSlot, BucketSlots
 from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import ParamInfo
@@ -46,7 +46,7 @@ class GradSync:
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,
         *,
-        berths: Berths | None,
+        slots: BucketSlots | None,
         overlap: bool,
         max_inflight: int,
     ) -> None:
@@ -56,8 +56,8 @@ class GradSync:
         self.reduced = reduced
         self.held = [False] * len(self.infos)  # agreed when the last window closed
         self._overlap = overlap
-        self._berths = berths  # where the communicator's pool is registered memory: [Note: berths]
-        self.pool = comm.pool if berths is None else Pool(device=torch_device(comm.device))
+        self._slots = slots  # where the communicator's pool is registered memory: [Note: bucket slots]
+        self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
         self._inflight = Inflight(comm.device, max_inflight)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
@@ -138,7 +138,7 @@ class GradSync:
     # --- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Store | Launch], flat: Tensor) -> None:
-        if self._berths is not None:  # a bucket is launched before a later one of the same parameter needs its berth
+        if self._slots is not None:  # a bucket is launched before a later one of the same parameter needs its slot
             actions = sorted(actions, key=lambda action: action.bucket)
         for action in actions:
             if isinstance(action, Store):
@@ -147,17 +147,17 @@ class GradSync:
             else:
                 self._launch(action)
 
-    def _acquire(self, bucket: GradBucket, late: bool) -> Lease | Berth:
+    def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for gradients that arrive."""
-        berth = None if self._berths is None or late else self._berths.try_enter(bucket.index)
-        if berth is not None:
-            return berth
+        slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
+        if slot is not None:
+            return slot
         self._inflight.make_room()
         return bucket.lease_of(self.pool, late)
 
-    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | Berth:
+    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for a bucket that is launched without any."""
-        return bucket.lease_of(self.pool, late) if self._berths is None else self._berths.enter(bucket.index)
+        return bucket.lease_of(self.pool, late) if self._slots is None else self._slots.enter(bucket.index)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
@@ -173,8 +173,8 @@ class GradSync:
         bucket = self.buckets[action.bucket]
         self._join_streams(bucket)
         memory, flat = bucket.take(self._acquire_to_launch, action.absent, late=action.late)
-        if self._berths is not None:
-            memory, flat = self._berths.bring_in(bucket.index, memory, flat, late=action.late)
+        if self._slots is not None:
+            memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
 
@@ -397,10 +397,10 @@ class GradSync:
         for info, placeholder in zip(self.infos, self._placeholders, strict=True):
             if info.param.grad is placeholder:
                 info.param.grad = None
-        if self._berths is not None:
+        if self._slots is not None:
             for bucket in self.buckets:
                 self._join_streams(bucket)
-            self._berths.release()
+            self._slots.release()
 
 
 def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], None]:

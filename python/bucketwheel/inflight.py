@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from .berths import Berth
+from .bucket_slots import BucketSlot
 from .device import CPU
 from .handle import Handle
 from .pool import Lease
@@ -27,9 +27,9 @@ class Inflight:
         self.patience_s = _MOST_PATIENCE_S
         self.is_patient = True  # this window has not waited in vain
 
-    def add(self, handle: Handle, memory: Lease | Berth) -> None:
+    def add(self, handle: Handle, memory: Lease | BucketSlot) -> None:
         self._last = handle
-        if isinstance(memory, Berth):  # the next bucket has no other
+        if isinstance(memory, BucketSlot):  # the next bucket has no other
             memory.release(after=handle)
         else:
             self._running.append((handle, memory))

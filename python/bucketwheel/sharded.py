@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import gather
 from ._build import native
-from .berths import Berths
 from .bucket import GradBucket, Part
+from .bucket_slots import BucketSlots
 from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
@@ -129,13 +129,13 @@ class ShardedEngine:
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
-        berths = self._make_berths() if comm.is_registered else None
+        slots = self._make_slots() if comm.is_registered else None
         self.grads = GradSync(
             comm,
             self.infos,
             [bucket.grads for bucket in self._buckets],
             self.reduced,
-            berths=berths,
+            slots=slots,
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
         )
@@ -202,15 +202,15 @@ class ShardedEngine:
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
 
-    def _make_berths(self) -> Berths:
+    def _make_slots(self) -> BucketSlots:
         """Leases what gradients are reduced from, and registers it and the parameters' memory."""
         sizes_bytes = [bucket.grads.nbytes for bucket in self._buckets]
-        berths = Berths(self.comm.pool, sizes_bytes, self.options.max_inflight_buckets)
-        gather.expect_equal_places(self.comm, [*(space.flat.lease.place for space in self._spaces), *berths.places])
+        slots = BucketSlots(self.comm.pool, sizes_bytes, self.options.max_inflight_buckets)
+        gather.expect_equal_places(self.comm, [*(space.flat.lease.place for space in self._spaces), *slots.places])
         self.comm.register_pool()
         if self.comm.gathers is not self.comm:
             self.comm.gathers.register_pool()
-        return berths
+        return slots
 
     def _span_count(self) -> int:
         """How many sums of squares all accumulators together write, at most."""

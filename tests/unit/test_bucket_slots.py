@@ -1,4 +1,4 @@
-"""Berths, alone: which bucket may enter when, who waits for whom, what is copied. The handles are false ones."""
+"""BucketSlots, alone: which bucket may enter when, who waits for whom, what is copied. The handles are false ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bucketwheel._build import native
-from bucketwheel.berths import Berth, Berths
+from bucketwheel.bucket_slots import BucketSlot, BucketSlots
 from bucketwheel.pool import Lease, Pool
 from tests.simulated_cuda import Graph, posing
 
@@ -36,95 +36,95 @@ def pool() -> Pool:
     return Pool("host", align_bytes=8)
 
 
-def launched(berths: Berths, bucket: int, memory: Lease | Berth | None = None, **handle: Any) -> FalseHandle:
-    """Launches ``bucket`` from ``memory``; None: from its berth."""
-    memory = berths.enter(bucket) if memory is None else memory
-    berth, _ = berths.bring_in(bucket, memory, memory.tensor(torch.float32, (1,)), late=False)
+def launched(slots: BucketSlots, bucket: int, memory: Lease | BucketSlot | None = None, **handle: Any) -> FalseHandle:
+    """Launches ``bucket`` from ``memory``; None: from its slot."""
+    memory = slots.enter(bucket) if memory is None else memory
+    slot, _ = slots.bring_in(bucket, memory, memory.tensor(torch.float32, (1,)), late=False)
     made: Any = FalseHandle(**handle)
-    berth.release(after=made)
+    slot.release(after=made)
     return made
 
 
 def test_each_is_as_large_as_the_largest_bucket_that_uses_it(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
+    slots = BucketSlots(pool, SIZES, 2)
     assert pool.stats().live_leases == 2
     assert pool.stats().live_bytes == 64 + 40
-    assert berths.enter(2).tensor(torch.uint8, (64,)).data_ptr() == berths.enter(0).tensor(torch.uint8, (1,)).data_ptr()
-    assert berths.enter(1).tensor(torch.uint8, (40,)).data_ptr() != berths.enter(0).tensor(torch.uint8, (1,)).data_ptr()
-    berths.release()
+    assert slots.enter(2).tensor(torch.uint8, (64,)).data_ptr() == slots.enter(0).tensor(torch.uint8, (1,)).data_ptr()
+    assert slots.enter(1).tensor(torch.uint8, (40,)).data_ptr() != slots.enter(0).tensor(torch.uint8, (1,)).data_ptr()
+    slots.release()
     pool.expect_no_leases()
 
 
 @pytest.mark.parametrize(("buckets", "count"), [(0, 0), (1, 1), (2, 2), (5, 3)])
 def test_no_more_than_there_are_buckets(pool: Pool, buckets: int, count: int) -> None:
-    berths = Berths(pool, SIZES[:buckets], 3)
+    slots = BucketSlots(pool, SIZES[:buckets], 3)
     assert pool.stats().live_leases == count
-    berths.release()
+    slots.release()
     pool.expect_no_leases()
 
 
 def test_a_bucket_is_too_early_until_the_one_before_it_has_gone(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
+    slots = BucketSlots(pool, SIZES, 2)
     for window in range(2):
         for bucket in range(len(SIZES)):
-            can_enter = [berths.try_enter(b) is not None for b in range(bucket, len(SIZES))]
+            can_enter = [slots.try_enter(b) is not None for b in range(bucket, len(SIZES))]
             assert can_enter == [True, True, False, False, False][: len(can_enter)], (window, bucket)
-            launched(berths, bucket)
+            launched(slots, bucket)
 
 
 def test_who_enters_waits_once_for_the_last_reader(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
-    assert berths.try_enter(0) is berths.try_enter(0)
-    readers = [launched(berths, 0), launched(berths, 1, is_over=True)]
-    assert berths.try_enter(2) is not None
+    slots = BucketSlots(pool, SIZES, 2)
+    assert slots.try_enter(0) is slots.try_enter(0)
+    readers = [launched(slots, 0), launched(slots, 1, is_over=True)]
+    assert slots.try_enter(2) is not None
     assert [reader.waits for reader in readers] == [1, 0]
-    assert berths.try_enter(3) is not None
-    berths.enter(2)
-    berths.enter(3)
+    assert slots.try_enter(3) is not None
+    slots.enter(2)
+    slots.enter(3)
     assert [reader.waits for reader in readers] == [1, 0], "nor for one that is over"
 
 
 def test_early_memory_is_copied_behind_the_last_reader(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
+    slots = BucketSlots(pool, SIZES, 2)
     lease = pool.acquire("grads/2", 64)
     early = lease.tensor(torch.float32, (16,)).copy_(torch.arange(16.0))
-    reader = launched(berths, 0)
-    launched(berths, 1)
-    berth, flat = berths.bring_in(2, lease, early, late=False)
+    reader = launched(slots, 0)
+    launched(slots, 1)
+    slot, flat = slots.bring_in(2, lease, early, late=False)
     assert reader.waits == 1 and not lease.is_live
     assert flat.tolist() == list(range(16))
-    assert flat.data_ptr() == berth.tensor(torch.float32, (16,)).data_ptr() != early.data_ptr()
-    assert berths.enter(4) is berth
+    assert flat.data_ptr() == slot.tensor(torch.float32, (16,)).data_ptr() != early.data_ptr()
+    assert slots.enter(4) is slot
 
 
-def test_what_is_in_its_berth_stays_where_it_is(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
-    berth = berths.enter(0)
-    flat = berth.tensor(torch.float32, (4,))
-    assert berths.bring_in(0, berth, flat, late=False)[1] is flat
+def test_what_is_in_its_slot_stays_where_it_is(pool: Pool) -> None:
+    slots = BucketSlots(pool, SIZES, 2)
+    slot = slots.enter(0)
+    flat = slot.tensor(torch.float32, (4,))
+    assert slots.bring_in(0, slot, flat, late=False)[1] is flat
 
 
 def test_late_rounds_move_nobody_on(pool: Pool) -> None:
-    berths = Berths(pool, SIZES, 2)
+    slots = BucketSlots(pool, SIZES, 2)
     for bucket in range(len(SIZES)):
-        launched(berths, bucket)
+        launched(slots, bucket)
     for bucket in (1, 3):
         lease = pool.acquire("late", SIZES[bucket])
-        berth, flat = berths.bring_in(bucket, lease, lease.tensor(torch.uint8, (SIZES[bucket],)), late=True)
-        assert berth is berths.enter(bucket) and not lease.is_live
-        berth.release()
-    assert [berths.try_enter(b) is not None for b in range(3)] == [True, True, False]
+        slot, flat = slots.bring_in(bucket, lease, lease.tensor(torch.uint8, (SIZES[bucket],)), late=True)
+        assert slot is slots.enter(bucket) and not lease.is_live
+        slot.release()
+    assert [slots.try_enter(b) is not None for b in range(3)] == [True, True, False]
 
 
 def test_the_end_is_behind_the_last_reader(pool: Pool) -> None:
-    berths, reading = Berths(pool, SIZES, 2), native().Stream("reading")
+    slots, reading = BucketSlots(pool, SIZES, 2), native().Stream("reading")
     reading.pause(0.2)
     readers: list[Any] = [FalseHandle(), FalseHandle()]
     for bucket, reader in enumerate(readers):
         reader.event = reading.record()
-        berths.enter(bucket).release(after=reader)
-    berths.enter(1)  # and whoever enters is behind it
-    berths.release()
+        slots.enter(bucket).release(after=reader)
+    slots.enter(1)  # and whoever enters is behind it
+    slots.release()
     pool.expect_no_leases()
     assert pool.stats().waits == 0
     pool.acquire("next", 64)
@@ -146,11 +146,11 @@ class CudaHandle(FalseHandle):
 
 def test_a_capture_does_not_wait_for_what_is_over() -> None:
     with posing() as library:
-        berths, reading = Berths(Pool(device="cuda"), SIZES, 1), native().Stream("reading", 0)
+        slots, reading = BucketSlots(Pool(device="cuda"), SIZES, 1), native().Stream("reading", 0)
         readers: list[Any] = [CudaHandle(reading.record())]
-        berths.enter(0).release(after=readers[0])
+        slots.enter(0).release(after=readers[0])
         reading.synchronize()
         with Graph(library):
-            flat = berths.enter(0).tensor(torch.float32, (4,)).zero_()
+            flat = slots.enter(0).tensor(torch.float32, (4,)).zero_()
         assert flat.numel() == 4
-        berths.release()
+        slots.release()

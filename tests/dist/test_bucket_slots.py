@@ -51,17 +51,17 @@ def mixed_params() -> list[Parameter]:
 
 
 class Inputs:
-    """Where the inputs of the reduce-scatters lie, from the first berth on."""
+    """Where the inputs of the reduce-scatters lie, from the first slot on."""
 
     def __init__(self, comm: Communicator, opt: bw.ShardedAdamW) -> None:
         self.offsets: list[int] = []
         self._comm, self._reduce = comm, comm.reduce_scatter_into
-        self._berths = opt._engine.grads._berths._berths if comm.is_registered else []
-        self._begin = self._berths[0].tensor(torch.uint8, (1,)).data_ptr() if self._berths else 0
+        self._slots = opt._engine.grads._slots._slots if comm.is_registered else []
+        self._begin = self._slots[0].tensor(torch.uint8, (1,)).data_ptr() if self._slots else 0
         comm.reduce_scatter_into = self._watched  # type: ignore[method-assign]
 
     def _watched(self, full: torch.Tensor, sink: Any) -> Handle:
-        assert not self._berths or self._comm.pool.holds(full)
+        assert not self._slots or self._comm.pool.holds(full)
         self.offsets.append(full.data_ptr() - self._begin)
         return self._reduce(full, sink)
 
@@ -128,7 +128,7 @@ def trained(
     return out
 
 
-def on_berths(
+def on_slots(
     rank: int, world: int, seed: int, overlap: bool
 ) -> tuple[list[torch.Tensor], list[int], int, dict[str, int]]:
     """What training leaves, where each bucket was reduced, how many buckets there are, and what there was of the unusual."""
@@ -148,7 +148,7 @@ def test_any_order_has_the_same_bits_and_the_same_places(rank_pool, world, overl
     unusual = {"in other memory": 0, "late": 0}
     for seed in range(4):
         expected = in_world(world, False, lambda rank, comm, s=seed: trained(rank, comm, s, overlap, lambda opt: None))
-        found = rank_pool(world).run(on_berths, seed, overlap, timeout_s=60)
+        found = rank_pool(world).run(on_slots, seed, overlap, timeout_s=60)
         for rank, (out, offsets, buckets, counts) in enumerate(found):
             assert_bitwise_equal(out, expected[rank], f"seed {seed}, rank {rank}")
             assert offsets == found[0][1], f"seed {seed}, rank {rank}"
@@ -178,7 +178,7 @@ def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list
 
 @pytest.mark.parametrize("numels", [(300, 200, 250, 240, 260), (100, 3000), (50,)], ids=str)
 def test_gradients_in_the_order_of_buckets_are_packed_where_they_are_reduced(rank_pool, numels):
-    """Also those of a parameter in more buckets than there are berths."""
+    """Also those of a parameter in more buckets than there are slots."""
     for offsets, buckets, others in rank_pool(2).run(each_in_its_turn, numels, timeout_s=60):
         assert others == 0, "nothing was copied"
         begins = sorted(set(offsets))
@@ -268,7 +268,7 @@ def test_optimizers_come_and_go_without_a_lease(rank_pool):
 
 
 def closed_in_a_conflict(rank: int, world: int) -> None:
-    """The window stays open, with gradients in the berths, which are given back all the same."""
+    """The window stays open, with gradients in the slots, which are given back all the same."""
     with pair(True, checks=True) as (comm, _):
         for _ in range(2):
             params = mixed_params()
@@ -325,7 +325,7 @@ def written_in_another_stream(rank: int, world: int) -> None:
         comm.pool.expect_no_leases()
 
 
-def test_berths_are_given_back_behind_what_was_written_there(rank_pool):
+def test_slots_are_given_back_behind_what_was_written_there(rank_pool):
     rank_pool(1).run(written_in_another_stream, timeout_s=30)
 
 
