@@ -43,9 +43,11 @@ class Inflight:
         window that has waited in vain halves the patience of the next. For the same reason a bucket's lease ends when
         its handle has completed and not before: an acquire never waits for it.
 
-        On CUDA nobody waits. What is in a stream gives its memory on behind itself. What peers have yet to issue keeps
-        it, so a rank that is ahead holds as many buckets as it has launched in this window; at the window's end it
-        waits for its peers.
+        On CUDA nobody waits. What is in a stream gives its memory on behind itself. On the local backend what peers
+        have yet to issue is in none and keeps it, so a rank that is ahead holds as many buckets as it has launched in
+        this window; at the window's end it waits for its peers. Over NCCL what this rank has issued is in a stream:
+        where peers run another graph and come only when they close their window, the stream waits for them, and
+        code that waits for that stream before this rank closes its window waits until the time limit.
         """
         if not self._is_on_cpu:
             self._retire(self._limit - 1)
