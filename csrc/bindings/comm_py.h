@@ -209,6 +209,7 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
 
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
   const std::string_view view = payload;
+  py::gil_scoped_release unlocked;  // another thread may be collecting, and need it
   comm.post(std::as_bytes(std::span(view.data(), view.size())));
 }
 

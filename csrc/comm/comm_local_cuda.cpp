@@ -124,9 +124,7 @@ void LocalCudaBoard::enqueue(const Meeting& meeting) {
   if (std::ranges::any_of(meeting, differs)) {
     std::string text = "ranks called different operations:";
     for (size_t r = 0; r < meeting.size(); ++r) {
-      auto record = std::make_unique<RankRecord>();
-      meeting[r]->op->describe(*record);
-      text += "\n  rank " + std::to_string(r) + ": " + text_of(*record);
+      text += "\n  rank " + std::to_string(r) + ": " + text_of(meeting[r]->op->description());
     }
     throw Failure{FailureKind::kMismatch, std::move(text), -1, first.seq};
   }

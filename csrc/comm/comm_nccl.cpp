@@ -24,12 +24,6 @@ constexpr size_t kReapEvery =
 
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
 
-std::string describe(const Operation& op) {
-  auto record = std::make_unique<RankRecord>();
-  op.describe(*record);
-  return text_of(*record);
-}
-
 }  // namespace
 
 NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const std::string& part, NcclOptions options,
@@ -71,6 +65,8 @@ size_t NcclComm::register_pool() {
   if (memory_ == nullptr) {
     return 0;
   }
+  const Inside inside(inside_);
+  expect_usable();
   const std::vector<size_t> mine = memory_->new_slabs();
   const auto bytes = std::as_bytes(std::span(mine));
   post(bytes);
@@ -108,16 +104,26 @@ size_t NcclComm::register_pool() {
 // ---- issuing
 
 void NcclComm::expect_usable() const {
-  peers_->health().expect_usable();
-  if (is_closing_) {
+  if (is_closing_ && !peers_->health().has_failed() && !peers_->health().is_forked()) {
     throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed");
   }
+  peers_->health().expect_usable();
+}
+
+void NcclComm::post(std::span<const std::byte> payload) {
+  expect_usable();
+  peers_->post(payload);
+}
+
+std::vector<std::vector<std::byte>> NcclComm::collect(Deadline deadline, const std::function<void()>& poll) {
+  expect_usable();
+  return peers_->collect(deadline, poll);
 }
 
 HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
   Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
-  (void)native_stream(stream, "an operation of NCCL");
+  expect_on_device(stream, session_->device(), "an operation of NCCL");
   const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
   auto state = std::make_shared<Handle::State>();
   state->size_bytes = op->size_bytes;
@@ -128,15 +134,16 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
   CudaGuard guard(session_->device());
   expect_one_capture(is_captured, options);
-  std::unique_lock lock = session_->lock_for(kLookPeriod);
-  for (; !lock; lock = session_->lock_for(kLookPeriod)) {
-    expect_usable();
+  for (EventRef& event : options.after) {
+    event = on_device(event);  // before the lock too: those that it waits for may need it
   }
+  const std::unique_lock lock = lock_to_issue(*op);
+  const Inside inside(inside_);
   expect_usable();
   op->seq = state->seq = seq_ + 1;
   if (options_.check) {
-    const std::string differs =
-        options_.check(name_, op->seq, describe(*op) + place_text(*op) + " #" + std::to_string(op->signature));
+    const std::string differs = options_.check(
+        name_, op->seq, text_of(op->description()) + place_text(*op) + " #" + std::to_string(op->signature));
     if (!differs.empty()) {
       const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq});
       give_up(error);
@@ -176,8 +183,26 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   if (seq_ % kReapEvery == 0) {
     finished = inflight_.take_finished(2 * kReapEvery);
   }
-  lock.unlock();
   return std::make_shared<Handle>(std::move(state));
+}
+
+// CommTimeout, of which all ranks are told, where another communicator of the device does not come out of NCCL.
+std::unique_lock<std::mutex> NcclComm::lock_to_issue(const Operation& op) {
+  std::unique_lock lock = session_->lock_for({});
+  const Deadline deadline = lock ? std::nullopt : peers_->timeout_from_now();
+  for (; !lock; lock = session_->lock_for(kLookPeriod)) {
+    expect_usable();
+    if (has_passed(deadline)) {
+      const std::exception_ptr error =
+          fail({FailureKind::kTimeout,
+                "timeout in " + text_of(op.description()) + ": nothing can be issued, another communicator of cuda:" +
+                    std::to_string(session_->device()) + " is inside NCCL",
+                -1, issued_ + 1});
+      give_up(error);
+      std::rethrow_exception(error);
+    }
+  }
+  return lock;
 }
 
 void NcclComm::expect_one_capture(bool is_captured, const IssueOptions& options) {
@@ -185,6 +210,14 @@ void NcclComm::expect_one_capture(bool is_captured, const IssueOptions& options)
     throw CaptureError(
         "the communicators of this pair take turns, which a CUDA graph cannot: NCCL_LAUNCH_ORDER_IMPLICIT was not 1 "
         "before NCCL's first launch");
+  }
+  for (const EventRef& event : options.after) {
+    if (is_captured != belongs_to_graph(*event)) {
+      throw CaptureError(is_captured
+                             ? "after=: the operation was issued before the CUDA graph was captured, which cannot "
+                               "wait for it: wait for it before the capture"
+                             : "after=: the operation belongs to a CUDA graph, and nothing outside can wait for it");
+    }
   }
   if (!is_captured && options.stream == nullptr && is_capturing(*stream_)) {
     throw CaptureError("communicator '" + name_ +
@@ -204,7 +237,9 @@ EventRef NcclComm::try_record(Stream& stream) noexcept {
 // In: the inputs are complete and the outputs nobody's any more. Without it NCCL reads gradients that are not there
 // yet. Returns what the operation waits for.
 std::vector<EventRef> NcclComm::order(Stream& stream, const IssueOptions& options, bool is_captured) {
-  std::vector<EventRef> ready = options.after;
+  std::vector<EventRef> ready;
+  std::ranges::copy_if(options.after, std::back_inserter(ready),
+                       [](const EventRef& event) { return event != nullptr; });
   if (options.stream == nullptr) {
     ready.push_back(options.caller->record());
   }
@@ -244,13 +279,13 @@ void NcclComm::look() noexcept {
       one.keepalive.push_back(std::move(one.op));  // and its sink
       free_later(std::move(one.keepalive));
     }
-    if (!peers_->health().has_failed()) {
+    if (!is_closed_ && !peers_->health().has_failed()) {
       expect_progress();
     }
   } catch (const std::exception& error) {  // the device is in trouble
     fail({FailureKind::kError, error.what(), -1, issued_});
   }
-  if (peers_->health().has_failed()) {
+  if (!is_closed_ && peers_->health().has_failed()) {
     give_up(peers_->health().error());
   }
 }
@@ -258,7 +293,7 @@ void NcclComm::look() noexcept {
 void NcclComm::expect_progress() {
   const std::optional<std::string> error = session_->async_error();
   const std::optional<Inflight::Front> front = inflight_.front();
-  const std::string what = front ? describe(*front->op) : "";
+  const std::string what = front ? text_of(front->op->description()) : "";
   const uint64_t seq = front ? front->op->seq : issued_.load();
   // A peer's failure is known before the next operation, which would hang, or block inside NCCL. That a rank is dead
   // NCCL may tell before we know it, and it does not say who it was.
@@ -311,18 +346,10 @@ void NcclComm::close(Deadline deadline) {
   if (is_closed_) {
     return;
   }
-  bool is_stuck = false;
-  {
-    std::unique_lock<std::mutex> issue_lock = session_->lock_for({});  // a thread may be stuck in there
-    while (!issue_lock && !has_passed(deadline) && !peers_->health().has_failed()) {
-      issue_lock = session_->lock_for(kLookPeriod);
-    }
-    is_closing_ = true;
-    is_stuck = !issue_lock.owns_lock();
-  }
+  is_closing_ = true;  // whoever comes inside from here on sees it
   try {
-    while (inflight_.take_finished(), is_stuck || !inflight_.is_settled()) {
-      if (is_stuck || has_passed(deadline)) {
+    while (inflight_.take_finished(), inside_ != 0 || !inflight_.is_settled()) {
+      if (has_passed(deadline) || peers_->health().has_failed()) {  // a thread may be stuck in there
         give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
         break;
       }

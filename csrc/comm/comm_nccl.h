@@ -77,14 +77,23 @@ class NcclComm final : public Comm {
 
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override;
-  void post(std::span<const std::byte> payload) override { peers_->post(payload); }
-  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {
-    return peers_->collect(deadline, poll);
-  }
+  void post(std::span<const std::byte> payload) override;
+  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& why) noexcept override;
   void close(Deadline deadline) override;
 
  private:
+  // Alive while a thread is inside NCCL with this communicator, or about to be unless it sees that this is closing.
+  class Inside {
+   public:
+    explicit Inside(std::atomic<int>& count) : count_(count) { ++count_; }
+    ~Inside() { --count_; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    std::atomic<int>& count_;
+  };
   struct Turn {  // of two communicators that take turns
     EventRef last_done;
   };
@@ -95,6 +104,7 @@ class NcclComm final : public Comm {
                     const NcclOptions& options, std::shared_ptr<Turn> turn);
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
   static EventRef try_record(Stream& stream) noexcept;
+  std::unique_lock<std::mutex> lock_to_issue(const Operation& op);
   // CaptureError where an operation cannot be part of the graph that is being captured, or has nothing to do with it.
   void expect_one_capture(bool is_captured, const IssueOptions& options);
   std::string place_text(const Operation& op) const;
@@ -119,6 +129,7 @@ class NcclComm final : public Comm {
   std::atomic<uint64_t> issued_{0};
   Inflight inflight_{flight_};
   std::optional<Clock::time_point> error_since_;  // the watchdog's: NCCL reports an error
+  std::atomic<int> inside_{0};
   std::atomic<bool> is_closing_{false};
   std::mutex close_mutex_;
   std::atomic<bool> is_closed_{false};

@@ -38,11 +38,12 @@ NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUnique
 std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
                                                        const NcclOptions& options, Deadline deadline) {
   const Health& health = peers->health();
+  NcclOptions unshared =
+      options;  // shared resources would put the two in one order; it is the parent's word that counts
+  unshared.config.split_share = 0;
   const auto gathers = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
-                                         settings_of(options, health.name() + "/ag"), {true, false}, deadline);
+                                         settings_of(unshared, health.name() + "/ag"), {true, false}, deadline);
   std::shared_ptr<NcclSession> reduces;
-  NcclOptions unshared = options;
-  unshared.config.split_share = 0;  // shared resources would put the two in one order
   try {
     reduces = gathers->split(0, health.rank(), settings_of(unshared, health.name() + "/rs"), {false, true}, deadline);
   } catch (...) {
@@ -61,6 +62,7 @@ std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, in
 
 NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const NcclOptions& options,
                               Deadline deadline) {
+  const Inside inside(inside_);
   expect_usable();
   const std::string name = peers == nullptr ? "" : peers->health().name();
   while (!inflight_.take_finished().empty() || !inflight_.is_settled()) {  // NCCL wants to have nothing else to do

@@ -27,6 +27,21 @@ inline constexpr uint32_t kNoSlab = UINT32_MAX;  // an empty input
 
 enum class FailureKind : uint32_t { kNone, kAborted, kPeer, kTimeout, kMismatch, kError, kClosed };
 
+// What an operation is, for messages: with its first tensors.
+struct Description {
+  uint8_t collective;
+  uint8_t reduce;
+  int32_t root;
+  double factor;
+  uint64_t tensors;
+  uint64_t size_bytes;
+  static constexpr size_t kShown = 6;
+  struct Shown {
+    uint8_t dtype;
+    int64_t numel;
+  } shown[kShown];
+};
+
 struct RankRecord {
   alignas(kCacheLineBytes) std::atomic<uint64_t> entered;
   alignas(kCacheLineBytes) std::atomic<uint64_t> finished;
@@ -57,18 +72,7 @@ struct RankRecord {
   alignas(kCacheLineBytes) uint64_t signature;
   uint64_t inputs_address;  // local: the array of input pointers
   uint32_t is_direct;       // peers read the inputs where they are; else from the staging buffers
-  // For messages: what the operation is, with its first tensors.
-  uint8_t collective;
-  uint8_t reduce;
-  int32_t root;
-  double factor;
-  uint64_t tensors;
-  uint64_t size_bytes;
-  static constexpr size_t kShown = 6;
-  struct Shown {
-    uint8_t dtype;
-    int64_t numel;
-  } shown[kShown];
+  Description description;
   // shm: where the inputs are. Longer lists are staged.
   static constexpr size_t kMaxParts = 4096;
   alignas(kCacheLineBytes) InputPart parts[kMaxParts];

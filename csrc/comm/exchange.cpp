@@ -70,7 +70,7 @@ void Exchange::enter() {
   is_staged_ = team_.world() > 1 && has_input(team_.rank()) && !team_.transport().describe_inputs(op_, own);
   own.is_direct = !is_staged_;
   own.signature = op_.signature;
-  op_.describe(own);
+  own.description = op_.description();
   if (is_staged_) {
     chunks_ = std::make_unique<const Chunks>(op_, window_bytes_);
     if (chunks_->count() != 0) {
@@ -142,7 +142,8 @@ void Exchange::throw_mismatch() {
   std::string text = "ranks called different operations:";
   for (int r = 0; r < team_.world(); ++r) {
     const RankRecord& record = team_.record(r);
-    text += "\n  rank " + std::to_string(r) + ": " + (has_entered(r) ? text_of(record) : "(has not arrived)");
+    text +=
+        "\n  rank " + std::to_string(r) + ": " + (has_entered(r) ? text_of(record.description) : "(has not arrived)");
   }
   throw Failure{FailureKind::kMismatch, std::move(text), -1, op_.seq};
 }

@@ -33,7 +33,7 @@ class Operators {
   ~Operators() {
     for (const auto& [dtype, made] : made_) {
       if (NcclCommRef const comm = session_.comm()) {  // else it has ended meanwhile, and they with it
-        (void)session_.api().red_op_destroy(made, comm);
+        (void)BW_NCCL_CALL(session_.api(), red_op_destroy, made, comm);
       }
     }
   }

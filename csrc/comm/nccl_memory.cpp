@@ -10,6 +10,12 @@
 
 namespace bucketwheel {
 
+namespace {
+
+constexpr std::chrono::seconds kPatience{1};
+
+}  // namespace
+
 // What the slabs, which may outlive the communicator, share with it.
 struct NcclMemory::Windows {
   explicit Windows(std::shared_ptr<NcclSession> session) : session(std::move(session)) {}
@@ -20,19 +26,26 @@ struct NcclMemory::Windows {
     bool is_tried = false;
     NcclWindowRef window = nullptr;
   };
-  // With the lock held. The window of memory that is about to be freed.
-  void end(Entry& entry) noexcept {
+  // With the lock held. The window of memory that is about to be freed. False: it has not ended, for a thread is stuck
+  // inside NCCL; the communicator's end takes its windows with it.
+  bool end(Entry& entry) noexcept {
     if (entry.window == nullptr || session->is_forked()) {
-      return;
+      return true;
     }
     try {
-      std::lock_guard issue_lock(session->issue_mutex());
+      const std::unique_lock issue_lock = session->lock_for(kPatience);
+      if (!issue_lock) {
+        return false;
+      }
+      CudaGuard guard(session->device());
+      const RelaxedCapture relaxed;
       if (session->comm() != nullptr) {
         (void)BW_NCCL_CALL(session->api(), comm_window_deregister, session->comm(), entry.window);
       }
-    } catch (const std::exception&) {  // the communicator's end takes its windows with it
+    } catch (const std::exception&) {  // the driver is gone
     }
     entry.window = nullptr;
+    return true;
   }
 
   const std::shared_ptr<NcclSession> session;
@@ -48,14 +61,18 @@ struct NcclMemory::NcclSlab final : Slab {
     if (data == nullptr || windows->session->is_forked()) {
       return;
     }
+    bool has_ended = true;
     {
       std::lock_guard ending_lock(windows->ending);
       std::lock_guard lock(windows->mutex);
       const auto found = std::ranges::find(windows->entries, id, &Windows::Entry::slab);
       if (found != windows->entries.end()) {
-        windows->end(*found);
+        has_ended = windows->end(*found);
         windows->entries.erase(found);
       }
+    }
+    if (!has_ended) {
+      return;  // the memory stays: peers may reach it
     }
     try {
       CudaGuard guard(windows->session->device());
@@ -124,13 +141,15 @@ size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
   size_t granted = 0;
   for (Windows::Entry& entry : fresh) {
     {
+      NcclResult<NcclWindowRef> window;
       std::lock_guard issue_lock(session_->issue_mutex());
       if (session_->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
       const int result = BW_NCCL_CALL(session_->api(), comm_window_register, session_->comm(), entry.data,
-                                      entry.size_bytes, &entry.window, kNcclWindowSymmetric);
-      expect_success(session_->api(), NcclCall::comm_window_register, session_->settle(result, deadline));
+                                      entry.size_bytes, window.place(), kNcclWindowSymmetric);
+      session_->expect_settled(NcclCall::comm_window_register, result, deadline);
+      entry.window = window.take();
     }
     std::lock_guard lock(windows_->mutex);
     const auto found = std::ranges::find(windows_->entries, entry.slab, &Windows::Entry::slab);
@@ -150,7 +169,7 @@ bool NcclMemory::is_registered() const {
 void NcclMemory::release_windows() noexcept {
   std::lock_guard lock(windows_->mutex);
   for (auto& entry : windows_->entries) {
-    windows_->end(entry);
+    (void)windows_->end(entry);
   }
 }
 

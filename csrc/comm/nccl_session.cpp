@@ -16,7 +16,6 @@
 namespace bucketwheel {
 namespace {
 
-constexpr int kMaxDevices = 256;
 // How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
 constexpr std::chrono::seconds kAbortPatience{1};
 constexpr std::chrono::microseconds kPoll{100};
@@ -30,8 +29,9 @@ constexpr size_t kSmallShardBytes = 1024;
 constexpr size_t kWarmUpBytes[] = {0, size_t{256} << 10, size_t{8} << 20};  // of the full buffer, at least
 
 std::mutex& issue_mutex_of(int device) {
-  static auto* const mutexes = new std::mutex[kMaxDevices];  // never freed: aborts run until the process ends
-  BW_EXPECTS(device >= 0 && device < kMaxDevices, "CUDA device " + std::to_string(device));
+  static auto* const mutexes =
+      new std::mutex[CudaDevice::kMaxDevices];  // never freed: aborts run until the process ends
+  BW_EXPECTS(device >= 0 && device < CudaDevice::kMaxDevices, "CUDA device " + std::to_string(device));
   return mutexes[device];
 }
 
@@ -149,6 +149,12 @@ int ask(const NcclApi& api, NcclCommRef comm) {
   return asked == kNcclSuccess ? result : asked;
 }
 
+void expect_ended(const NcclApi& api, NcclCall call, int result) {
+  if (expect_success(api, call, result) == kNcclInProgress) {
+    throw CommTimeout(std::string(symbol_of(call)) + " was still in progress at its deadline");
+  }
+}
+
 // `look` says how the call goes.
 int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
   while (result == kNcclInProgress && !has_passed(deadline)) {
@@ -177,11 +183,16 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
   return attempt(deadline, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
-    NcclCommRef comm = nullptr;
-    const int result = BW_NCCL_TRY(api, comm_init_rank_config, &comm, world, id, rank, &config);
-    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, comm, rank, world, kept));
+    NcclResult<NcclCommRef> comm;
+    const int result = BW_NCCL_CALL(api, comm_init_rank_config, comm.place(), world, id, rank, &config);
+    if (*comm.place() == nullptr) {
+      expect_success(api, NcclCall::comm_init_rank_config, result);
+    }
+    // Where the call failed there may be one all the same, to be aborted.
+    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, *comm.place(), rank, world, kept));
     attempt.started(made);
-    expect_success(api, NcclCall::comm_init_rank_config, made->settle_unlocked(result, deadline));
+    made->expect_settled_unlocked(NcclCall::comm_init_rank_config, result, deadline);
+    (void)comm.take();
     made->warm_up(uses);
   });
 }
@@ -191,22 +202,23 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
   return attempt(deadline, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
-    NcclCommRef child = nullptr;
+    NcclResult<NcclCommRef> place;
     {
       std::lock_guard lock(self->issue_mutex_);
       if (self->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
       const int result = BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key,
-                                     &child, &config);
-      expect_success(self->api_, NcclCall::comm_split, self->settle(result, deadline));
+                                     place.place(), &config);
+      self->expect_settled(NcclCall::comm_split, result, deadline);
     }
+    NcclCommRef const child = place.take();
     if (child == nullptr) {
       return;
     }
     const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, 0, 1, kept));
     attempt.started(made);
-    expect_success(self->api_, NcclCall::comm_split, made->settle_unlocked(kNcclInProgress, deadline));
+    made->expect_settled_unlocked(NcclCall::comm_split, kNcclInProgress, deadline);
     BW_NCCL_TRY(self->api_, comm_user_rank, child, &made->rank_);
     BW_NCCL_TRY(self->api_, comm_count, child, &made->world_);
     made->warm_up(uses);
@@ -248,12 +260,16 @@ int NcclSession::settle(int result, Deadline deadline) const {
   return settle_by([this] { return look(); }, result, deadline);
 }
 
-int NcclSession::settle_unlocked(int result, Deadline deadline) const {
+void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) const {
+  expect_ended(api_, call, settle(result, deadline));
+}
+
+void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
   const auto locked_look = [this] {
     std::lock_guard lock(issue_mutex_);
     return look();
   };
-  return settle_by(locked_look, result, deadline);
+  expect_ended(api_, call, settle_by(locked_look, result, deadline));
 }
 
 int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
@@ -314,7 +330,8 @@ void NcclSession::destroy(Deadline deadline) noexcept {
   }
   try {
     (void)run_until(deadline, [self = shared_from_this(), comm] {
-      (void)self->lock_for(kAbortPatience);  // the watchdog may be asking this communicator for errors
+      (void)self->lock_for(
+          kAbortPatience);  // whoever is inside with it, as the watchdog that asks for errors, comes out
       CudaGuard guard(self->device_);
       const RelaxedCapture relaxed;
       int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);

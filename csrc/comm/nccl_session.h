@@ -31,6 +31,30 @@ struct NcclUses {
 
 class CudaBuffer;
 
+// Where NCCL puts what a call makes. Until the call has ended, which may be in the background, it may write there; so
+// the place is never freed unless somebody has seen the end.
+template <class T>
+class NcclResult {
+ public:
+  NcclResult() = default;
+  ~NcclResult() {
+    if (has_ended_) {
+      delete place_;
+    }
+  }
+  NcclResult(const NcclResult&) = delete;
+  NcclResult& operator=(const NcclResult&) = delete;
+  T* place() const { return place_; }
+  T take() {
+    has_ended_ = true;
+    return *place_;
+  }
+
+ private:
+  T* const place_ = new T(nullptr);
+  bool has_ended_ = false;
+};
+
 class NcclSession : public std::enable_shared_from_this<NcclSession> {
  public:
   // Collective. The first waits for all ranks of the world, the second for all of this session's: those with
@@ -59,6 +83,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
   // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the lock held.
   int settle(int result, Deadline deadline) const;
+  // The same. NcclError when it failed; CommTimeout at the deadline.
+  void expect_settled(NcclCall call, int result, Deadline deadline) const;
   // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
   std::optional<std::string> async_error() const;
 
@@ -76,7 +102,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
  private:
   NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
               std::shared_ptr<const NcclSettings> settings);
-  int settle_unlocked(int result, Deadline deadline) const;  // takes the lock for each look
+  void expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const;  // takes the lock for each look
   int look() const;
   void warm_up(const NcclUses& uses);
   void run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const;

@@ -139,36 +139,39 @@ const char* name_of(Collective collective) {
   return "?";
 }
 
-void Operation::describe(RankRecord& record) const {
-  record.collective = static_cast<uint8_t>(collective);
-  record.reduce = static_cast<uint8_t>(reduction.op);
-  record.factor = reduction.factor;
-  record.root = root;
-  record.tensors = segments.size();
-  record.size_bytes = size_bytes;
-  for (size_t i = 0; i < std::min(segments.size(), RankRecord::kShown); ++i) {
-    record.shown[i] = {static_cast<uint8_t>(segments[i].full.dtype), segments[i].full.numel};
+Description Operation::description() const {
+  Description out{};
+  out.collective = static_cast<uint8_t>(collective);
+  out.reduce = static_cast<uint8_t>(reduction.op);
+  out.factor = reduction.factor;
+  out.root = root;
+  out.tensors = segments.size();
+  out.size_bytes = size_bytes;
+  for (size_t i = 0; i < std::min(segments.size(), Description::kShown); ++i) {
+    out.shown[i] = {static_cast<uint8_t>(segments[i].full.dtype), segments[i].full.numel};
   }
+  return out;
 }
 
-std::string text_of(const RankRecord& record) {
-  const auto collective = static_cast<Collective>(record.collective);
+std::string text_of(const Description& description) {
+  const auto collective = static_cast<Collective>(description.collective);
   std::string out = name_of(collective);
   if (collective == Collective::kReduceScatter) {
-    const auto op = static_cast<ReduceOp>(record.reduce);
-    out += std::string("(") + name_of(op) + (op == ReduceOp::kPreMul ? " " + std::to_string(record.factor) : "") + ")";
+    const auto op = static_cast<ReduceOp>(description.reduce);
+    out += std::string("(") + name_of(op) + (op == ReduceOp::kPreMul ? " " + std::to_string(description.factor) : "") +
+           ")";
   }
   if (collective == Collective::kBroadcast) {
-    out += " from rank " + std::to_string(record.root);
+    out += " from rank " + std::to_string(description.root);
   }
-  out += " of " + std::to_string(record.tensors) + (record.tensors == 1 ? " tensor, " : " tensors, ") +
-         std::to_string(record.size_bytes) + " bytes:";
-  for (size_t i = 0; i < std::min<size_t>(record.tensors, RankRecord::kShown); ++i) {
-    const RankRecord::Shown& shown = record.shown[i];
+  out += " of " + std::to_string(description.tensors) + (description.tensors == 1 ? " tensor, " : " tensors, ") +
+         std::to_string(description.size_bytes) + " bytes:";
+  for (size_t i = 0; i < std::min<size_t>(description.tensors, Description::kShown); ++i) {
+    const Description::Shown& shown = description.shown[i];
     out += std::string(i ? ", " : " ") + name_of(static_cast<DType>(shown.dtype)) + "[" + std::to_string(shown.numel) +
            "]";
   }
-  return record.tensors > RankRecord::kShown ? out + ", ..." : out;
+  return description.tensors > Description::kShown ? out + ", ..." : out;
 }
 
 std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,

@@ -34,12 +34,11 @@ struct Operation : OperationKind {
   const View& input_of(size_t segment) const {
     return collective == Collective::kReduceScatter ? segments[segment].full : segments[segment].shard;
   }
-  // What it is, for peers; see text_of().
-  void describe(RankRecord& record) const;
+  Description description() const;
 };
 
-// "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]": the operation that the record describes.
-std::string text_of(const RankRecord& record);
+// "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]".
+std::string text_of(const Description& description);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.

@@ -138,7 +138,7 @@ std::string Team::text_of_wait(const Wait& wait) const {
   if (wait.what != nullptr) {
     return wait.what;
   }
-  return wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own());
+  return wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own().description);
 }
 
 void Team::throw_timeout(const Wait& wait, const Needs& needs) const {

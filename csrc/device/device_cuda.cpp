@@ -110,6 +110,7 @@ class CudaEvent final : public Event {
 
  private:
   friend class CudaStream;
+  friend bool belongs_to_graph(const Event& event);
   void expect_usable(const char* what) const {
     if (is_captured_) {
       throw CaptureError(
@@ -128,6 +129,22 @@ class CudaEvent final : public Event {
   mutable std::atomic<bool> is_done_{false};
 };
 
+bool belongs_to_graph(const Event& event) {
+  const auto* own = dynamic_cast<const CudaEvent*>(&event);
+  return own != nullptr && own->is_captured_;
+}
+
+EventRef on_device(const EventRef& event) {
+  if (dynamic_cast<const CudaEvent*>(event.get()) != nullptr) {
+    return event;
+  }
+  if (const auto* deferred = dynamic_cast<const DeferredEvent*>(event.get())) {
+    return on_device(deferred->await());
+  }
+  event->synchronize();  // of the CPU: what comes from there is on the host
+  return nullptr;
+}
+
 class CudaStream final : public Stream {
  public:
   CudaStream(CudaDevice& device, void* native, std::string name, bool is_owned)
@@ -135,6 +152,7 @@ class CudaStream final : public Stream {
   ~CudaStream() override { close(); }
 
   void* native() const { return native_; }
+  int device_index() const { return device_.index_; }
 
   // For tests and for poison: a host function of the driver, which must not call CUDA.
   void run(std::function<void()> task) override {
@@ -162,17 +180,10 @@ class CudaStream final : public Stream {
   void wait(const EventRef& event) override {
     BW_EXPECTS(event != nullptr, "stream '" + name_ + "': wait() got no event");
     expect_open();
-    if (const auto* deferred = dynamic_cast<const DeferredEvent*>(event.get())) {
-      wait(deferred->await());
-      return;
+    if (const EventRef recorded = on_device(event)) {
+      CudaGuard guard(device_.index_);
+      BW_CUDA_TRY(stream_wait_event, native_, static_cast<const CudaEvent&>(*recorded).event_);
     }
-    const auto* own = dynamic_cast<const CudaEvent*>(event.get());
-    if (own == nullptr) {  // of the CPU: what comes from there is on the host
-      event->synchronize();
-      return;
-    }
-    CudaGuard guard(device_.index_);
-    BW_CUDA_TRY(stream_wait_event, native_, own->event_);
   }
 
   bool synchronize(Deadline deadline) override {
@@ -381,6 +392,13 @@ void CudaDevice::upload(void* to, const void* from, size_t size_bytes, Stream& s
   staging.last_use = stream.record(false);
   std::lock_guard lock(mutex_);
   staging_.push_back(std::move(staging));
+}
+
+void expect_on_device(Stream& stream, int index, const char* what) {
+  (void)native_stream(stream, what);
+  const int found = static_cast<const CudaStream&>(stream).device_index();
+  BW_EXPECTS(found == index, std::string(what) + ": the stream is of cuda:" + std::to_string(found) +
+                                 ", the communicator of cuda:" + std::to_string(index));
 }
 
 void* native_stream(Stream& stream, const char* what) {

@@ -104,6 +104,13 @@ void set_cuda_reclaim(std::function<std::string(int)> reclaim);
 // Whether a stream made above is being captured.
 bool is_capturing(Stream& stream);
 
+// ValueError unless `stream` is one of CUDA device `index`.
+void expect_on_device(Stream& stream, int index, const char* what);
+// Whether the event was recorded while a CUDA graph was captured.
+bool belongs_to_graph(const Event& event);
+// What a stream of a device can wait for in the place of `event`: blocks the host until a DeferredEvent stands for
+// another one, and until an event of the CPU is over, which leaves nothing (null).
+EventRef on_device(const EventRef& event);
 // The cudaStream_t of a stream made above; ValueError, naming `what`, for another stream.
 void* native_stream(Stream& stream, const char* what);
 

@@ -388,6 +388,29 @@ def test_two_threads_of_a_rank(run):
     run(inside_threads)
 
 
+def posts_while_collecting(comm: Communicator) -> None:
+    """A thread that posts waits for one that collects, which looks for Ctrl-C meanwhile."""
+    comm.post(b"first")
+    if comm.rank == comm.size - 1:
+        time.sleep(0.5)
+    thread = threading.Thread(target=comm.collect)
+    thread.start()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            comm.post(b"second")
+            break
+        except ValueError:  # the thread has not begun
+            time.sleep(0.01)
+    thread.join(30)
+    assert comm.collect() == [b"second"] * comm.size
+
+
+@in_few_places
+def test_a_thread_that_posts_while_another_collects(run):
+    run(posts_while_collecting)
+
+
 def test_alone():
     for backend in ("auto", "shm", "local"):
         with Communicator(backend=backend) as comm:

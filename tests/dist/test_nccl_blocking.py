@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from unittest import mock
 
@@ -30,6 +31,7 @@ def other_goes_on(rank: int, world: int) -> None:
         failed = Communicator(backend="nccl", device="cuda", timeout_s=20, name="failed")
         script.fake_nccl_hang(1)
         handle = gather(failed)
+        failed.exchange(b"")  # all have issued it
         script.fake_nccl_hang_call(b"ncclCommAbort")
         failed.abort("enough")
         with pytest.raises(CommError, match="enough"):
@@ -47,6 +49,57 @@ def other_goes_on(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_abort_that_hangs_holds_up_no_other_communicator(rank_pool, world):
     rank_pool(world).run(other_goes_on)
+
+
+def stuck_elsewhere(rank: int, world: int) -> None:
+    with simulated() as script:
+        stuck, other, idle = (
+            Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name=name)
+            for name, timeout_s in (("stuck", 20), ("other", 1), ("idle", 20))
+        )
+        script.fake_nccl_hang_call(b"ncclAllGather")
+        thread = threading.Thread(target=lambda: gather(stuck).synchronize(10))
+        thread.start()
+        until = time.monotonic() + 10
+        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL"):
+            gather(other)
+        assert 0.9 < time.monotonic() - begin < 4
+        begin = time.monotonic()
+        idle.close(5)
+        assert time.monotonic() - begin < 5
+        script.fake_nccl_release()
+        thread.join(10)
+        other.close(5)
+        stuck.close(5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool, world):
+    rank_pool(world).run(stuck_elsewhere)
+
+
+def registers_in_the_background(rank: int, world: int) -> None:
+    choices = {"registered": True, "options": {"blocking": 0}}
+    with (
+        simulated() as script,
+        Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="late", **choices) as comm,
+    ):
+        leases = [comm.pool.acquire("", 4096)]
+        script.fake_nccl_in_progress(20)
+        assert comm.register_pool() == 1 and comm.features["windows"], "NCCL tells the window when it is ready"
+        leases.append(comm.pool.acquire("", 1 << 30))
+        script.fake_nccl_in_progress(1 << 40)
+        with pytest.raises(CommTimeout):
+            comm.register_pool()
+        for lease in leases:
+            lease.release()
+
+
+def test_registering_that_goes_on_in_the_background(rank_pool):
+    rank_pool(2).run(registers_in_the_background)
 
 
 def registers(rank: int, world: int) -> str:

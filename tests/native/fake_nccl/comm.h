@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -89,6 +90,7 @@ struct Comm {
   uint64_t children = 0;
   int next_reduce = bucketwheel::kNcclAvg + 1;
   std::map<int, PreMul> reductions;
+  std::function<void()> at_last_poll;  // fills what a call that is in progress was asked for
 
   bool is_stopped() const { return is_aborted || is_revoked; }
   void set_error(int code, const std::string& text) {

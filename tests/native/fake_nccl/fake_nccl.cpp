@@ -209,8 +209,10 @@ FAKE_EXPORT int ncclCommGetAsyncError(NcclCommRef handle, int* error) {
   if (*error == 0 && comm->is_joining) {
     *error = kNcclInProgress;
   } else if (*error == 0 && comm->polls > 0) {
-    --comm->polls;
     *error = kNcclInProgress;
+    if (--comm->polls == 0 && comm->at_last_poll) {
+      std::exchange(comm->at_last_poll, {})();
+    }
   }
   return kNcclSuccess;
 }

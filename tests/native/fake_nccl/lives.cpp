@@ -187,7 +187,7 @@ FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRe
     }
   }
   const NcclConfig made = config == nullptr ? comm->config : *config;
-  const bool shares = made.split_share == 1 && !comm->is_revoked;
+  const bool shares = comm->config.split_share == 1 && !comm->is_revoked;  // what the parent was made with
   return make_comm(name, rank, world, made, shares ? comm->queue : nullptr, child);
 }
 

@@ -200,8 +200,15 @@ FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t si
                                             std::to_string(other) + " on rank " + std::to_string(rank));
     }
   }
-  *window = are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes, true}));
-  return kNcclSuccess;
+  auto* const made =
+      are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes, true}));
+  comm->polls = take_in_progress_polls();
+  if (comm->polls == 0) {
+    *window = made;
+    return kNcclSuccess;
+  }
+  comm->at_last_poll = [window, made] { *window = made; };
+  return kNcclInProgress;
 }
 FAKE_EXPORT int ncclCommWindowDeregister(NcclCommRef handle, NcclWindowRef window) {
   CommPtr comm;
