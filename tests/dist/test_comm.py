@@ -86,7 +86,6 @@ def coalesced(comm: Communicator, kind: str) -> None:
     check_reduce_scatter(comm, summed, kind, "avg")
 
 
-@in_few_places
 @pytest.mark.parametrize("kind", ["foreign", "pool", "by_rank"])
 def test_coalesced_lists_of_mixed_dtypes(run, kind):
     run(coalesced, kind)
@@ -129,7 +128,6 @@ def flat_buffer(comm: Communicator) -> None:
     assert all_gather(torch.empty(comm.size), torch.ones(1), comm).wait().seq == 2
 
 
-@in_few_places
 def test_broadcast_of_a_flat_buffer(run):
     run(flat_buffer)
 
@@ -282,7 +280,6 @@ def own_streams(comm: Communicator) -> None:
     assert all(bool((full == 1).all()) for full in buffers)
 
 
-@in_few_places
 def test_other_streams_keep_the_order(run):
     run(own_streams)
 

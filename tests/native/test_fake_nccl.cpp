@@ -157,11 +157,13 @@ TEST(two_communicators_run_at_one_time) {
   const Streams streams;
   for (const int shares : {0, 1}) {
     fake_nccl_reset();
-    on_ranks(2, [&](int rank, NcclCommRef comm) {
+    on_ranks(2, [&](int rank, NcclCommRef whole) {
+      NcclCommRef comm = nullptr;
       NcclCommRef child = nullptr;
       NcclConfig config;
       config.split_share = shares;
-      BW_NCCL_TRY(api(), comm_split, comm, 0, rank, &child, &config);
+      BW_NCCL_TRY(api(), comm_split, whole, 0, rank, &comm, &config);  // the parent's word counts
+      BW_NCCL_TRY(api(), comm_split, comm, 0, rank, &child, nullptr);
       Stream one, other;
       int64_t a = 1, b = 2;
       // Rank 0 comes late to the first communicator's work: the second one's passes it, unless they share a queue.
@@ -183,6 +185,7 @@ TEST(two_communicators_run_at_one_time) {
       other.synchronize();
       CHECK(a == 2 && b == 4);
       BW_NCCL_TRY(api(), comm_destroy, child);
+      BW_NCCL_TRY(api(), comm_destroy, comm);
     });
     CHECK(shares == 1 || fake_nccl_max_concurrent() > 2);  // of two ranks
     CHECK(shares == 0 || fake_nccl_max_concurrent() <= 2);
