@@ -27,6 +27,11 @@ using namespace std::chrono_literals;
 
 extern "C" int fake_cuda_launch_host(void* stream, void (*function)(void*), void* argument);
 extern "C" int fake_cuda_is_captured(void* stream);
+extern "C" void fake_cuda_begin_capture();
+extern "C" void* fake_cuda_end_capture();
+extern "C" size_t fake_cuda_capture_position();
+extern "C" void fake_cuda_replay_range(void* graph, size_t begin, size_t end);
+extern "C" void fake_cuda_free_graph(void* graph);
 
 // The test itself is the NCCL that is found, so that sanitizers see all of it.
 extern "C" void* __real_dlopen(const char* file, int flags);
@@ -98,13 +103,13 @@ void on_comms(int world, std::chrono::nanoseconds timeout, const std::function<v
 
 // An all-gather of `value` + rank and its buffers.
 struct Gathering {
-  Gathering(NcclComm& comm, float value)
+  Gathering(NcclComm& comm, float value, const StreamRef& caller = default_stream())
       : shard(std::make_shared<std::vector<float>>(kNumel, value + static_cast<float>(comm.rank()))),
         full(std::make_shared<std::vector<float>>(static_cast<size_t>(comm.world()) * kNumel)) {
     const Segment segment{{full->data(), comm.world() * kNumel, DType::kFloat32},
                           {shard->data(), kNumel, DType::kFloat32}};
     IssueOptions options;
-    options.caller = default_stream();
+    options.caller = caller;
     options.keepalive = {shard, full};
     handle = comm.all_gather({&segment, 1}, options);
   }
@@ -233,6 +238,34 @@ TEST(registered_memory_outlives_its_communicator) {
       true);
   CHECK(fake_nccl_live_bytes() > 0);
   leases.clear();
+}
+
+// What it would wait for is outside the graph: CUDA ends the capture of a stream that is made to wait for that.
+TEST(an_operation_beside_a_capture_is_refused_and_changes_nothing) {
+  on_comms(1, 20s, [](int, NcclComm& comm) {
+    const StreamRef eager = CudaDevice::at(0).new_stream("eager");
+    fake_cuda_begin_capture();
+    const Gathering captured(comm, 1);
+    const size_t position = fake_cuda_capture_position();
+    std::thread([&] {
+      const auto calls = [] {
+        return std::vector{cuda_calls(CudaCall::event_record), cuda_calls(CudaCall::stream_wait_event),
+                           fake_nccl_calls("ncclAllGather")};
+      };
+      const auto before = calls();
+      CHECK_THROWS(CaptureError, "that another thread is capturing", Gathering(comm, 2, eager));
+      CHECK(calls() == before);
+    }).join();
+    CHECK(fake_cuda_capture_position() == position);
+    void* const graph = fake_cuda_end_capture();
+    fake_cuda_replay_range(graph, 0, position);
+    captured.expect(1);
+    fake_cuda_free_graph(graph);
+    const Gathering after(comm, 3, eager);
+    after.handle->synchronize();
+    after.expect(3);
+    CHECK(after.handle->seq() == captured.handle->seq() + 1);
+  });
 }
 
 TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
