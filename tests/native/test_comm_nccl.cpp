@@ -44,6 +44,26 @@ namespace {
 
 constexpr int64_t kNumel = 1000;
 
+// Which of its two devices the table below is set to, in threads that are not ranks.
+std::atomic<uint64_t> set_to[2];
+thread_local int current_device = 0;
+thread_local bool is_rank = false;
+
+// The simulated device, twice.
+const CudaApi& two_devices() {
+  static const CudaApi api = [] {
+    CudaApi made = cuda_table();
+    made.get_device_count = [](int* count) { return *count = 2, kCudaSuccess; };
+    made.get_device = [](int* device) { return *device = current_device, kCudaSuccess; };
+    made.set_device = [](int device) {
+      set_to[device] += is_rank ? 0 : 1;
+      return current_device = device, kCudaSuccess;
+    };
+    return made;
+  }();
+  return api;
+}
+
 StreamRef default_stream() { return CudaDevice::at(0).borrow(nullptr); }
 
 NcclOptions options_with(bool registers_memory = false) {
@@ -67,7 +87,7 @@ void expect_gone() {
 void on_ranks(int world, std::chrono::nanoseconds timeout,
               const std::function<void(int, const PeersRef&, const NcclUniqueId&)>& body) {
   static const bool is_set_up = [] {
-    install_cuda_api(&cuda_table());
+    install_cuda_api(&two_devices());
     fake_nccl_set_launch(fake_cuda_launch_host, fake_cuda_is_captured);
     return true;
   }();
@@ -78,6 +98,7 @@ void on_ranks(int world, std::chrono::nanoseconds timeout,
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
+      is_rank = true;
       try {
         body(rank, std::dynamic_pointer_cast<HostComm>(place.join(rank, "threads", timeout)), id);
       } catch (const std::exception& error) {
@@ -266,6 +287,28 @@ TEST(an_operation_beside_a_capture_is_refused_and_changes_nothing) {
     after.expect(3);
     CHECK(after.handle->seq() == captured.handle->seq() + 1);
   });
+}
+
+TEST(threads_of_ours_set_no_device_but_that_of_the_communicator) {
+  set_to[0] = set_to[1] = 0;
+  const auto expect_set = [] {
+    while (set_to[1].exchange(0) == 0) {
+      std::this_thread::sleep_for(1ms);
+    }
+  };
+  on_ranks(1, 20s, [&](int, const PeersRef& peers, const NcclUniqueId& id) {
+    const auto comm = NcclComm::make(peers, 1, id, options_with(), Clock::now() + 20s);
+    const auto part = comm->split(peers, 0, 0, options_with(), Clock::now() + 20s);
+    expect_set();
+    part->close({});
+    expect_set();
+    fake_nccl_hang(1);
+    const Gathering stuck(*comm, 1, CudaDevice::at(1).new_stream("caller"));
+    expect_set();  // by the watchdog
+    comm->abort("enough");
+    expect_set();
+  });
+  CHECK(set_to[0] == 0);
 }
 
 TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
