@@ -211,25 +211,31 @@ class _Ring:
             self._group.send([message], self._before, _RING_TAG).wait(_NO_TIMEOUT)
 
 
+def _next_report(peers: Any, timeout_s: float) -> tuple[bool, _Report | None]:
+    """Whether this rank has left, and what it failed with: in this order, for it may fail and leave in between."""
+    has_left = peers.has_left
+    return has_left, peers.take_report(timeout_s)
+
+
 def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
     """Tells the others what this rank failed with, and this rank what another one did; the first failure counts."""
     period_s = min(max(0.1, size * 5e-4), 1.0)  # thousands of ranks ask one Store
-    report: _Report | None = None
+    has_left, report = _next_report(peers, period_s)
     try:
         while True:
-            report = peers.take_report(period_s)
             if report is not None:
                 mine = json.dumps(report)
                 if store.compare_set("failure", "", mine) == mine.encode():
                     ring.pass_on(report)  # the Store may be gone before the others look
-            if peers.has_left:
+            if has_left:
                 break
             if store.check(["failure"]):
                 peers.deliver(*json.loads(store.get("failure")))
                 break
+            has_left, report = _next_report(peers, period_s)
     except RuntimeError:  # the Store is gone
-        while report is None and not peers.has_left:
-            report = peers.take_report(_NEWS_S)
+        while report is None and not has_left:
+            has_left, report = _next_report(peers, _NEWS_S)
         if report is not None:
             ring.pass_on(report)
     ring.news_is_out.set()

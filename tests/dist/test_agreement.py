@@ -29,6 +29,7 @@ from nccl_failure_cases import (
 from simulated_cuda import posing
 
 from bucketwheel import agreement, comm_shm
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
@@ -376,6 +377,45 @@ def test_a_death_is_told_without_a_store():
     errors = without_store(4, last_dies_after_the_store_left, dead=(0, 3))
     for error in errors[1:3]:
         assert (error[0], error[2]) == ("PeerError", 3) and "rank 3 died" in error[1], error
+
+
+class LeavesBetween:
+    """A rank that fails and leaves when it has just been asked, and had nothing to tell."""
+
+    def __init__(self) -> None:
+        self.peers = native().StorePeers("brief", 1, 3, 20.0, lambda _: None, lambda _: [])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.peers, name)
+
+    def fail_and_leave(self) -> None:
+        with contextlib.suppress(CommError):
+            self.peers.fail("error", "the last word")
+        self.peers.leave(0.0)
+
+    def take_report(self, timeout_s: float) -> Any:
+        had_left = self.peers.has_left
+        found = self.peers.take_report(timeout_s)
+        if not had_left:
+            self.fail_and_leave()
+        return found
+
+
+def test_the_failure_of_a_rank_that_leaves_at_once_is_told():
+    store, ring = mock.Mock(**{"check.return_value": False}), mock.Mock()
+    agreement._carry_failures(LeavesBetween(), store, ring, 3)
+    assert "the last word" in store.compare_set.call_args.args[2]
+
+
+def test_the_failure_of_a_rank_that_leaves_as_the_store_goes_is_told():
+    rank, ring = LeavesBetween(), mock.Mock()
+
+    def goes(_: list[str]) -> bool:
+        rank.fail_and_leave()
+        raise RuntimeError("the connection was closed")
+
+    agreement._carry_failures(rank.peers, mock.Mock(check=goes), ring, 3)
+    assert "the last word" in ring.pass_on.call_args.args[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- connecting

@@ -131,8 +131,8 @@ def test_an_exception_in_the_block_aborts(rank_pool):
     assert "aborted by rank 0: KeyError: 'oops'" in rank_pool(2).run(raises_inside, timeout_s=25)[1]
 
 
-def process(code: str) -> str:
-    """Runs in a process with the fake; what it printed."""
+def process(code: str) -> None:
+    """Runs in a process with the fake, which ends soon after."""
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     simulated_cuda.build()
     setup = "import torch, os\nfrom tests import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
@@ -140,13 +140,10 @@ def process(code: str) -> str:
         "from bucketwheel._build import native\nnative().set_posing(True)\nfrom bucketwheel.comm import Communicator\n"
     )
     setup += "from bucketwheel.ops import all_gather\nfrom bucketwheel.errors import DeviceError\n"
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=60, env=env, cwd=ROOT
-    )
+    code = f"{setup}{code}\nimport time\nprint(time.monotonic())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - begin < 30
-    return done.stdout
+    assert time.monotonic() - float(done.stdout) < 20
 
 
 @pytest.mark.parametrize("hangs", [False, True])

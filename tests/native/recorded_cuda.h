@@ -1,5 +1,5 @@
-// A CUDA table that runs nothing: memory is the host's, copies happen at once, and what streams are given is written
-// down.
+// A CUDA table that runs nothing, of four devices: memory is the host's, copies happen at once, and what streams are given
+// is written down; so is which devices a thread sets.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,8 @@ using namespace bucketwheel;
 inline std::vector<std::string> actions;    // "A: launch_fold", "B: wait for A"
 inline std::map<void*, void*> recorded_in;  // events and their streams
 inline void* captured = nullptr;            // the stream that is being captured
+inline thread_local int current_device = 0;
+inline thread_local std::vector<int> devices_set;  // by the calling thread
 inline AdamLaunch last_adam;
 
 // Streams are letters.
@@ -44,8 +46,12 @@ inline void install() {
     CudaApi made;
     made.is_simulated = true;
     made.error_text = [](int) { return "an error"; };
-    made.get_device_count = [](int* count) { return *count = 1, kCudaSuccess; };
-    made.get_device = [](int* device) { return *device = 0, kCudaSuccess; };
+    made.get_device_count = [](int* count) { return *count = 4, kCudaSuccess; };
+    made.get_device = [](int* device) { return *device = current_device, kCudaSuccess; };
+    made.set_device = [](int device) {
+      devices_set.push_back(current_device = device);
+      return kCudaSuccess;
+    };
     made.get_device_facts = [](int, CudaDeviceFacts* facts) { return facts->multiprocessors = 2, kCudaSuccess; };
     made.malloc_device = allocate;
     made.malloc_host = [](void** data, size_t size_bytes) {

@@ -27,6 +27,11 @@ using namespace std::chrono_literals;
 
 extern "C" int fake_cuda_launch_host(void* stream, void (*function)(void*), void* argument);
 extern "C" int fake_cuda_is_captured(void* stream);
+extern "C" void fake_cuda_begin_capture();
+extern "C" void* fake_cuda_end_capture();
+extern "C" size_t fake_cuda_capture_position();
+extern "C" void fake_cuda_replay_range(void* graph, size_t begin, size_t end);
+extern "C" void fake_cuda_free_graph(void* graph);
 
 // The test itself is the NCCL that is found, so that sanitizers see all of it.
 extern "C" void* __real_dlopen(const char* file, int flags);
@@ -38,6 +43,26 @@ extern "C" void* __wrap_dlopen(const char* file, int flags) {
 namespace {
 
 constexpr int64_t kNumel = 1000;
+
+// Which of its two devices the table below is set to, in threads that are not ranks.
+std::atomic<uint64_t> set_to[2];
+thread_local int current_device = 0;
+thread_local bool is_rank = false;
+
+// The simulated device, twice.
+const CudaApi& two_devices() {
+  static const CudaApi api = [] {
+    CudaApi made = cuda_table();
+    made.get_device_count = [](int* count) { return *count = 2, kCudaSuccess; };
+    made.get_device = [](int* device) { return *device = current_device, kCudaSuccess; };
+    made.set_device = [](int device) {
+      set_to[device] += is_rank ? 0 : 1;
+      return current_device = device, kCudaSuccess;
+    };
+    return made;
+  }();
+  return api;
+}
 
 StreamRef default_stream() { return CudaDevice::at(0).borrow(nullptr); }
 
@@ -62,7 +87,7 @@ void expect_gone() {
 void on_ranks(int world, std::chrono::nanoseconds timeout,
               const std::function<void(int, const PeersRef&, const NcclUniqueId&)>& body) {
   static const bool is_set_up = [] {
-    install_cuda_api(&cuda_table());
+    install_cuda_api(&two_devices());
     fake_nccl_set_launch(fake_cuda_launch_host, fake_cuda_is_captured);
     return true;
   }();
@@ -73,6 +98,7 @@ void on_ranks(int world, std::chrono::nanoseconds timeout,
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
+      is_rank = true;
       try {
         body(rank, std::dynamic_pointer_cast<HostComm>(place.join(rank, "threads", timeout)), id);
       } catch (const std::exception& error) {
@@ -98,13 +124,13 @@ void on_comms(int world, std::chrono::nanoseconds timeout, const std::function<v
 
 // An all-gather of `value` + rank and its buffers.
 struct Gathering {
-  Gathering(NcclComm& comm, float value)
+  Gathering(NcclComm& comm, float value, const StreamRef& caller = default_stream())
       : shard(std::make_shared<std::vector<float>>(kNumel, value + static_cast<float>(comm.rank()))),
         full(std::make_shared<std::vector<float>>(static_cast<size_t>(comm.world()) * kNumel)) {
     const Segment segment{{full->data(), comm.world() * kNumel, DType::kFloat32},
                           {shard->data(), kNumel, DType::kFloat32}};
     IssueOptions options;
-    options.caller = default_stream();
+    options.caller = caller;
     options.keepalive = {shard, full};
     handle = comm.all_gather({segment}, options);
   }
@@ -233,6 +259,56 @@ TEST(registered_memory_outlives_its_communicator) {
       true);
   CHECK(fake_nccl_live_bytes() > 0);
   leases.clear();
+}
+
+// What it would wait for is outside the graph: CUDA ends the capture of a stream that is made to wait for that.
+TEST(an_operation_beside_a_capture_is_refused_and_changes_nothing) {
+  on_comms(1, 20s, [](int, NcclComm& comm) {
+    const StreamRef eager = CudaDevice::at(0).new_stream("eager");
+    fake_cuda_begin_capture();
+    const Gathering captured(comm, 1);
+    const size_t position = fake_cuda_capture_position();
+    std::thread([&] {
+      const auto calls = [] {
+        return std::vector{cuda_calls(CudaCall::event_record), cuda_calls(CudaCall::stream_wait_event),
+                           fake_nccl_calls("ncclAllGather")};
+      };
+      const auto before = calls();
+      CHECK_THROWS(CaptureError, "that another thread is capturing", Gathering(comm, 2, eager));
+      CHECK(calls() == before);
+    }).join();
+    CHECK(fake_cuda_capture_position() == position);
+    void* const graph = fake_cuda_end_capture();
+    fake_cuda_replay_range(graph, 0, position);
+    captured.expect(1);
+    fake_cuda_free_graph(graph);
+    const Gathering after(comm, 3, eager);
+    after.handle->synchronize();
+    after.expect(3);
+    CHECK(after.handle->seq() == captured.handle->seq() + 1);
+  });
+}
+
+TEST(threads_of_ours_set_no_device_but_that_of_the_communicator) {
+  set_to[0] = set_to[1] = 0;
+  const auto expect_set = [] {
+    while (set_to[1].exchange(0) == 0) {
+      std::this_thread::sleep_for(1ms);
+    }
+  };
+  on_ranks(1, 20s, [&](int, const PeersRef& peers, const NcclUniqueId& id) {
+    const auto comm = NcclComm::make(peers, 1, id, options_with(), Clock::now() + 20s);
+    const auto part = comm->split(peers, 0, 0, options_with(), Clock::now() + 20s);
+    expect_set();
+    part->close({});
+    expect_set();
+    fake_nccl_hang(1);
+    const Gathering stuck(*comm, 1, CudaDevice::at(1).new_stream("caller"));
+    expect_set();  // by the watchdog
+    comm->abort("enough");
+    expect_set();
+  });
+  CHECK(set_to[0] == 0);
 }
 
 TEST(what_is_enqueued_while_all_is_given_up_fails_too) {

@@ -1,0 +1,90 @@
+// device/device_cuda.h: which devices a thread is set to. Run by test_native.py.
+// needs: base device
+// with: comm/reaper.cpp comm/watchdog.cpp
+#include "device/device_cuda.h"
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "comm/reaper.h"
+#include "comm/watchdog.h"
+#include "recorded_cuda.h"
+
+using namespace bucketwheel;
+using namespace recorded_cuda;
+
+namespace {
+
+using Devices = std::vector<int>;
+
+// What the calling thread sets while it works on device 2, on 3, and on 3 again.
+Devices work_on_two() {
+  devices_set.clear();
+  for (const int device : {2, 3, 3}) {
+    const CudaGuard guard(device);
+    const CudaGuard inside(device);
+  }
+  return devices_set;
+}
+
+const Devices kPutBack = {2, 0, 3, 0, 3, 0};
+const Devices kNeverBack = {2, 3};
+
+void await(const std::atomic<bool>& is_over) {
+  while (!is_over) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
+
+TEST(a_thread_of_somebody_else_gets_its_device_back) {
+  CHECK(work_on_two() == kPutBack);
+  devices_set.clear();
+  {
+    const CudaGuard zero(0);
+  }
+  CHECK(devices_set.empty());
+}
+
+TEST(a_thread_that_is_ours_alone_never_sets_the_device_before) {
+  std::thread([] {
+    own_cuda_thread();
+    CHECK(work_on_two() == kNeverBack);
+  }).join();
+}
+
+TEST(the_watchdog_and_the_reaper_are_threads_of_ours) {
+  Devices seen;
+  std::atomic<bool> is_over{false};
+  const std::function<void()> work = [&] {
+    if (!is_over) {
+      seen = work_on_two();
+      is_over = true;
+    }
+  };
+  const auto watching = watch(work);
+  await(is_over);
+  watching->stop();
+  CHECK(seen == kNeverBack);
+
+  is_over = false;
+  Handle::Keepalive last(nullptr, [&](void*) { work(); });
+  std::vector<Handle::Keepalive> all;
+  all.push_back(std::move(last));
+  free_later(std::move(all));
+  await(is_over);
+  stop_freeing();
+  CHECK(seen == kNeverBack);
+}
+
+int main(int argc, char** argv) {
+  install();
+  return run_tests(argc, argv);
+}
