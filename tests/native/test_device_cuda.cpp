@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "check.h"
 #include "comm/reaper.h"
 #include "comm/watchdog.h"
@@ -82,6 +83,14 @@ TEST(the_watchdog_and_the_reaper_are_threads_of_ours) {
   await(is_over);
   stop_freeing();
   CHECK(seen == kNeverBack);
+}
+
+TEST(a_stream_of_another_device_is_refused) {
+  const StreamRef stream = CudaDevice::at(3).new_stream("third");
+  expect_on_device(*stream, 3, "the operation");
+  CHECK_THROWS(ValueError, "the operation: the stream is of cuda:3, the communicator of cuda:2",
+               expect_on_device(*stream, 2, "the operation"));
+  CHECK_THROWS(ValueError, "not a CUDA stream", expect_on_device(*cpu_device().new_stream("host"), 2, "the operation"));
 }
 
 int main(int argc, char** argv) {
