@@ -100,3 +100,17 @@ def test_processes_that_have_closed_end_well():
     found = ends(case, apart=[True], repeats=10)
     assert [codes for codes, _ in found] == [[0, 0]] * 10
     assert max(took_s for _, times in found for took_s in times) < EXIT_S, found
+
+
+def test_processes_that_do_not_close_end_well_and_soon():
+    """Whatever the addresses of what they have left open are: weak sets went by these."""
+    case = """
+    global comms, handles, kept
+    kept = [object() for _ in range(rank * 1000)]
+    comms = [Communicator.pair(timeout_s=20) for _ in range(3)]
+    comms += [[Communicator(backend="nccl", device="cuda", timeout_s=20)] for _ in range(3)]
+    handles = [all_gather(torch.empty(6), torch.ones(3), comm) for several in comms for comm in several]
+    comms[0][0].exchange(b"")
+    """
+    for codes, times in ends(case, apart=[False, True], repeats=2):
+        assert codes == [0, 0] and max(times) < EXIT_S, (codes, times)
