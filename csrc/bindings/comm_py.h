@@ -213,16 +213,19 @@ inline void post_bytes(Comm& comm, const py::bytes& payload) {
   comm.post(std::as_bytes(std::span(view.data(), view.size())));
 }
 
+// For waits on the host: throws what a signal handler raises, as on Ctrl-C.
+inline void check_signals() {
+  const py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
 inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   std::vector<std::vector<std::byte>> payloads;
   {
     py::gil_scoped_release unlocked;
-    payloads = comm.collect(deadline_of(timeout), [] {
-      const py::gil_scoped_acquire locked;
-      if (PyErr_CheckSignals() != 0) {  // Ctrl-C while peers do not come
-        throw py::error_already_set();
-      }
-    });
+    payloads = comm.collect(deadline_of(timeout), check_signals);
   }
   py::list out;
   for (const auto& payload : payloads) {
@@ -281,7 +284,7 @@ inline void bind_comm(py::module_& m) {
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
-      .def("abort", &Comm::abort, py::arg("why"), Unlocked())
+      .def("abort", &Comm::abort, py::arg("reason"), Unlocked())
       .def(
           "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked());

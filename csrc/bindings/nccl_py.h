@@ -93,9 +93,8 @@ inline void set_config(NcclConfig& config, const std::string& name, int value) {
   throw ValueError("NCCL has no option '" + name + "' that can be set here: " + known + " and net_name can");
 }
 
-// `check` (or None) is called as NcclOptions::check, with the GIL.
 inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::string net_name, bool registers_memory,
-                                PoolRef pool, bool serialises, const py::object& check) {
+                                PoolRef pool, bool serialises) {
   NcclOptions options;
   for (const auto& [name, value] : config) {
     set_config(options.config, name, value);
@@ -104,13 +103,16 @@ inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::s
   options.registers_memory = registers_memory;
   options.pool = std::move(pool);
   options.serialises = serialises;
-  if (!check.is_none()) {
-    options.check = [function = held_function(check)](const std::string& comm, uint64_t seq, const std::string& text) {
-      const py::gil_scoped_acquire locked;
-      return (*function)(comm, seq, text).cast<std::string>();
-    };
-  }
+  options.poll = check_signals;
   return options;
+}
+
+// `check` is called as NcclOptions::check, with the GIL.
+inline void set_check(NcclOptions& options, const py::object& check) {
+  options.check = [function = held_function(check)](const std::string& comm, uint64_t seq, const std::string& text) {
+    const py::gil_scoped_acquire locked;
+    return (*function)(comm, seq, text).cast<std::string>();
+  };
 }
 
 inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock::now() + timeout; }
@@ -237,7 +239,8 @@ inline void bind_nccl(py::module_& m) {
   bind_peers(m);
   py::class_<NcclOptions>(m, "NcclOptions")
       .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),
-           py::arg("pool"), py::arg("serialises"), py::arg("check"));
+           py::arg("pool"), py::arg("serialises"))
+      .def("set_check", &set_check, py::arg("check"));
   py::class_<NcclComm, Comm, NcclComm::Ref>(m, "NcclComm")
       .def_property_readonly("has_windows", py::cpp_function(&NcclComm::has_windows, Unlocked()))
       .def("register_pool", &NcclComm::register_pool, Unlocked())

@@ -106,8 +106,8 @@ class Comm {
   virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {},
                                                       const std::function<void()>& poll = {}) = 0;
 
-  // Fails the communicator on every rank: their next wait throws CommError with `why`.
-  virtual void abort(const std::string& why) noexcept = 0;
+  // Fails the communicator on every rank: their next wait throws CommError with `reason`.
+  virtual void abort(const std::string& reason) noexcept = 0;
   // Waits for the operations in flight, then says goodbye to the peers; later calls throw ClosedError. Idempotent.
   // Operations that still run at `deadline` fail with ClosedError.
   virtual void close(Deadline deadline = {}) = 0;

@@ -93,7 +93,7 @@ class LocalCudaComm final : public Comm {
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {
     return host_->collect(deadline, poll);
   }
-  void abort(const std::string& why) noexcept override { host_->abort(why); }
+  void abort(const std::string& reason) noexcept override { host_->abort(reason); }
   void close(Deadline deadline) override;
 
  private:

@@ -70,7 +70,7 @@ size_t NcclComm::register_pool() {
   const std::vector<size_t> mine = memory_->new_slabs();
   const auto bytes = std::as_bytes(std::span(mine));
   post(bytes);
-  for (const std::vector<std::byte>& theirs : collect({}, {})) {
+  for (const std::vector<std::byte>& theirs : collect({}, options_.poll)) {
     BW_EXPECTS(std::ranges::equal(theirs, bytes),
                "ranks have other slabs to register (here " + std::to_string(mine.size()) +
                    "): all must make the same acquires of the pool, in one order, before register_pool()");
@@ -90,6 +90,9 @@ size_t NcclComm::register_pool() {
             fail({failure->kind, failure->text, failure->rank, issued_});
           }
           peers_->health().expect_usable();
+          if (options_.poll) {
+            options_.poll();
+          }
         });
   } catch (const CommError& error) {  // the others wait for this rank inside NCCL
     const bool is_late = dynamic_cast<const CommTimeout*>(&error) != nullptr;
@@ -331,11 +334,11 @@ void NcclComm::give_up(const std::exception_ptr& error) {
   }
 }
 
-void NcclComm::abort(const std::string& why) noexcept {
+void NcclComm::abort(const std::string& reason) noexcept {
   if (peers_->health().is_forked() || is_closed_) {
     return;
   }
-  give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why, -1, issued_}));
+  give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, -1, issued_}));
 }
 
 void NcclComm::close(Deadline deadline) {

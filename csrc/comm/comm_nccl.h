@@ -36,7 +36,8 @@ struct NcclOptions {
   std::string net_name;
   bool registers_memory = false;  // pools are of registered memory (nccl_memory.h); else `pool`
   PoolRef pool;
-  bool serialises = false;  // [Note: two communicators]
+  bool serialises = false;     // [Note: two communicators]
+  std::function<void()> poll;  // called while the making, split() and register_pool() wait; what it throws ends that
   // Debug: called before every operation with its seq and what it is (kind, sizes, places in registered memory).
   // Returns how the ranks differ, if they do: a MismatchError.
   std::function<std::string(const std::string& comm, uint64_t seq, const std::string& text)> check;
@@ -79,7 +80,7 @@ class NcclComm final : public Comm {
   void expect_usable() const override;
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
-  void abort(const std::string& why) noexcept override;
+  void abort(const std::string& reason) noexcept override;
   void close(Deadline deadline) override;
 
  private:

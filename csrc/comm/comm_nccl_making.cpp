@@ -12,7 +12,7 @@ namespace {
 constexpr std::chrono::microseconds kPoll{100};
 
 NcclSettings settings_of(const NcclOptions& options, const std::string& name) {
-  return {options.config, "bw/" + name, options.net_name};
+  return {options.config, "bw/" + name, options.net_name, options.poll};
 }
 
 }  // namespace
@@ -70,6 +70,9 @@ NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const N
     if (has_passed(deadline)) {
       throw CommTimeout(peers_->health().prefix(issued_, part_) +
                         "split: operations were still running at its deadline");
+    }
+    if (options.poll) {
+      options.poll();
     }
     std::this_thread::sleep_for(kPoll);
   }

@@ -141,9 +141,9 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
   return payloads;
 }
 
-void HostComm::abort(const std::string& why) noexcept {
+void HostComm::abort(const std::string& reason) noexcept {
   if (!health_.is_forked() && !is_closed_) {
-    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + why}, seq_);
+    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason}, seq_);
   }
 }
 

@@ -42,7 +42,7 @@ class HostComm final : public Comm, public Peers {
   void expect_usable() const override { health_.expect_usable(); }
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
-  void abort(const std::string& why) noexcept override;
+  void abort(const std::string& reason) noexcept override;
   void close(Deadline deadline) override;
 
   // ---- for a communicator that moves data by other means and leaves agreement and failure to this one

@@ -110,21 +110,26 @@ class Attempt {
   std::shared_ptr<NcclSession> session_;
 };
 
-std::shared_ptr<NcclSession> attempt(Deadline deadline, const char* what, int device,
+struct Patience {
+  Deadline deadline;
+  const std::function<void()>& poll;  // as of run_until()
+};
+
+std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what, int device,
                                      std::function<void(Attempt&)> make) {
   auto made = std::make_shared<Attempt>();
   const CommTimeout late(std::string(what) +
                          " was not over at its deadline: a rank has not come, or cannot be reached");
   try {
-    const bool is_over = run_until(deadline, [made, late, deadline, device, make = std::move(make)] {
+    std::function<void()> task = [made, late, deadline = patience.deadline, device, make = std::move(make)] {
       if (has_passed(deadline)) {
         throw late;  // the thread has run too late: NCCL is not asked for what nobody waits for any more
       }
       CudaGuard guard(device);
       const RelaxedCapture relaxed;  // somebody may be capturing a graph
       make(*made);
-    });
-    if (is_over) {
+    };
+    if (run_until(patience.deadline, std::move(task), patience.poll)) {
       return made->session();
     }
   } catch (...) {
@@ -181,7 +186,8 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
                                                int world, NcclSettings settings, const NcclUses& uses,
                                                Deadline deadline) {
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
-  return attempt(deadline, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
+  const Patience patience{deadline, kept->poll};
+  return attempt(patience, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> comm;
     const int result = BW_NCCL_CALL(api, comm_init_rank_config, comm.place(), world, id, rank, &config);
@@ -200,7 +206,8 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
 std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings settings, const NcclUses& uses,
                                                 Deadline deadline) {
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
-  return attempt(deadline, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
+  const Patience patience{deadline, kept->poll};
+  return attempt(patience, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> place;
     {

@@ -18,9 +18,10 @@
 namespace bucketwheel {
 
 struct NcclSettings {
-  NcclConfig config;     // without the strings
-  std::string name;      // in NCCL's own log
-  std::string net_name;  // empty: NCCL's choice
+  NcclConfig config;                // without the strings
+  std::string name;                 // in NCCL's own log
+  std::string net_name;             // empty: NCCL's choice
+  std::function<void()> poll = {};  // called while make() and split() wait; what it throws ends that
 };
 
 // Which collectives a communicator connects for when it is made ([Note: warm-up], nccl_session.cpp).
@@ -58,8 +59,8 @@ class NcclResult {
 class NcclSession : public std::enable_shared_from_this<NcclSession> {
  public:
   // Collective. The first waits for all ranks of the world, the second for all of this session's: those with
-  // `color` < 0 take part and get null. NcclError when NCCL refuses; CommTimeout at the deadline, after which the
-  // attempt goes on in the background and is undone should it succeed.
+  // `color` < 0 take part and get null. NcclError when NCCL refuses; CommTimeout at the deadline, or what the
+  // settings' poll throws, after which the attempt goes on in the background and is undone should it succeed.
   static std::shared_ptr<NcclSession> make(const NcclApi& api, int device, const NcclUniqueId& id, int rank, int world,
                                            NcclSettings settings, const NcclUses& uses, Deadline deadline);
   std::shared_ptr<NcclSession> split(int color, int key, NcclSettings settings, const NcclUses& uses,

@@ -11,12 +11,14 @@ several failures only the one that is first in the Store goes that way, while th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -35,7 +37,7 @@ _NO_TIMEOUT = timedelta(days=365)
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
-_RING_TAG = 7
+_RING_TAG, _UNUSED_TAG = 7, 8
 # What a message of the ring is: a goodbye, after which nothing comes (after a failure peers are to hear of that), or a
 # failure, with its kind, rank, sequence number and text.
 _IN_ORDER, _AFTER_FAILURE, _FAILURE = 1, 2, 3
@@ -43,6 +45,7 @@ _MESSAGE_HEAD = struct.Struct("<BBiQ")
 _MESSAGE_BYTES = 1024
 _Report = tuple[int, str, int, int]  # kind, text, rank, sequence number
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
+_EXIT_S = 2.0  # how long the end of the process waits for threads
 
 
 def make_peers(meeting: Meeting, name: str, timeout_s: float) -> Any:
@@ -62,9 +65,9 @@ class _Agreement:
         self._group = _connect(meeting)
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect)
         ring = _Ring(self._group, self._rank, self._size)
-        _start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size)
-        _start(_watch, self.peers, ring)
-        _start(_say_goodbye, self.peers, ring)
+        _start(ring, _carry_failures, self.peers, _own_connection(meeting.store), ring, self._size)
+        _start(ring, _watch, self.peers, ring)
+        _start(ring, _say_goodbye, self.peers, ring)
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
@@ -148,8 +151,26 @@ def _own_connection(store: dist.Store) -> dist.Store:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _start(run: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True).start()
+_threads: dict[threading.Thread, weakref.ref[_Ring]] = {}
+
+
+def _start(ring: _Ring, run: Callable[..., None], *args: Any) -> None:
+    thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
+    thread.start()
+    for ended in [other for other in list(_threads) if not other.is_alive()]:
+        _threads.pop(ended, None)
+    _threads[thread] = weakref.ref(ring)
+
+
+@atexit.register
+def _join_threads() -> None:
+    """A thread that needs the GIL when the interpreter has gone, to come back from gloo or to free its group, ends the
+    process by SIGABRT. Runs after communicators have been closed: what is registered first runs last."""
+    until = time.monotonic() + _EXIT_S
+    for thread, its_ring in list(_threads.items()):
+        if thread.is_alive() and (ring := its_ring()) is not None:
+            ring.stop_receiving()
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _connect(meeting: Meeting) -> Any:
@@ -202,6 +223,13 @@ class _Ring:
         with self._sending:
             self._is_over = True
             self._send(what, (0, "", -1, 0))
+
+    def stop_receiving(self) -> None:
+        """After the end. A time limit that passes is the one way to have gloo give up what waits in a group."""
+        if self._is_over:
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(0, dtype=torch.uint8)
+                self._group.recv([nothing], self.following, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _send(self, what: int, report: _Report) -> None:
         kind, text, rank, seq = report

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import secrets
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ import torch.distributed as dist
 
 from bucketwheel import comm_nccl
 from bucketwheel._build import native
-from bucketwheel.comm_nccl import NcclChoices
+from bucketwheel.comm_nccl import Making, NcclChoices
 from bucketwheel.device import CPU, device_index
-from bucketwheel.errors import CommError, Error
+from bucketwheel.errors import Error
 from bucketwheel.handle import Handle
 from bucketwheel.place import LocalRank, Place
 from bucketwheel.pool import Pool
@@ -27,7 +29,8 @@ __all__ = ["Communicator"]
 
 _EXIT_GRACE_S = 2.0
 
-_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_numbers = itertools.count()
+_open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
 
 class Communicator:
@@ -88,9 +91,10 @@ class Communicator:
         self._place = place
         self._choices = choices
         self._gathers: Communicator | None = None
+        self._has_reduces = True
         self._overlaps = False
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
-        _open_communicators.add(self)
+        _open_communicators[next(_numbers)] = self
         _close_all_at_exit()
         return self
 
@@ -122,9 +126,11 @@ class Communicator:
         _expect_device("nccl", index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         place = Place.of(group, "nccl", timeout_s)
-        natives, overlaps = comm_nccl.pair(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        natives, overlaps = comm_nccl.pair(making)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
         reduces._gathers = gathers
+        gathers._has_reduces = False
         gathers._overlaps = reduces._overlaps = overlaps
         return gathers, reduces
 
@@ -148,16 +154,14 @@ class Communicator:
         index = device_index(device)
         _expect_device("nccl", index)
         place = Place.of(group, "nccl", timeout_s)
-        if place.meeting is None:
-            raise ValueError("borrow takes a process group")
-        native_comm = comm_nccl.borrow(place.meeting, group, index, place.agreed_name(name, "nccl"), timeout_s)
-        return cls.__new__(cls)._finish(native_comm, place, NcclChoices())
+        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
+        return cls.__new__(cls)._finish(comm_nccl.borrow(making, group), place, making.choices)
 
     def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
         """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
 
         New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
-        one's; nothing else is shared.
+        one's. Nothing else is shared, unless the option ``split_share`` has NCCL share its resources.
         """
         number = next(self._place.splits)
         token = secrets.token_hex(8)
@@ -167,24 +171,22 @@ class Communicator:
         place = self._place.part(self, ranks if color >= 0 else [], f"{number}/{color}", everyone[ranks[0]][2])
         name = name or f"{self.name}.{number}.{color}"
         if self.backend == "nccl":
-            meeting = place.meeting if place is not None else None
-            made = comm_nccl.split(
-                self._native,
-                meeting,
-                color,
-                ranks.index(self.rank),
-                name,
-                self.device,
-                self._place.timeout_s,
-                self._choices,
-            )
+            made = self._split_nccl(place, color, ranks.index(self.rank), name)
         else:
-            made = place.make(self.backend, self.device, name, self._choices) if place is not None else None
-        return (
-            None
-            if made is None or place is None
-            else type(self).__new__(type(self))._finish(made, place, self._choices)
-        )
+            with self._aborting_when_interrupted("split"):
+                made = place.make(self.backend, self.device, name, self._choices) if place is not None else None
+        if made is None or place is None:
+            return None
+        return type(self).__new__(type(self))._finish(made, place, self._choices)
+
+    def _split_nccl(self, place: Place | None, color: int, key: int, name: str) -> Any:
+        meeting = place.meeting if place is not None else None
+        making = Making(meeting, self.device, name, self._place.timeout_s, self._choices)
+        try:
+            return comm_nccl.split(self._native, making, color, key)
+        except BaseException as error:  # ranks of any color may wait for this one inside NCCL
+            self.abort(f"split: {type(error).__name__}: {error}")
+            raise
 
     @property
     def rank(self) -> int:
@@ -223,7 +225,13 @@ class Communicator:
         if self.backend != "nccl":
             return {}
         has_gathers = self._gathers is None
-        return comm_nccl.features(self._native, self._choices, has_gathers=has_gathers, overlaps=self._overlaps)
+        return comm_nccl.features(
+            self._native,
+            self._choices,
+            has_gathers=has_gathers,
+            has_reduces=self._has_reduces,
+            overlaps=self._overlaps,
+        )
 
     def register_pool(self) -> int:
         """Make registered memory of what the pool got from the system since the last time; how many slabs NCCL accepted.
@@ -231,7 +239,10 @@ class Communicator:
         Collective, and only for ``registered=True``: all ranks must have made the same acquires in one order, and every
         tensor of an operation must lie at the same place on all ranks (``BW_COMM_CHECK=1`` verifies that).
         """
-        return int(self._native.register_pool()) if self._choices.registered else 0
+        if not self._choices.registered:
+            return 0
+        with self._aborting_when_interrupted("register_pool"):
+            return int(self._native.register_pool())
 
     @property
     def stream(self) -> Any:
@@ -271,12 +282,18 @@ class Communicator:
     def exchange(self, payload: bytes) -> list[bytes]:
         """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
         self._native.post(bytes(payload))
+        with self._aborting_when_interrupted("exchange"):
+            return list(self._native.collect())
+
+    @contextlib.contextmanager
+    def _aborting_when_interrupted(self, where: str) -> Iterator[None]:
+        """What a signal handler raises ends a wait: the peers will not find this rank where they wait for it."""
         try:
-            return self._native.collect()
-        except CommError:
+            yield
+        except (Error, ValueError):
             raise
-        except BaseException as error:  # raised by a signal handler
-            self.abort(f"{type(error).__name__} while it waited for the others")
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} in {where}, while it waited for the others")
             raise
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
@@ -297,9 +314,9 @@ class Communicator:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
         return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
 
-    def abort(self, why: str) -> None:
-        """Fail the communicator on every rank: their next wait raises `CommError` with ``why``. Never blocks."""
-        self._native.abort(why)
+    def abort(self, reason: str) -> None:
+        """Fail the communicator on every rank: their next wait raises `CommError` with ``reason``. Never blocks."""
+        self._native.abort(reason)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
@@ -345,11 +362,15 @@ def _expect_device(backend: str, device: int) -> None:
 
 
 def _close_all() -> None:
-    """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed."""
+    """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed.
+
+    In the order of the making, the same on all ranks: the end of an NCCL communicator waits for that of the others'.
+    """
+    until = time.monotonic() + _EXIT_GRACE_S
     try:
-        for communicator in list(_open_communicators):
+        for _, communicator in sorted(_open_communicators.items()):
             with contextlib.suppress(Error):  # one that has failed must not keep the others open
-                communicator.close(_EXIT_GRACE_S)
+                communicator.close(max(until - time.monotonic(), 0.0))
     finally:
         native().stop_freeing()
 

@@ -9,20 +9,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from . import agreement, comm_shm, nccl
 from ._build import native
 from .device import torch_device
-from .errors import CommError, DeviceError
-from .meeting import Meeting
+from .errors import BuildError, CommError, DeviceError
+from .meeting import Meeting, has_keys
 from .pool import Pool
 
-__all__ = ["NcclChoices", "borrow", "features", "make", "pair", "split"]
+__all__ = ["Making", "NcclChoices", "borrow", "features", "launch_order_found", "make", "pair", "split"]
 
+_PAUSE_S = 0.01
 _CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
@@ -34,9 +35,17 @@ def _claim_launch_order() -> bool:
     if _LAUNCH_ORDER in os.environ:
         return os.environ[_LAUNCH_ORDER] == "1"
     os.environ[_LAUNCH_ORDER] = "1"
-    return not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()))
+    return not (torch.cuda.is_initialized() or _has_nccl_group())
 
 
+def _has_nccl_group() -> bool:
+    """One that has gone, or is somebody else's, has needed CUDA."""
+    if not dist.is_available():
+        return False
+    return any("nccl" in str(dist.get_backend_config(group)) for group in dist.distributed_c10d._world.pg_map)
+
+
+launch_order_found = os.environ.get(_LAUNCH_ORDER)  # before the import
 _is_launch_order_kept = _claim_launch_order()
 
 
@@ -73,6 +82,22 @@ class NcclChoices:
         return config, net_name
 
 
+@dataclass(frozen=True)
+class Making:
+    """Who is to be connected, and how. ``meeting``: of the ranks of the new communicator; None: this process alone."""
+
+    meeting: Meeting | None
+    device: int
+    name: str
+    timeout_s: float
+    choices: NcclChoices = NcclChoices()
+
+    def options(self, *, serialises: bool = False) -> Any:
+        config, net_name = self.choices.config()
+        pool = Pool(device=torch_device(self.device))
+        return native().NcclOptions(config, net_name, self.choices.registered, pool._native, serialises)
+
+
 class _Check:
     """Debug (``BW_COMM_CHECK=1``): compares every operation of a communicator between the ranks, through the Store."""
 
@@ -81,19 +106,25 @@ class _Check:
         self._timeout_s, self._peers = meeting.timeout_s, peers
 
     def __call__(self, comm: str, seq: int, text: str) -> str:
+        """How the ranks differ, or why that cannot be known; empty where they agree."""
+        try:
+            return self._compare(comm, seq, text)
+        except RuntimeError as error:  # the Store has gone, perhaps with a rank: the peers know that a little later
+            until = time.monotonic() + _CHECK_S
+            while not (trouble := self._peers.trouble()) and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+            return f"this rank called {text}, and cannot ask what others did: {trouble or error}"
+
+    def _compare(self, comm: str, seq: int, text: str) -> str:
         keys = [f"check/{comm}/{seq}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], text)
-        begin = time.monotonic()
-        while left_s := max(begin + self._timeout_s - time.monotonic(), 0):
-            try:
-                self._store.wait(keys, timedelta(seconds=min(left_s, _CHECK_S)))
-                break
-            except RuntimeError:  # DistStoreError, but of a FileStore
-                if trouble := self._peers.trouble():
-                    return f"this rank called {text}, and others will not: {trouble}"
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        if missing:
-            return f"this rank called {text}; ranks {missing} called nothing for {self._timeout_s} s"
+        until = time.monotonic() + self._timeout_s
+        while not has_keys(self._store, keys, max(min(until - time.monotonic(), _CHECK_S), 0.0)):
+            if trouble := self._peers.trouble():
+                return f"this rank called {text}, and others will not: {trouble}"
+            if time.monotonic() >= until:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                return f"this rank called {text}; ranks {missing} called nothing for {self._timeout_s} s"
         texts = [self._store.get(key).decode() for key in keys]
         if seq > 1:  # whoever has come here has read what was there before
             self._store.delete_key(f"check/{comm}/{seq - 1}/{self._rank}")
@@ -102,18 +133,9 @@ class _Check:
         return "ranks called different operations:" + "".join(f"\n  rank {r}: {one}" for r, one in enumerate(texts))
 
 
-def _options(
-    choices: NcclChoices, device: int, meeting: Meeting | None, peers: Any = None, *, serialises: bool = False
-) -> Any:
-    config, net_name = choices.config()
-    pool = Pool(device=torch_device(device))
-    checks = os.environ.get("BW_COMM_CHECK") == "1"
-    check = _Check(meeting, peers) if checks and meeting is not None else None
-    return native().NcclOptions(config, net_name, choices.registered, pool._native, serialises, check)
-
-
-def _make_peers(meeting: Meeting | None, name: str, timeout_s: float) -> Any:
+def _make_peers(making: Making) -> Any:
     """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo."""
+    meeting, name, timeout_s = making.meeting, making.name, making.timeout_s
     if meeting is None or meeting.size == 1:
         return native().peers_of(native().LocalWorld(1).join(0, name, timeout_s))
     try:
@@ -123,9 +145,9 @@ def _make_peers(meeting: Meeting | None, name: str, timeout_s: float) -> Any:
 
 
 @contextlib.contextmanager
-def _peers_to_keep(meeting: Meeting | None, name: str, timeout_s: float) -> Iterator[Any]:
+def _peers_to_keep(making: Making) -> Iterator[Any]:
     """New peers, that are left again when what is made of them fails."""
-    peers = _make_peers(meeting, name, timeout_s)
+    peers = _make_peers(making)
     try:
         yield peers
     except BaseException:
@@ -133,72 +155,92 @@ def _peers_to_keep(meeting: Meeting | None, name: str, timeout_s: float) -> Iter
         raise
 
 
-def make(meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices) -> Any:
-    """The native communicator of the ranks that meet (None: of this process alone)."""
+def make(making: Making) -> Any:
+    """The native communicator of the ranks that meet."""
+    unique_id, _ = _agree_on_nccl(making, has_order=True)
+    with _peers_to_keep(making) as peers:
+        options = _agreed_options(making, peers)
 
-    def one(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
-        return [native().make_nccl_comm(peers, device, unique_id, options, left_s)]
+        def one(left_s: float) -> list[Any]:
+            return [native().make_nccl_comm(peers, making.device, unique_id, options, left_s)]
 
-    unique_id, _ = _agree_on_nccl(meeting, choices, has_order=True)
-    return _make(meeting, device, name, timeout_s, choices, one, unique_id)[0]
+        return _all_or_none(making, one)[0]
 
 
-def pair(
-    meeting: Meeting | None, device: int, name: str, timeout_s: float, choices: NcclChoices
-) -> tuple[list[Any], bool]:
+def pair(making: Making) -> tuple[list[Any], bool]:
     """Two native communicators, for all-gathers and for reduce-scatters, that share what they know of their peers; and
     whether they overlap. They do on all ranks or on none: a rank that takes turns with one that does not may deadlock."""
-
-    def two(peers: Any, unique_id: bytes, options: Any, left_s: float) -> list[Any]:
-        return list(native().make_nccl_pair(peers, device, unique_id, options, left_s))
-
-    unique_id, without_order = _agree_on_nccl(meeting, choices, has_order=_is_launch_order_kept)
+    unique_id, without_order = _agree_on_nccl(making, has_order=_is_launch_order_kept)
     if without_order:
         warnings.warn(
             f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers and "
-            "reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before "
-            "torch.distributed.init_process_group, or set it to 1",
+            "reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before CUDA is used and "
+            "before torch.distributed.init_process_group, or set it to 1",
             stacklevel=3,
         )
-    natives = _make(meeting, device, name, timeout_s, choices, two, unique_id, serialises=bool(without_order))
-    return natives, not without_order
+    with _peers_to_keep(making) as peers:
+        options = _agreed_options(making, peers, serialises=bool(without_order))
+
+        def two(left_s: float) -> list[Any]:
+            return list(native().make_nccl_pair(peers, making.device, unique_id, options, left_s))
+
+        return _all_or_none(making, two), not without_order
 
 
-def _make(
-    meeting: Meeting | None,
-    device: int,
-    name: str,
-    timeout_s: float,
-    choices: NcclChoices,
-    make: Callable[[Any, bytes, Any, float], list[Any]],
-    unique_id: bytes,
-    *,
-    serialises: bool = False,
-) -> list[Any]:
-    with _peers_to_keep(meeting, name, timeout_s) as peers:
-        options = _options(choices, device, meeting, peers, serialises=serialises)
-        if meeting is None:
-            return make(peers, unique_id, options, timeout_s)
-        left_s = max(meeting.deadline - time.monotonic(), 0.1)
-        return _all_or_none(meeting, lambda: make(peers, unique_id, options, left_s))
-
-
-def _all_or_none(meeting: Meeting, make: Callable[[], list[Any]]) -> list[Any]:
-    """The communicators that ``make`` returns, if it works on all ranks; CommError on every rank otherwise."""
+def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> Any:
+    """The native options, on all ranks or on none: whoever went on alone would wait for the others inside NCCL. All check
+    what they call if one is told to."""
+    if making.meeting is None:
+        return making.options(serialises=serialises)
     made: list[Any] = []
-    failures = meeting.failures(meeting.attempt(lambda: made.extend(make())))
-    if failures:
+    checks = os.environ.get("BW_COMM_CHECK") == "1"
+    wishes = _on_all_ranks(making.meeting, lambda: made.append(making.options(serialises=serialises)), checks)
+    if any(wishes):
+        made[0].set_check(_Check(making.meeting, peers))
+    return made[0]
+
+
+def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any]:
+    """The communicators that ``make(seconds left)`` returns, if it works on all ranks; an error on every rank otherwise."""
+    meeting = making.meeting
+    if meeting is None:
+        return make(making.timeout_s)
+    left_s = max(meeting.deadline - time.monotonic(), 0.1)
+    made: list[Any] = []
+    try:
+        _on_all_ranks(meeting, lambda: made.extend(make(left_s)))
+    except BaseException:
         for comm in made:
-            if comm is not None:
-                comm.abort("another rank could not make its part")
-                comm.close(0.0)
-        raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
+            comm.abort("another rank could not make its part")
+            comm.close(0.0)
+        raise
     return made
 
 
-def _agree_on_nccl(meeting: Meeting | None, choices: NcclChoices, *, has_order: bool) -> tuple[bytes, list[int]]:
+def _on_all_ranks(meeting: Meeting, step: Callable[[], Any], note: Any = None) -> list[Any]:
+    """Everybody's ``note``, after a ``step`` that has worked on all ranks. Else CommError; on a rank whose device, build or
+    arguments it was, that error."""
+    own: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            step()
+        except (ValueError, DeviceError, BuildError) as error:
+            own.append(error)
+            raise
+
+    failures, notes = meeting.outcome(meeting.attempt(attempt), note)
+    if own:
+        raise own[0]
+    if failures:
+        raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
+    return notes
+
+
+def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]]:
     """Rank 0's unique id, once all ranks have an NCCL of one version and want the same, and the ranks without
     ``has_order``. Raises on every rank."""
+    meeting = making.meeting
     if meeting is None:
         return nccl.unique_id(), [] if has_order else [0]
     facts: dict[str, Any] = {"has_order": has_order}
@@ -209,7 +251,7 @@ def _agree_on_nccl(meeting: Meeting | None, choices: NcclChoices, *, has_order: 
             facts["id"] = nccl.unique_id().hex()
 
     error = meeting.attempt(look)
-    everyone = meeting.exchange({**facts, "error": error, "choices": json.dumps(asdict(choices), default=str)})
+    everyone = meeting.exchange({**facts, "error": error, "choices": json.dumps(asdict(making.choices), default=str)})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")
@@ -223,37 +265,31 @@ def _agree_on_nccl(meeting: Meeting | None, choices: NcclChoices, *, has_order: 
     return bytes.fromhex(everyone[0]["id"]), [rank for rank, one in enumerate(everyone) if not one["has_order"]]
 
 
-def split(
-    parent: Any,
-    meeting: Meeting | None,
-    colour: int,
-    key: int,
-    name: str,
-    device: int,
-    timeout_s: float,
-    choices: NcclChoices,
-) -> Any:
-    """The native communicator of this rank's part of ``parent``; ``meeting`` is that part's, None for no part."""
-    if colour < 0:
-        options = _options(choices, device, None)
-        parent.split(None, colour, key, options, timeout_s)
-        return None
-    with _peers_to_keep(meeting, name, timeout_s) as peers:
-        options = _options(choices, device, meeting, peers)
-        make = lambda: [parent.split(peers, colour, key, options, timeout_s)]  # noqa: E731
-        return make()[0] if meeting is None else _all_or_none(meeting, make)[0]
+def split(parent: Any, making: Making, color: int, key: int) -> Any:
+    """The native communicator of this rank's part of ``parent``; None for a ``color`` < 0, with a making of nobody."""
+    if color < 0:
+        return parent.split(None, color, key, making.options(), making.timeout_s)
+    with _peers_to_keep(making) as peers:
+        options = _agreed_options(making, peers)
+        return _all_or_none(making, lambda _: [parent.split(peers, color, key, options, making.timeout_s)])[0]
 
 
-def borrow(meeting: Meeting, group: dist.ProcessGroup, device: int, name: str, timeout_s: float) -> Any:
+def borrow(making: Making, group: dist.ProcessGroup) -> Any:
     """A native communicator around the one that ``group`` has for the device."""
-    backend: Any = group._get_backend(torch_device(device))
-    failures = meeting.failures(meeting.attempt(nccl.info) or _why_not_to_borrow(backend, device))
+    meeting = making.meeting
+    if meeting is None:
+        raise ValueError("borrow takes a process group of several ranks")
+    backend: Any = group._get_backend(torch_device(making.device))
+    failures = meeting.failures(meeting.attempt(nccl.info) or _why_not_to_borrow(backend, making.device))
     if failures:
         raise ValueError(f"the process group has no NCCL communicator that can be borrowed{failures}")
-    with _peers_to_keep(meeting, name, timeout_s) as peers:
-        options = _options(NcclChoices(), device, meeting, peers)
-        make = lambda: [native().borrow_nccl_comm(peers, device, backend._comm_ptr(), options)]  # noqa: E731
-        return _all_or_none(meeting, make)[0]
+    with _peers_to_keep(making) as peers:
+        options = _agreed_options(making, peers)
+
+        def borrowed(_: float) -> list[Any]:
+            return [native().borrow_nccl_comm(peers, making.device, backend._comm_ptr(), options)]
+
+        return _all_or_none(making, borrowed)[0]
 
 
 def _why_not_to_borrow(backend: Any, device: int) -> str:
@@ -271,14 +307,16 @@ def _why_not_to_borrow(backend: Any, device: int) -> str:
     return ""
 
 
-def features(comm: Any, choices: NcclChoices, *, has_gathers: bool, overlaps: bool) -> dict[str, Any]:
-    """``has_gathers``: all-gathers run here; ``overlaps``: with the other of a pair."""
+def features(
+    comm: Any, choices: NcclChoices, *, has_gathers: bool, has_reduces: bool, overlaps: bool
+) -> dict[str, Any]:
+    """``has_gathers``, ``has_reduces``: these run here; ``overlaps``: with the other of a pair."""
     found = nccl.info()
     has_windows = bool(comm.has_windows)
     return {
         "nccl": nccl.version_text(found.version),
         "windows": has_windows,
         "copy_engines": has_gathers and has_windows and choices.cta_policy == "zero",
-        "symmetric_avg": has_windows and found.features["symmetric_avg"],
+        "symmetric_avg": has_reduces and has_windows and found.features["symmetric_avg"],
         "overlap": overlaps,
     }

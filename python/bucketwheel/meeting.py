@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from .errors import CommTimeout, Error
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "has_keys"]
 
 _LOOK_S = 0.05
+_SLICE_S = 0.5  # Ctrl-C is served between two waits for the Store
 _OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
 
 
@@ -67,27 +68,41 @@ class Meeting:
 
     def _await(self, keys: list[str], grace_s: float) -> None:
         until = max(self.deadline, time.monotonic() + grace_s)
-        try:
-            self.store.wait(keys, timedelta(seconds=max(until - time.monotonic(), _LOOK_S)))
-        except RuntimeError as error:  # of which the Stores have different kinds
-            if time.monotonic() < until - _LOOK_S:
-                raise  # not the time limit
-            came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
-            missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
-            raise CommTimeout(
-                f"the communicator was not made within {self.timeout_s} s: ranks {missing} have not come"
-            ) from error
+        if has_keys(self.store, keys, until - time.monotonic()):
+            return
+        came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
+        missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
+        raise CommTimeout(f"the communicator was not made within {self.timeout_s} s: ranks {missing} have not come")
 
     def attempt(self, step: Callable[[], Any]) -> str:
         """What went wrong in ``step``; empty if nothing did."""
         try:
             step()
-        except (OSError, Error) as error:
+        except (OSError, ValueError, Error) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
     def failures(self, mine: str) -> str:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
-        everyone = self.exchange(mine, grace_s=_OUTCOME_S)
-        failed = [(rank, text) for rank, text in enumerate(everyone) if text]
-        return "".join(f"\n  rank {rank}: {text}" for rank, text in failed)
+        return self.outcome(mine)[0]
+
+    def outcome(self, mine: str, note: Any = None) -> tuple[str, list[Any]]:
+        """`failures`, and everybody's ``note``."""
+        everyone = self.exchange([mine, note], grace_s=_OUTCOME_S)
+        failures = "".join(f"\n  rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
+        return failures, [one for _, one in everyone]
+
+
+def has_keys(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
+    """Blocks until the Store has them all. False at the time limit; RuntimeError when there is no Store."""
+    until = time.monotonic() + timeout_s
+    while True:
+        look_until = min(until, time.monotonic() + _SLICE_S)
+        try:
+            store.wait(keys, timedelta(seconds=max(look_until - time.monotonic(), _LOOK_S)))
+            return True
+        except RuntimeError:  # of which the Stores have different kinds
+            if time.monotonic() < look_until - _LOOK_S:
+                raise  # not the time limit
+        if time.monotonic() >= until:
+            return False

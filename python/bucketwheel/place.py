@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bucketwheel import comm_nccl, comm_shm
 from bucketwheel._build import native
-from bucketwheel.comm_nccl import NcclChoices
+from bucketwheel.comm_nccl import Making, NcclChoices
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.meeting import Meeting
 from bucketwheel.pool import Pool
@@ -87,7 +87,7 @@ class Place:
             return _join_local(self.local or LocalWorld(1).rank(0), device, self.timeout_s, name)
         agreed = self.agreed_name(name, backend)
         if backend == "nccl":
-            return comm_nccl.make(self.meeting, device, agreed, self.timeout_s, choices)
+            return comm_nccl.make(Making(self.meeting, device, agreed, self.timeout_s, choices))
         if self.meeting is None:
             return native().make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
         return _connect_shm(self.meeting, agreed, self.timeout_s)

@@ -12,6 +12,7 @@ import torch
 from comm_cases import check_usable
 from nccl_failure_cases import SOON_S, Error, error_of, expect_prefix, gather, nccl_comm
 
+from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.testing import RankPool
@@ -156,3 +157,37 @@ def registering_fails(rank: int, size: int) -> Error:
 def test_a_rank_that_cannot_register_fails_all(rank_pool):
     for kind, text, _ in rank_pool(2).run(registering_fails, timeout_s=30):
         assert kind == "CommError" and "ncclCommWindowRegister: 3" in text
+
+
+def one_is_told(rank: int, size: int) -> Error:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK=str(rank)), nccl_comm("checked", timeout_s=20.0) as (comm, _):
+        part = comm.split(0)
+        check_usable(part)
+        error = error_of(lambda: call(part, "size", rank == size - 1))
+        part.close()
+        return error
+
+
+def test_all_check_if_one_is_told_to(rank_pool):
+    for kind, text, _ in rank_pool(2).run(one_is_told, timeout_s=30):
+        assert kind == "MismatchError" and "rank 0: all_gather" in text, text
+
+
+class GoneStore:
+    asked = 0
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        self.asked += 1
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_check_without_a_store_says_so_soon_and_asks_once():
+    store, peers = GoneStore(), mock.Mock(**{"trouble.side_effect": ["", "", "rank 0 died", "rank 0 died"]})
+    check = comm_nccl._Check(mock.Mock(store=store, rank=1, size=2, timeout_s=600.0), peers)
+    assert check("name", 1, "all_gather") == "this rank called all_gather, and cannot ask what others did: rank 0 died"
+    peers.trouble.side_effect = lambda: ""
+    begin = time.monotonic()
+    assert check("name", 2, "all_gather").endswith("cannot ask what others did: Connection reset by peer")
+    assert time.monotonic() - begin < SOON_S and store.asked == 2

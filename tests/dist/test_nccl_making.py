@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from comm_cases import check_usable
 from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
 from simulated_cuda import posing
 
-from bucketwheel import nccl
+from bucketwheel import comm_nccl, nccl
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import DeviceError
+from bucketwheel.errors import CommError, DeviceError
 from bucketwheel.errors import Error as AnyError
 from bucketwheel.ops import all_gather
+from bucketwheel.pool import Pool
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 
@@ -138,6 +145,116 @@ def test_a_split_that_fails_on_one_rank_fails_the_communicator(hangs, color, ran
         assert error[0] in ("CommError", "CommTimeout"), (rank, error)
         assert later[0] in ("CommError", "CommTimeout"), (rank, later)
         expect_prefix(later[1], rank, 3, "parent")
+
+
+# -------------------------------------------------------------------------------------- a rank fails before NCCL is asked
+
+
+def without_pool(rank: int, size: int, way: str) -> tuple[str, str, float]:
+    library = script()
+
+    def new_pool(**choices: Any) -> Pool:
+        if rank == 1:
+            raise DeviceError("cuda:9 was asked for; there are 8 CUDA devices")
+        return Pool(**choices)
+
+    begin = time.monotonic()
+    with posing(), mock.patch.object(comm_nccl, "Pool", new_pool), pytest.raises(AnyError) as caught:
+        make(way) if way == "pair" else Communicator(backend="nccl", device="cuda", timeout_s=20)
+    took_s = time.monotonic() - begin
+    expect_gone(library)
+    made_and_usable(way)
+    return type(caught.value).__name__, str(caught.value), took_s
+
+
+@pytest.mark.parametrize("way", ["one", "pair"])
+def test_a_rank_without_its_device_tells_the_others(way, rank_pool):
+    results = rank_pool(3).run(without_pool, way, timeout_s=40)
+    assert [kind for kind, _, _ in results] == ["CommError", "DeviceError", "CommError"]
+    assert all("cuda:9 was asked for" in text and took_s < SOON_S for _, text, took_s in results), results
+    assert "rank 1: DeviceError" in results[0][1]
+
+
+def borrows_nothing(rank: int, size: int) -> tuple[str, str, float]:
+    script()
+
+    class Backend:
+        def _comm_ptr(self) -> int:
+            return 0
+
+    ours = replace(nccl.info(), found="loaded already")
+    begin = time.monotonic()
+    with (
+        posing(),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: Backend()),
+        mock.patch.object(nccl, "info", lambda: ours),
+        mock.patch.object(nccl, "version_of_torch", lambda: None),
+        mock.patch.object(comm_nccl, "native", lambda: comm_nccl_of(rank)),
+        pytest.raises((ValueError, AnyError)) as caught,
+    ):
+        Communicator.borrow(dist.group.WORLD, timeout_s=20)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+def comm_nccl_of(rank: int) -> Any:
+    """The native module, whose borrowing works on rank 0."""
+    lent = mock.Mock()
+    return native() if rank else mock.Mock(wraps=native(), borrow_nccl_comm=lambda *_: lent)
+
+
+def test_a_rank_with_nothing_to_borrow_tells_the_others(rank_pool):
+    results = rank_pool(2).run(borrows_nothing, timeout_s=40)
+    assert [kind for kind, _, _ in results] == ["CommError", "ValueError"], results
+    assert "rank 1: ValueError: the process group has no NCCL communicator yet" in results[0][1]
+    assert all(took_s < SOON_S for _, _, took_s in results)
+
+
+# -------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupted(rank: int, size: int, where: str) -> float:
+    library = script()
+    with posing():
+        parent = Communicator(backend="nccl", device="cuda", timeout_s=20, registered=True)
+        lease = parent.pool.acquire("key", 4096)
+        calls: dict[str, Callable[[], Any]] = {
+            "ncclCommInitRankConfig": lambda: Communicator(backend="nccl", device="cuda", timeout_s=20),
+            "ncclCommSplit": lambda: parent.split(0),
+            "ncclCommWindowRegister": parent.register_pool,
+            "agreement": parent.register_pool,
+        }
+        parent.exchange(b"")
+        if where != "agreement":
+            library.fake_nccl_hang_call(where.encode())
+        elif rank != 0:
+            time.sleep(1.5)
+        if rank == 0:
+            threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt if rank == 0 else CommError):
+            calls[where]()
+        took_s = time.monotonic() - begin
+        library.fake_nccl_release()
+        if where != "ncclCommInitRankConfig":
+            assert "KeyboardInterrupt" in error_of(lambda: gather(parent))[1]
+        lease.release()
+        parent.close(5.0)
+    expect_gone(library)
+    return took_s
+
+
+@pytest.mark.parametrize(
+    ("world", "where"),
+    [
+        (1, "ncclCommInitRankConfig"),
+        (1, "ncclCommSplit"),
+        (1, "ncclCommWindowRegister"),
+        (2, "agreement"),
+        (2, "ncclCommSplit"),
+    ],
+)
+def test_ctrl_c_ends_the_waiting(world, where, rank_pool):
+    assert rank_pool(world).run(interrupted, where, timeout_s=50)[0] < 0.5 + SOON_S
 
 
 # ------------------------------------------------------------------------------------------- ranks that do not agree

@@ -161,5 +161,9 @@ def test_the_launch_order_is_asked_for_at_import():
         assert run_python(PRINT) == "1 True"
         assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="0") == "0 False"
         assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="1") == "1 True"
-        late = "import torch.distributed as dist; dist.is_initialized = lambda: True; dist.get_backend_config = lambda: 'cpu:gloo,cuda:nccl'; "
-        assert run_python(late + PRINT) == "1 False"
+        group = "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+        assert run_python(group + PRINT) == "1 True"
+        # A second group, and one that may have been and gone: it has needed CUDA.
+        second = "config = dist.get_backend_config; dist.get_backend_config = lambda g=None: config(g) if g is dist.group.WORLD else 'cuda:nccl'; "
+        assert run_python(group + "dist.new_group([0]); " + second + PRINT) == "1 False"
+        assert run_python("import torch; torch.cuda.is_initialized = lambda: True; " + PRINT) == "1 False"

@@ -1,0 +1,116 @@
+"""How processes end that have, or had, NCCL communicators: with exit code 0, and soon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests import simulated_cuda, simulated_nccl
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).resolve().parents[2]
+EXIT_S = 3.0
+
+# Forks the ranks, which then end as any process does: that takes no time for imports.
+TEMPLATE = """
+import contextlib, os, socket, sys, time
+from unittest import mock
+import torch, torch.distributed as dist
+from bucketwheel import agreement, comm_shm
+from bucketwheel._build import native
+from bucketwheel.comm import Communicator
+from bucketwheel.ops import all_gather
+from tests import simulated_nccl
+
+begin = []
+
+class SlowToGo:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+
+def run(rank, port, apart):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    simulated_nccl.install()
+    native().set_posing(True)
+    dist.init_process_group("gloo")
+    with contextlib.ExitStack() as stack:
+        if apart:
+            stack.enter_context(mock.patch.object(comm_shm, "connect", side_effect=comm_shm.NotOneHost("apart")))
+        case(rank)
+    begin.append(time.monotonic())
+
+def start(rank, port, apart):
+    if (child := os.fork()) == 0:
+        run(rank, port, apart)
+        os.write(reports[1], f"{begin[0]} ".encode())
+    return child
+
+native()
+for apart in APART * REPEATS:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    reports = os.pipe()
+    children = []
+    for rank in range(2):
+        children.append(start(rank, port, apart))
+        if children[-1] == 0:
+            break
+    if 0 in children:
+        break
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    over = time.monotonic()
+    begins = [float(word) for word in os.read(reports[0], 1000).split()]
+    print(*codes, *(round(over - one, 2) for one in begins), flush=True)
+"""
+
+
+def ends(case: str, *, apart: list[bool], repeats: int) -> list[tuple[list[int], list[float]]]:
+    """Exit codes of the two ranks that run ``case``, and how long they took from there, of each repetition."""
+    simulated_cuda.build()
+    env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
+    head = f"APART, REPEATS = {apart}, {repeats}\ndef case(rank):\n{textwrap.indent(textwrap.dedent(case), '    ')}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + TEMPLATE], capture_output=True, text=True, timeout=100, env=env, cwd=ROOT
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert (done.returncode, len(rows)) == (0, len(apart) * repeats), done.stdout + done.stderr
+    return [([int(code) for code in row[:2]], [float(took_s) for took_s in row[2:]]) for row in rows]
+
+
+def test_processes_that_have_closed_end_well():
+    """While the interpreter goes, which takes a while here, nothing of ours may ask for its lock."""
+    case = """
+    global last
+    last = SlowToGo()
+    comm = Communicator(backend="nccl", device="cuda", timeout_s=20)
+    all_gather(torch.empty(6), torch.ones(3), comm).synchronize()
+    comm.exchange(b"")
+    if rank == 1:
+        end = agreement._Ring.end
+        agreement._Ring.end = lambda *args: (time.sleep(0.2), end(*args))
+    comm.close()
+    dist.destroy_process_group()
+    """
+    found = ends(case, apart=[True], repeats=10)
+    assert [codes for codes, _ in found] == [[0, 0]] * 10
+    assert max(took_s for _, times in found for took_s in times) < EXIT_S, found
+
+
+def test_processes_that_do_not_close_end_well_and_soon():
+    """Whatever the addresses of what they have left open are: weak sets went by these."""
+    case = """
+    global comms, handles, kept
+    kept = [object() for _ in range(rank * 1000)]
+    comms = [Communicator.pair(timeout_s=20) for _ in range(3)]
+    comms += [[Communicator(backend="nccl", device="cuda", timeout_s=20)] for _ in range(3)]
+    handles = [all_gather(torch.empty(6), torch.ones(3), comm) for several in comms for comm in several]
+    comms[0][0].exchange(b"")
+    """
+    for codes, times in ends(case, apart=[False, True], repeats=2):
+        assert codes == [0, 0] and max(times) < EXIT_S, (codes, times)
