@@ -219,9 +219,10 @@ class Communicator:
     @property
     def features(self) -> dict[str, Any]:
         """What this communicator does. Of NCCL: its version (``"nccl"``), whether the pool is registered memory
-        (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages are made in
-        float32 (``"symmetric_avg"``), whether it overlaps with the other of its pair (``"overlap"``). All-gathers of a
-        pair are those of `gathers`."""
+        (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages of what lies in
+        the pool are made in float32, not in the dtype of the tensors (``"symmetric_avg"``), whether it overlaps with
+        the other of its pair (``"overlap"``). Of a pair, all-gathers are those of `gathers`, and averages those of the
+        other one."""
         if self.backend != "nccl":
             return {}
         has_gathers = self._gathers is None

@@ -365,7 +365,8 @@ class ShardedEngine:
             for t in (space.exp_avg, space.exp_avg_sq, space.master)
             if t is not None
         )
-        pools = {self.grads.pool, self.comm.pool, self.comm.gathers.pool}
+        # Two of one pair have one pool, unless each registers its own.
+        pools = {pool._native: pool for pool in (self.grads.pool, self.comm.pool, self.comm.gathers.pool)}.values()
         return {
             "params": params,
             "grads": sum(space.grad.numel() * 4 for space in self._spaces),

@@ -84,6 +84,7 @@ def test_what_each_of_a_pair_does(rank_pool):
     for features in rank_pool(2).run(told):
         assert [one["copy_engines"] for one in features] == [True, False, True]
         assert [one["overlap"] for one in features] == [True, True, False]
+        assert [one["symmetric_avg"] for one in features] == [False, True, True]
 
 
 def configured(rank: int, world: int) -> dict[str, int]:

@@ -72,6 +72,27 @@ def test_bfloat16_on_the_wire(rank_pool, world):
             torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=2e-2)
 
 
+def reserved(rank: int, world: int, registered: bool) -> tuple[int, int]:
+    with simulated():
+        gathers, reduces = Communicator.pair(timeout_s=30, registered=registered)
+        with gathers, reduces:
+            params = list(model_of().parameters())
+            opt = bw.ShardedAdamW(params, process_group=reduces)
+            sum((param * param).sum() for param in params).backward()
+            opt.step()
+            found = opt.memory_summary()
+            pools = (gathers.pool, reduces.pool) if registered else (reduces.pool,)
+            expected = sum(pool.stats().reserved_bytes for pool in pools)
+            opt.close()
+            return found["pool"] + found["params"], expected
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_the_memory_of_a_pair_is_counted_once(registered, rank_pool):
+    for found, expected in rank_pool(2).run(reserved, registered):
+        assert found == expected > 0
+
+
 def by_process_group(rank: int, world: int) -> list[torch.Tensor]:
     """What a user writes: parameters on CUDA, the default process group, nothing else."""
     with simulated() as script:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,13 @@ def test_a_torch_without_the_exchange_api_is_broken(monkeypatch: pytest.MonkeyPa
     assert errors == ["torch 2.9.0 has no DLPack exchange API: install torch 2.10 or later"]
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert doctor._dlpack_version() is None
+
+
+def test_what_the_import_has_set_is_not_what_was_found():
+    code = "from bucketwheel import doctor; print(doctor.facts()['environment'].get('NCCL_LAUNCH_ORDER_IMPLICIT'))"
+    env = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    for found in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, env={**env, **found}, capture_output=True, text=True, timeout=100
+        )
+        assert done.stdout.strip() == found.get("NCCL_LAUNCH_ORDER_IMPLICIT", "None"), done.stderr
