@@ -119,12 +119,17 @@ class Communicator:
         device (8 and 16, say) lets them run at once.
 
         Where NCCL may have launched before bucketwheel was imported, without ``NCCL_LAUNCH_ORDER_IMPLICIT=1``, this
-        warns, and the operations of the two take turns.
+        warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
+        ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
         _expect_arguments(group, "nccl", timeout_s)
         index = device_index(device)
         _expect_device("nccl", index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        if choices.options.get("split_share"):
+            raise ValueError(
+                "split_share would make the two of a pair take turns; it is for communicators that `split`"
+            )
         place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         natives, overlaps = comm_nccl.pair(making)

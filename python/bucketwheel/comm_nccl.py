@@ -184,7 +184,8 @@ def pair(making: Making) -> tuple[list[Any], bool]:
         def two(left_s: float) -> list[Any]:
             return list(native().make_nccl_pair(peers, making.device, unique_id, options, left_s))
 
-        return _all_or_none(making, two), not without_order
+        shares = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") not in ("", "0")  # NCCL heeds it before options
+        return _all_or_none(making, two), not (without_order or shares)
 
 
 def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> Any:

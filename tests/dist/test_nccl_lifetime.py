@@ -6,7 +6,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -402,4 +401,3 @@ def idle_witness(rank: int, size: int) -> None:
         if rank == 1:
             comm.abort("over")
         time.sleep(0.6)
-        assert threading.active_count() >= 1

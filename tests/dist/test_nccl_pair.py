@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -107,6 +108,24 @@ def test_options_reach_nccl(rank_pool):
         "cga_cluster_size": 4,
     }
     assert rank_pool(2).run(configured) == [expected, expected]
+
+
+def shared(rank: int, world: int) -> list[bool]:
+    with simulated():
+        with pytest.raises(ValueError, match="take turns"):
+            Communicator.pair(timeout_s=30, options={"split_share": 1})
+        found = []
+        for value in ("0", "1"):
+            with mock.patch.dict(os.environ, NCCL_COMM_SPLIT_SHARE_RESOURCES=value):
+                gathers, reduces = Communicator.pair(timeout_s=30)
+            with gathers, reduces:
+                assert gathers.features["overlap"] == reduces.features["overlap"]
+                found.append(gathers.features["overlap"])
+        return found
+
+
+def test_a_pair_that_shares_resources_does_not_overlap(rank_pool):
+    assert rank_pool(2).run(shared) == [[True, False]] * 2
 
 
 def refused(rank: int, world: int) -> list[str]:
