@@ -335,6 +335,12 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
 
     A thread cannot be killed: one that hangs is reported with its stack and left behind as a daemon.
     """
+    if "torch" in sys.modules:
+        import torch
+
+        # The vector functions of MKL (exp, log, tanh, ...), when a process calls them for the first time and several
+        # threads do it at once, may do that one call with its lowest accuracy: results are off by 1e-4.
+        torch.exp(torch.ones(1))
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
 

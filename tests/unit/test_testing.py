@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -222,6 +223,11 @@ def test_threads_return_results_and_report_failures_and_hangs():
             run_threads(planted_thread_wait, 2, release, timeout_s=0.2)
     finally:
         release.set()
+
+
+def test_threads_are_not_the_first_to_call_the_functions_of_mkl():
+    with mock.patch.object(torch, "exp", wraps=torch.exp) as called:
+        assert run_threads(lambda rank, world_size: called.call_count, 2) == [1, 1]
 
 
 def planted_thread_wait(rank, world_size, release):
