@@ -106,7 +106,7 @@ class Comm {
   virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {},
                                                       const std::function<void()>& poll = {}) = 0;
 
-  // Fails the communicator on every rank: their next wait throws CommError with `reason`.
+  // Fails the communicator on every rank: the next wait throws with `reason`, here CommError, on the others PeerError.
   virtual void abort(const std::string& reason) noexcept = 0;
   // Waits for the operations in flight, then says goodbye to the peers; later calls throw ClosedError. Idempotent.
   // Operations that still run at `deadline` fail with ClosedError.

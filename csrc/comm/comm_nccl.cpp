@@ -338,7 +338,7 @@ void NcclComm::abort(const std::string& reason) noexcept {
   if (peers_->health().is_forked() || is_closed_) {
     return;
   }
-  give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, -1, issued_}));
+  give_up(fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank(), issued_}));
 }
 
 void NcclComm::close(Deadline deadline) {

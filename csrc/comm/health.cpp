@@ -8,7 +8,7 @@
 namespace bucketwheel {
 namespace {
 
-std::exception_ptr exception_of(const Failure& failure, const std::string& message) {
+std::exception_ptr exception_of(const Failure& failure, const std::string& message, int own_rank) {
   switch (failure.kind) {
     case FailureKind::kPeer:
       return std::make_exception_ptr(PeerError(failure.rank, message));
@@ -18,8 +18,12 @@ std::exception_ptr exception_of(const Failure& failure, const std::string& messa
       return std::make_exception_ptr(MismatchError(message));
     case FailureKind::kClosed:
       return std::make_exception_ptr(ClosedError(message));
-    case FailureKind::kNone:
     case FailureKind::kAborted:
+      if (failure.rank >= 0 && failure.rank != own_rank) {
+        return std::make_exception_ptr(PeerError(failure.rank, message));
+      }
+      break;
+    case FailureKind::kNone:
     case FailureKind::kError:
       break;
   }
@@ -56,7 +60,7 @@ Health::Verdict Health::fail(const Failure& failure, const std::string& prefix) 
   const bool is_first = error_ == nullptr;
   if (is_first) {
     message_ = prefix + failure.text;
-    error_ = exception_of(failure, message_);
+    error_ = exception_of(failure, message_, rank_);
     has_failed_ = true;
   }
   return {error_, message_, is_first};

@@ -15,7 +15,7 @@ namespace bucketwheel {
 struct Failure {
   FailureKind kind;
   std::string text;
-  int rank = -1;     // kPeer: who died or left
+  int rank = -1;     // kPeer: who died or left; kAborted: who aborted
   uint64_t seq = 0;  // operations before this one are not affected; 0: all are
 };
 

@@ -143,7 +143,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
 
 void HostComm::abort(const std::string& reason) noexcept {
   if (!health_.is_forked() && !is_closed_) {
-    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason}, seq_);
+    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank()}, seq_);
   }
 }
 

@@ -321,7 +321,8 @@ class Communicator:
         return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
 
     def abort(self, reason: str) -> None:
-        """Fail the communicator on every rank: their next wait raises `CommError` with ``reason``. Never blocks."""
+        """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others
+        `PeerError` with this rank. Never blocks."""
         self._native.abort(reason)
 
     def close(self, timeout: float | None = None) -> None:

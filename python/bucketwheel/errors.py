@@ -46,7 +46,7 @@ class CommError(Error):
 
 
 class PeerError(CommError):
-    """A peer died or left. ``rank`` is its rank in the communicator."""
+    """A peer died, left or aborted. ``rank`` is its rank in the communicator."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)

@@ -322,8 +322,8 @@ def one_aborts_on_shm(rank: int, size: int) -> tuple[str, str, int | None]:
 @pytest.mark.parametrize("kind", ["local", "shm"])
 def test_abort_reaches_every_rank_with_its_reason(kind, rank_pool):
     results = run_local(3, one_aborts) if kind == "local" else rank_pool(3).run(one_aborts_on_shm)
-    for rank, (name, text, _) in enumerate(results):
-        assert name == "CommError"
+    for rank, (name, text, who) in enumerate(results):
+        assert (name, who) == (("CommError", None) if rank == 1 else ("PeerError", 1))
         expect_prefix(text, rank, 3, "one_aborts")
         assert "aborted by rank 1: the data ran out" in text
 

@@ -86,7 +86,8 @@ TEST(the_watchdog_and_the_reaper_are_threads_of_ours) {
 }
 
 TEST(a_stream_of_another_device_is_refused) {
-  const StreamRef stream = CudaDevice::at(3).new_stream("third");
+  int memory = 0;  // some address
+  const StreamRef stream = CudaDevice::at(3).borrow(&memory);
   expect_on_device(*stream, 3, "the operation");
   CHECK_THROWS(ValueError, "the operation: the stream is of cuda:3, the communicator of cuda:2",
                expect_on_device(*stream, 2, "the operation"));
