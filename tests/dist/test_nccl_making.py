@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
+from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, fresh_ranks, gather, nccl_comm, script
 from simulated_cuda import posing
 
 from bucketwheel import nccl
@@ -21,8 +21,7 @@ from bucketwheel.comm import Communicator
 from bucketwheel.errors import DeviceError
 from bucketwheel.errors import Error as AnyError
 from bucketwheel.ops import all_gather
-from bucketwheel.testing import RankPool
-from tests import simulated_cuda, simulated_nccl
+from tests import simulated_nccl
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 1.5
@@ -232,9 +231,7 @@ def old_version(rank: int, size: int) -> list[str]:
     ],
 )
 def test_versions(version, expected):
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": str(version)}
-    with RankPool(1, backend=None, env=env) as pool:
+    with fresh_ranks(1, backend=None, FAKE_NCCL_VERSION=str(version)) as pool:
         for wanted, found in zip(expected, pool.run(old_version)[0], strict=True):
             assert re.match(wanted, found, re.DOTALL), found
 
@@ -248,7 +245,5 @@ def without_windows(rank: int, size: int) -> str:
 
 
 def test_registered_memory_where_the_library_has_none():
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))}
-    with RankPool(1, backend=None, env=env) as pool:
+    with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))) as pool:
         assert "libnccl" in pool.run(without_windows)[0]
