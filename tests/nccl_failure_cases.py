@@ -1,24 +1,31 @@
-"""NCCL communicators whose ranks, calls and operations fail: what the tests of these make, issue and compare."""
+"""NCCL communicators whose ranks, calls and operations fail: what the tests of these make, issue and compare. And how
+ranks die."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from simulated_cuda import posing
 
+from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather
-from tests import simulated_nccl
+from bucketwheel.testing import RankPool
+from tests import simulated_cuda, simulated_nccl
 
 SOON_S = 2.0  # until the death or the failure of a rank is known to the others
 GONE_S = 5.0  # until what is given up in the background has ended
@@ -49,6 +56,24 @@ def nccl_comm(name: str, *, timeout_s: float = 30.0, **choices: Any) -> Iterator
             library.fake_nccl_release()
             comm.close(5.0)
         expect_gone(library)
+
+
+@contextlib.contextmanager
+def hosts_apart() -> Iterator[None]:
+    """Ranks find out that they do not share a host."""
+
+    def not_one_host(*_: Any) -> Any:
+        raise comm_shm.NotOneHost("\n  rank 1: on another host")
+
+    with mock.patch.object(comm_shm, "connect", not_one_host):
+        yield
+
+
+@contextlib.contextmanager
+def apart(name: str, **choices: Any) -> Iterator[tuple[Communicator, ctypes.CDLL]]:
+    """`nccl_comm` of ranks that do not share a host."""
+    with hosts_apart(), nccl_comm(name, **choices) as (comm, library):
+        yield comm, library
 
 
 def expect_gone(library: ctypes.CDLL) -> None:
@@ -94,3 +119,62 @@ def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:
         time.sleep(0.01)
     record: dict[str, Any] = json.loads(path.read_text())
     return record
+
+
+# ---- death
+
+
+def fresh_ranks(world: int, *, backend: str | None = "gloo", **env: str) -> RankPool:
+    """Ranks of one test alone, over the fake NCCL: they may die, and are told things by the environment."""
+    simulated_cuda.build()
+    return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env})
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+deaths = pytest.mark.parametrize(
+    ("world", "victim", "moment"),
+    [(*who, moment) for who in ((2, 0), (3, 1)) for moment in ("in flight", "idle", "in exchange")],
+)
+
+
+def victim_dies(rank: int, size: int, comm_of: Callable[..., Any], victim: int, moment: str, died: str) -> float:
+    """How long it took a survivor to know."""
+    with comm_of("doomed") as (comm, _):
+        full, before = gather(comm)
+        before.synchronize()
+        comm.exchange(b"")
+        begin = time.monotonic()
+        handle = gather(comm)[1] if moment == "in flight" and rank != victim else None
+        if rank == victim:
+            time.sleep(0.1)
+            die()
+        if moment == "idle":
+            time.sleep(0.5)
+            begin = time.monotonic()
+
+        def needs_all() -> None:
+            if moment == "in exchange":
+                comm.exchange(b"")
+            else:
+                (handle or gather(comm)[1]).synchronize()
+
+        error = error_of(needs_all)
+        took_s = time.monotonic() - begin
+        assert (error[0], error[2]) == ("PeerError", victim), error
+        expect_prefix(error[1], rank, size, "doomed")
+        assert re.search(died, error[1]), error[1]
+        for later in (lambda: gather(comm), lambda: comm.exchange(b"")):
+            assert error_of(later) == error
+        assert before.query()
+        expect_gathered(comm, full)
+    return took_s
+
+
+def expect_death_told(comm_of: Callable[..., Any], world: int, victim: int, moment: str, died: str) -> None:
+    """Soon, to every other rank of a communicator ``comm_of(name)``, in words that match ``died``."""
+    with fresh_ranks(world) as pool:
+        results = pool.run(victim_dies, comm_of, victim, moment, died, expect_dead=[victim], timeout_s=30)
+    assert all(took_s < SOON_S for rank, took_s in enumerate(results) if rank != victim), results

@@ -18,37 +18,28 @@ from comm_cases import check_usable
 from nccl_failure_cases import (
     SOON_S,
     Error,
+    apart,
+    deaths,
+    die,
     error_of,
+    expect_death_told,
     expect_gathered,
     expect_gone,
     expect_prefix,
+    fresh_ranks,
     gather,
-    nccl_comm,
+    hosts_apart,
     script,
 )
 from simulated_cuda import posing
 
-from bucketwheel import agreement, comm_shm
+from bucketwheel import agreement
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
-from bucketwheel.testing import RankPool
-from tests import simulated_cuda, simulated_nccl
 
 pytestmark = pytest.mark.dist
-
-
-def not_one_host(*_: Any) -> Any:
-    raise comm_shm.NotOneHost("\n  rank 1: on another host")
-
-
-@contextlib.contextmanager
-def apart(name: str, **choices: Any) -> Iterator[tuple[Communicator, Any]]:
-    """An nccl communicator of ranks that find out that they do not share a host."""
-
-    with mock.patch.object(comm_shm, "connect", not_one_host), nccl_comm(name, **choices) as (comm, library):
-        yield comm, library
 
 
 def threads_of_agreement() -> list[str]:
@@ -158,40 +149,9 @@ def test_a_rank_that_never_comes(world, where, rank_pool):
 # ---------------------------------------------------------------------------------------------------- death and abort
 
 
-def victim_dies(rank: int, size: int, victim: int, moment: str) -> float:
-    with apart("doomed") as (comm, _):
-        full, before = gather(comm)
-        before.synchronize()
-        comm.exchange(b"")
-        begin = time.monotonic()
-        handle = gather(comm)[1] if moment == "in flight" and rank != victim else None
-        if rank == victim:
-            time.sleep(0.1)
-            os.kill(os.getpid(), 9)
-        if moment == "idle":
-            time.sleep(0.5)
-            begin = time.monotonic()
-        if moment == "in exchange":
-            error = error_of(lambda: comm.exchange(b""))
-        else:
-            error = error_of(
-                (handle or gather(comm)[1]).synchronize if moment != "idle" else lambda: gather(comm)[1].synchronize()
-            )
-        took_s = time.monotonic() - begin
-        assert (error[0], error[2]) == ("PeerError", victim), error
-        assert f"rank {victim} died" in error[1]
-        assert error_of(lambda: comm.exchange(b"")) == error
-        expect_gathered(comm, full)
-        return took_s
-
-
-@pytest.mark.parametrize("moment", ["in flight", "idle", "in exchange"])
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+@deaths
 def test_a_killed_rank_is_told_to_every_other_soon(world, victim, moment):
-    simulated_cuda.build()
-    with RankPool(world, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
-        results = pool.run(victim_dies, victim, moment, expect_dead=[victim], timeout_s=30)
-    assert all(took_s < SOON_S for rank, took_s in enumerate(results) if rank != victim), results
+    expect_death_told(apart, world, victim, moment, f"rank {victim} died")
 
 
 def one_aborts(rank: int, size: int, where: str) -> tuple[Error, float]:
@@ -241,7 +201,7 @@ def test_a_rank_that_leaves_early_is_not_dead(rank_pool):
 def one_is_needed(rank: int, size: int) -> Error:
     script()
     # NCCL on rank 0 may wait for the others, who abort, until its process ends.
-    with posing(), mock.patch.object(comm_shm, "connect", not_one_host):
+    with posing(), hosts_apart():
         comm = Communicator(backend="nccl", device="cuda", name="party", timeout_s=20)
         gather(comm)[1].synchronize()
         error = ("", "", None) if rank == 0 else error_of(gather(comm)[1].synchronize)
@@ -252,8 +212,7 @@ def one_is_needed(rank: int, size: int) -> Error:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_has_left_and_is_needed(world):
-    simulated_cuda.build()
-    with RankPool(world, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+    with fresh_ranks(world) as pool:
         errors = pool.run(one_is_needed, timeout_s=30)[1:]
     for kind, text, dead in errors:
         assert (kind, dead) == ("PeerError", 0) and "rank 0 has closed the communicator" in text
@@ -261,7 +220,7 @@ def test_a_rank_that_has_left_and_is_needed(world):
 
 def not_made(rank: int, size: int) -> None:
     library = script()
-    with posing(), mock.patch.object(comm_shm, "connect", not_one_host):
+    with posing(), hosts_apart():
         if rank == 0:
             library.fake_nccl_fail(b"ncclCommInitRankConfig", 1, 3)
         error = error_of(lambda: Communicator(backend="nccl", device="cuda", timeout_s=1.5))
@@ -293,8 +252,7 @@ def free_port() -> int:
 
 
 def without_store(world: int, case: Any, *args: Any, dead: tuple[int, ...] = (0,)) -> list[Any]:
-    simulated_cuda.build()
-    with RankPool(world, backend=None, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+    with fresh_ranks(world, backend=None) as pool:
         return pool.run(case, free_port(), *args, expect_dead=dead, timeout_s=40)
 
 
@@ -303,7 +261,7 @@ def store_dies(rank: int, size: int, port: int, moment: str) -> tuple[Error, flo
         comm.exchange(b"")
         if rank == 0:
             time.sleep(0.3)
-            os.kill(os.getpid(), 9)
+            die()
         handle = gather(comm)[1] if moment == "in flight" else None
         begin = time.monotonic()
         error = error_of(handle.synchronize if handle else lambda: comm.exchange(b""))
@@ -369,7 +327,7 @@ def last_dies_after_the_store_left(rank: int, size: int, port: int) -> Error:
             os._exit(0)
         time.sleep(1.0)
         if rank == size - 1:
-            os.kill(os.getpid(), 9)
+            die()
         return error_of(lambda: gather(comm)[1].synchronize())
 
 

@@ -10,13 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, error_of, expect_prefix, gather, nccl_comm
+from nccl_failure_cases import SOON_S, Error, die, error_of, expect_prefix, fresh_ranks, gather, nccl_comm
 
 from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.testing import RankPool
-from tests import simulated_cuda, simulated_nccl
 
 pytestmark = pytest.mark.dist
 
@@ -88,7 +86,7 @@ def one_fails(rank: int, size: int, how: str) -> tuple[Error, float]:
         if rank == 1:
             time.sleep(0.3)
             if how == "death":
-                os.kill(os.getpid(), 9)
+                die()
             comm.abort("the data ran out")
             return error_of(lambda: gather(comm)), 0.0
         return error_of(lambda: gather(comm)), time.monotonic() - begin
@@ -96,9 +94,8 @@ def one_fails(rank: int, size: int, how: str) -> tuple[Error, float]:
 
 @pytest.mark.parametrize(("how", "why"), [("abort", "the data ran out"), ("death", "rank 1 ")])
 def test_a_check_ends_when_a_peer_has_failed(how, why):
-    simulated_cuda.build()
-    with RankPool(2, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
-        dead = [1] if how == "death" else []
+    dead = [1] if how == "death" else []
+    with fresh_ranks(2) as pool:
         (_, text, _), took_s = pool.run(one_fails, how, expect_dead=dead, timeout_s=30)[0]
     assert why in text and took_s < 0.3 + SOON_S, (text, took_s)
 

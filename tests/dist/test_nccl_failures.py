@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import threading
 import time
 from typing import Any
@@ -12,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 from comm_cases import check_usable, data_of, expected_reduce
-from nccl_failure_cases import SOON_S, Error, error_of, expect_gathered, expect_prefix, gather, nccl_comm
+from nccl_failure_cases import (
+    SOON_S,
+    Error,
+    deaths,
+    error_of,
+    expect_death_told,
+    expect_gathered,
+    expect_prefix,
+    gather,
+    nccl_comm,
+)
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.testing import RankPool, assert_bitwise_equal
-from tests import simulated_cuda, simulated_nccl
+from bucketwheel.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.dist
 SYSTEM_ERROR, REMOTE_ERROR = 2, 6
@@ -302,45 +309,9 @@ def test_a_rank_that_never_issues(world, rank_pool):
 # ----------------------------------------------------------------------------------------------------------- dead ranks
 
 
-def victim_dies(rank: int, size: int, victim: int, moment: str) -> float:
-    """How long it took a survivor to know."""
-    with nccl_comm("doomed") as (comm, script):
-        full, before = gather(comm)
-        before.synchronize()
-        comm.exchange(b"")
-        begin = time.monotonic()
-        handle = None
-        if moment == "in flight" and rank != victim:
-            handle = gather(comm)[1]
-        if rank == victim:
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if moment == "idle":
-            time.sleep(0.5)
-            begin = time.monotonic()
-        if moment == "in exchange":
-            error = error_of(lambda: comm.exchange(b""))
-        else:
-            error = error_of((handle or gather(comm)[1]).synchronize)
-        took_s = time.monotonic() - begin
-        assert (error[0], error[2]) == ("PeerError", victim), error
-        expect_prefix(error[1], rank, size, "doomed")
-        assert f"rank {victim} (pid" in error[1] and "died" in error[1]
-        for later in (lambda: gather(comm), lambda: comm.exchange(b"")):
-            assert error_of(later) == error
-        assert before.query()
-        expect_gathered(comm, full)
-    return took_s
-
-
-@pytest.mark.parametrize("moment", ["in flight", "idle", "in exchange"])
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+@deaths
 def test_a_killed_rank_is_told_to_every_other_soon(world, victim, moment):
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build())}
-    simulated_cuda.build()
-    with RankPool(world, env=env) as pool:
-        results = pool.run(victim_dies, victim, moment, expect_dead=[victim])
-    assert all(took_s < SOON_S for rank, took_s in enumerate(results) if rank != victim), results
+    expect_death_told(nccl_comm, world, victim, moment, rf"rank {victim} \(pid .* died")
 
 
 # --------------------------------------------------------------------------------------------------------------- abort

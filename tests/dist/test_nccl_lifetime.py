@@ -17,10 +17,12 @@ from comm_cases import check_usable, on_nccl
 from nccl_failure_cases import (
     SOON_S,
     Error,
+    die,
     error_of,
     expect_gathered,
     expect_gone,
     expect_prefix,
+    fresh_ranks,
     gather,
     nccl_comm,
     read_flight,
@@ -31,7 +33,6 @@ from simulated_cuda import posing
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
-from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 from tests.dist.test_simulated_nccl import new_comm
 
@@ -367,16 +368,14 @@ def flies(rank: int, size: int, why: str) -> None:
             comm.exchange(b"")
             time.sleep(0.1)
             if rank == size - 1:
-                os.kill(os.getpid(), 9)
+                die()
         assert error_of(handles[1].synchronize)[0] == ("CommTimeout" if why == "timeout" else "PeerError")
 
 
 @pytest.mark.parametrize("why", ["timeout", "kill"])
 def test_every_living_rank_writes_its_last_operations(why, tmp_path):
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_TRACE_DIR": str(tmp_path)}
     dead = [2] if why == "kill" else []
-    with RankPool(3, env=env) as pool:
+    with fresh_ranks(3, BW_TRACE_DIR=str(tmp_path)) as pool:
         pool.run(flies, why, expect_dead=dead)
     for rank in {0, 1, 2} - set(dead):
         record = read_flight(tmp_path, "box/1", rank)
@@ -388,9 +387,7 @@ def test_every_living_rank_writes_its_last_operations(why, tmp_path):
 
 
 def test_a_rank_with_nothing_in_flight_writes_too(tmp_path):
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_TRACE_DIR": str(tmp_path)}
-    with RankPool(2, env=env) as pool:
+    with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
         pool.run(idle_witness)
     assert "aborted by rank 1: over" in read_flight(tmp_path, "idle", 0)["reason"]
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, gather, nccl_comm, script
+from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, fresh_ranks, gather, nccl_comm, script
 from simulated_cuda import posing
 
 from bucketwheel import comm_nccl, nccl
@@ -349,9 +349,7 @@ def old_version(rank: int, size: int) -> list[str]:
     ],
 )
 def test_versions(version, expected):
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": str(version)}
-    with RankPool(1, backend=None, env=env) as pool:
+    with fresh_ranks(1, backend=None, FAKE_NCCL_VERSION=str(version)) as pool:
         for wanted, found in zip(expected, pool.run(old_version)[0], strict=True):
             assert re.match(wanted, found, re.DOTALL), found
 
@@ -365,7 +363,5 @@ def without_windows(rank: int, size: int) -> str:
 
 
 def test_registered_memory_where_the_library_has_none():
-    simulated_cuda.build()
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))}
-    with RankPool(1, backend=None, env=env) as pool:
+    with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))) as pool:
         assert "libnccl" in pool.run(without_windows)[0]
