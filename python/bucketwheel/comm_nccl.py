@@ -21,11 +21,11 @@ from .errors import BuildError, CommError, DeviceError
 from .meeting import Meeting, has_keys
 from .pool import Pool
 
-__all__ = ["Making", "NcclChoices", "borrow", "features", "launch_order_found", "make", "pair", "split"]
+__all__ = ["Making", "NcclChoices", "borrow", "features", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
 _CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
-_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_LAUNCH_ORDER = nccl.LAUNCH_ORDER
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
 
 
@@ -45,7 +45,6 @@ def _has_nccl_group() -> bool:
     return any("nccl" in str(dist.get_backend_config(group)) for group in dist.distributed_c10d._world.pg_map)
 
 
-launch_order_found = os.environ.get(_LAUNCH_ORDER)  # before the import
 _is_launch_order_kept = _claim_launch_order()
 
 

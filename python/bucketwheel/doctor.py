@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bucketwheel import _build, _cache, _compile, _nvcc, _toolchain, comm_nccl, nccl
+from bucketwheel import _build, _cache, _compile, _nvcc, _toolchain, nccl
 from bucketwheel._toolchain import CPU, CUDA, Module
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError, DeviceError
@@ -77,7 +77,7 @@ def facts(build: Sequence[str] = ()) -> Facts:
 
 def _environment() -> dict[str, str]:
     """As it was found: bucketwheel has set what it sets where nobody had."""
-    ours = set() if comm_nccl.launch_order_found is not None else {"NCCL_LAUNCH_ORDER_IMPLICIT"}
+    ours = set() if nccl.launch_order_found is not None else {nccl.LAUNCH_ORDER}
     return {name: os.environ[name] for name in sorted(os.environ.keys() - ours) if name.startswith(_VARIABLES)}
 
 

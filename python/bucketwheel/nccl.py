@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,22 @@ import torch
 
 from bucketwheel._build import native
 
-__all__ = ["NcclInfo", "core", "error_string", "folders", "info", "unique_id", "version_of_torch", "version_text"]
+__all__ = [
+    "LAUNCH_ORDER",
+    "NcclInfo",
+    "core",
+    "error_string",
+    "folders",
+    "info",
+    "launch_order_found",
+    "unique_id",
+    "version_of_torch",
+    "version_text",
+]
+
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+launch_order_found = os.environ.get(LAUNCH_ORDER)  # before `comm_nccl` sets it
 
 
 @dataclass(frozen=True)
