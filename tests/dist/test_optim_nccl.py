@@ -7,22 +7,16 @@ float32. In bfloat16 NCCL rounds the sum, and the others do not.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from dist.test_optim_cuda import batch, in_world, model_of, trained
 
 import bucketwheel as bw
-from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import PeerError
-from bucketwheel.testing import RankPool, assert_bitwise_equal
+from bucketwheel.testing import assert_bitwise_equal
 from tests import simulated_nccl
 from tests.simulated_cuda import Calls, posing
 
@@ -76,49 +70,6 @@ def test_bfloat16_on_the_wire(rank_pool, world):
     for got, wanted in zip(rank_pool(world).run(over_pair, torch.bfloat16, "own", {}), expected, strict=True):
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=2e-2)
-
-
-def over_pair_apart(
-    rank: int, world: int, dtype: torch.dtype, clip: str, options: dict[str, Any]
-) -> list[torch.Tensor]:
-    with mock.patch.object(comm_shm, "connect", side_effect=comm_shm.NotOneHost("apart")):
-        return over_pair(rank, world, dtype, clip, options)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("dtype", "clip", "options"), CASES[1:2] + CASES[-1:], ids=str)
-def test_ranks_that_do_not_share_a_host_have_the_bits_of_those_that_do(rank_pool, world, dtype, clip, options):
-    expected = in_world(world, False, lambda rank, comm: trained(rank, comm, dtype, clip, **options))
-    for got, wanted in zip(rank_pool(world).run(over_pair_apart, dtype, clip, options), expected, strict=True):
-        for a, b in zip(got, wanted, strict=True):
-            assert_bitwise_equal(a, b)
-
-
-def dies_in_training(rank: int, world: int) -> float | None:
-    apart = mock.patch.object(comm_shm, "connect", side_effect=comm_shm.NotOneHost("apart"))
-    with simulated(), apart:
-        model = model_of()
-        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004)
-        for step in range(100):
-            model(batch(rank, step, torch.float32)).square().mean().backward()
-            if rank == 1 and step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            begin = time.monotonic()
-            try:
-                opt.step()
-            except PeerError as error:
-                assert error.rank == 1 and "rank 1 died" in str(error) and step == 3
-                return time.monotonic() - begin
-            opt.zero_grad()
-        return None
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_dies_in_training_among_ranks_that_do_not_share_a_host(world):
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build())}
-    with RankPool(world, env=env) as pool:
-        took_s = pool.run(dies_in_training, expect_dead=[1], timeout_s=60)
-    assert all(took_s[rank] < 5 for rank in range(world) if rank != 1), took_s
 
 
 def reserved(rank: int, world: int, registered: bool) -> tuple[int, int]:
