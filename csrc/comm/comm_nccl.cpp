@@ -19,8 +19,9 @@ constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other r
 constexpr std::chrono::seconds kDestructorGrace{5};
 constexpr std::chrono::microseconds kPollClose{100};
 constexpr std::chrono::milliseconds kLookPeriod{20};
-constexpr size_t kReapEvery =
-    4;  // operations; the watchdog does it too, but from another thread, where freeing costs more
+// How many operations issue() lets pass before it takes those that are over. The watchdog does it too, but from another
+// thread, where freeing costs more.
+constexpr size_t kReapEvery = 4;
 
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
 

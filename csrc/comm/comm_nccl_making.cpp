@@ -38,8 +38,8 @@ NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUnique
 std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
                                                        const NcclOptions& options, Deadline deadline) {
   const Health& health = peers->health();
-  NcclOptions unshared =
-      options;  // shared resources would put the two in one order; it is the parent's word that counts
+  // Shared resources would put the two in one order; NCCL asks the parent's config, not the child's.
+  NcclOptions unshared = options;
   unshared.config.split_share = 0;
   const auto gathers = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
                                          settings_of(unshared, health.name() + "/ag"), {true, false}, deadline);
