@@ -81,11 +81,47 @@ def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank
     rank_pool(world).run(stuck_elsewhere)
 
 
+def waits_for_peers(rank: int, world: int, function: str) -> None:
+    """The last rank is late inside NCCL; meanwhile the others need it to issue operations of another communicator."""
+    with (
+        simulated() as script,
+        Communicator(backend="nccl", device="cuda", timeout_s=20, name="other") as other,
+        Communicator(backend="nccl", device="cuda", timeout_s=20, name="waits", registered=True) as waits,
+    ):
+        lease = waits.pool.acquire("", 4096)
+        ended: list[object] = []
+        call = {"ncclCommSplit": lambda: waits.split(0), "ncclCommWindowRegister": waits.register_pool}[function]
+        if rank == world - 1:
+            script.fake_nccl_hang_call(function.encode())
+        before = script.fake_nccl_calls(function.encode())
+        thread = threading.Thread(target=lambda: ended.append(call()))
+        thread.start()
+        until = time.monotonic() + 10
+        while script.fake_nccl_calls(function.encode()) == before and time.monotonic() < until:
+            time.sleep(0.01)
+        for _ in range(3):
+            gather(other).synchronize(5)
+        assert not ended
+        other.exchange(b"")
+        script.fake_nccl_release()
+        thread.join(10)
+        assert len(ended) == 1
+        if isinstance(ended[0], Communicator):
+            gather(ended[0]).synchronize(5)
+            ended[0].close(5)
+        lease.release()
+
+
+@pytest.mark.parametrize("function", ["ncclCommSplit", "ncclCommWindowRegister"])
+def test_a_call_that_waits_for_peers_holds_up_no_other_communicator(rank_pool, function):
+    rank_pool(2).run(waits_for_peers, function)
+
+
 def registers_in_the_background(rank: int, world: int) -> None:
     choices = {"registered": True, "options": {"blocking": 0}}
     with (
         simulated() as script,
-        Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="late", **choices) as comm,
+        Communicator(backend="nccl", device="cuda", timeout_s=3, name="late", **choices) as comm,
     ):
         leases = [comm.pool.acquire("", 4096)]
         script.fake_nccl_in_progress(20)
@@ -104,7 +140,7 @@ def test_registering_that_goes_on_in_the_background(rank_pool):
 
 def registers(rank: int, world: int) -> str:
     with simulated() as script:
-        comm = Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="windows", registered=True)
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="windows", registered=True)
         assert comm.features["windows"] is False, "nothing is registered yet"
         lease = comm.pool.acquire("", 4096)
         if rank == world - 1:
@@ -128,7 +164,7 @@ def test_registering_has_a_time_limit(rank_pool):
 
 def splits(rank: int, world: int) -> None:
     with simulated() as script:
-        comm = Communicator(backend="nccl", device="cuda", timeout_s=1.5, name="whole")
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="whole")
         comm.stream.pause(0.1)
         before = gather(comm)
         part = comm.split(rank % 2)
