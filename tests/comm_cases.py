@@ -136,9 +136,7 @@ def on_device(comm: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch_device(comm.device), copy=True)
 
 
-def full_of(
-    comm: Communicator, numel: int, value: float = math.nan, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def filled(comm: Communicator, numel: int, value: float = math.nan, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Poisoned unless there is a value."""
     return torch.full((numel,), value, dtype=dtype, device=torch_device(comm.device))
 

@@ -9,7 +9,7 @@ from comm_cases import (
     check_broadcast,
     check_reduce_scatter,
     data_of,
-    full_of,
+    filled,
     on_device,
 )
 
@@ -56,7 +56,7 @@ def exact_sums(comm: Communicator) -> None:
         outs, ins, wanted = [], [], []
         for dtype in SUMMED:
             ins.append(on_device(comm, exact(comm.rank, comm.size * numel, dtype)))
-            outs.append(full_of(comm, numel, dtype=dtype))
+            outs.append(filled(comm, numel, dtype=dtype))
             total = torch.stack([exact(rank, comm.size * numel, F64) for rank in range(comm.size)]).sum(0)
             wanted.append((factor * total[comm.rank * numel : (comm.rank + 1) * numel]).to(dtype))
         reduce_scatter(outs, ins, comm, op=op).wait()
@@ -106,7 +106,7 @@ def flat_buffer(comm: Communicator) -> None:
 def sinks(comm: Communicator) -> None:
     """Sums go to a gradient shard, which adds them up and knows its sum of squares."""
     numel = 4099
-    shard = full_of(comm, numel)
+    shard = filled(comm, numel)
     if comm.device >= 0:
         sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
         sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))

@@ -14,7 +14,7 @@ from comm_cases import (
     data_of,
     expect_sum,
     expected_gather,
-    full_of,
+    filled,
     memory_of,
 )
 
@@ -58,7 +58,7 @@ def many_in_flight(comm: Communicator) -> None:
                 kept.append((index, handle, full if gathers else shard))
             del handle, full, shard
         gc.collect()
-        junk = [full_of(comm, numel) for _ in range(8) for numel in (spec[1], comm.size * spec[1])]
+        junk = [filled(comm, numel) for _ in range(8) for numel in (spec[1], comm.size * spec[1])]
         for index, handle, out in reversed(kept):
             handle.wait()
             if index % 2 == 0:
@@ -69,7 +69,7 @@ def many_in_flight(comm: Communicator) -> None:
 
 
 def handles(comm: Communicator) -> None:
-    shard, full = full_of(comm, 1000, float(comm.rank)), full_of(comm, comm.size * 1000)
+    shard, full = filled(comm, 1000, float(comm.rank)), filled(comm, comm.size * 1000)
     first = all_gather(full, shard, comm, timing=True)
     second = all_gather(torch.empty_like(full), shard, comm, after=[first], timing=True)
     assert (second.seq, first.nbytes) == (first.seq + 1, 4 * 1000 * comm.size)
@@ -85,7 +85,7 @@ def handles(comm: Communicator) -> None:
 def held_up(comm: Communicator) -> None:
     """Inputs that the caller's stream has still to write, and outputs that it has still to read."""
     numel, device = 10_007, device_of(comm)
-    shard, full = full_of(comm, numel), full_of(comm, comm.size * numel)
+    shard, full = filled(comm, numel), filled(comm, comm.size * numel)
     seen = []
     for turn in range(4):
         device.hold(HOLD_S)
@@ -104,11 +104,11 @@ def streams(comm: Communicator) -> None:
     if comm.backend == "local" and comm.device >= 0:
         with pytest.raises(ValueError, match="one stream for all ranks"):
             one = native().Stream("one", comm.device)
-            all_gather(full_of(comm, comm.size), full_of(comm, 1), comm, stream=one)
+            all_gather(filled(comm, comm.size), filled(comm, 1), comm, stream=one)
         return
     numel = 1000
     sides = [native().Stream(name, comm.device) for name in ("one", "two")]
-    start = full_of(comm, comm.size * numel, comm.rank + 1.0)
+    start = filled(comm, comm.size * numel, comm.rank + 1.0)
     outs = [torch.zeros_like(start) for _ in range(24)]
     if comm.device >= 0:
         written = native().current_stream(comm.device).record()
@@ -136,9 +136,9 @@ def streams(comm: Communicator) -> None:
 
 def outputs_tell_autograd(comm: Communicator) -> None:
     """Calls and requests."""
-    shard, full = full_of(comm, 4, 0.0), full_of(comm, comm.size)
+    shard, full = filled(comm, 4, 0.0), filled(comm, comm.size)
     for is_call in (True, False):
-        weight = full_of(comm, comm.size * 4, 3.0).requires_grad_()
+        weight = filled(comm, comm.size * 4, 3.0).requires_grad_()
         square = (weight**2).sum()
         ins = [shard, shard[:1]]
         outs = [weight.detach(), full.clone()]
@@ -148,7 +148,7 @@ def outputs_tell_autograd(comm: Communicator) -> None:
             assert outs[1]._version == turn + 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             square.backward()
-        reduced, whole = full_of(comm, 4), full_of(comm, comm.size * 4, 1.0)
+        reduced, whole = filled(comm, 4), filled(comm, comm.size * 4, 1.0)
         if is_call:
             reduce_scatter(reduced, whole, comm).wait()
         else:
@@ -160,7 +160,7 @@ def communicator_dropped(comm: Communicator) -> None:
     """A handle of an operation in flight is all that is left of its communicator; then the native one alone."""
     part = comm.split(0, comm.rank)
     assert part is not None
-    full, shard = full_of(comm, comm.size * 1000), full_of(comm, 1000, float(part.rank))
+    full, shard = filled(comm, comm.size * 1000), filled(comm, 1000, float(part.rank))
     is_last = comm.rank == comm.size - 1
     if is_last:
         comm.exchange(b"dropped")
@@ -183,10 +183,10 @@ def communicator_dropped(comm: Communicator) -> None:
 
 def closed(comm: Communicator) -> None:
     """Handles answer when their communicator is closed, and what has been gathered stays; requests start no more."""
-    out, full = full_of(comm, comm.size), full_of(comm, comm.size * 10)
-    request = AllGatherRequest(out, full_of(comm, 1, 1.0), comm)
-    good = all_gather(full, full_of(comm, 10, float(comm.rank)), comm, timing=True)
-    later = all_gather(torch.empty_like(full), full_of(comm, 10, 1.0), comm, timing=True)
+    out, full = filled(comm, comm.size), filled(comm, comm.size * 10)
+    request = AllGatherRequest(out, filled(comm, 1, 1.0), comm)
+    good = all_gather(full, filled(comm, 10, float(comm.rank)), comm, timing=True)
+    later = all_gather(torch.empty_like(full), filled(comm, 10, 1.0), comm, timing=True)
     started = request.start()
     comm.close()
     assert good.query() and later.synchronize(1.0).query() and good.is_ordered() and good.event.query()
@@ -194,7 +194,7 @@ def closed(comm: Communicator) -> None:
     assert_bitwise_equal(full, by_rank(comm, 10))
     assert (later.seq, started.seq) == (good.seq + 1, good.seq + 2) and good.elapsed_time(later) >= 0
     assert f"rank {comm.rank}/{comm.size}" in repr(good)
-    made_late = ReduceScatterRequest(full_of(comm, 1), out, comm)
+    made_late = ReduceScatterRequest(filled(comm, 1), out, comm)
     for one in (request, made_late):
         with pytest.raises(ClosedError, match="the communicator is closed"):
             one.start()
@@ -203,7 +203,7 @@ def closed(comm: Communicator) -> None:
 
 def aborted(comm: Communicator) -> None:
     """The first error is raised behind all, by calls and by requests; handles of operations that were over stay good."""
-    out, one = full_of(comm, comm.size), full_of(comm, 1, 1.0)
+    out, one = filled(comm, comm.size), filled(comm, 1, 1.0)
     request = AllGatherRequest(out, one, comm)
     good = request.start().wait()
     alone = [request.start() for _ in range(2)] if comm.rank == 0 and comm.size > 1 else []
@@ -228,8 +228,8 @@ def replayed(comm: Communicator) -> None:
     """A captured graph with calls and requests of both kinds, between torch's operations, reads its inputs anew; eager
     calls have their turn between the replays."""
     device = device_of(comm)
-    shard, reduced = full_of(comm, 1000), full_of(comm, 1000)
-    full, other = full_of(comm, 1000 * comm.size), full_of(comm, 1000 * comm.size)
+    shard, reduced = filled(comm, 1000), filled(comm, 1000)
+    full, other = filled(comm, 1000 * comm.size), filled(comm, 1000 * comm.size)
     gather, reduce = AllGatherRequest(other, reduced, comm), ReduceScatterRequest(reduced, full, comm)
 
     def call() -> None:

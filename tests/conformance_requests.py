@@ -11,7 +11,7 @@ from comm_cases import (
     data_of,
     expect_sum,
     expected_gather,
-    full_of,
+    filled,
     memory_of,
     on_device,
 )
@@ -74,7 +74,7 @@ def chained(comm: Communicator) -> None:
     """Requests that feed each other, one of them coalesced, and a plain call between them: all in flight at once, in the
     order of the calls; twice, with other values."""
     numel = 3001
-    full, shard, other, plain = (full_of(comm, n * numel) for n in (comm.size, 1, comm.size, comm.size))
+    full, shard, other, plain = (filled(comm, n * numel) for n in (comm.size, 1, comm.size, comm.size))
     reduce = ReduceScatterRequest(shard, full, comm)
     gather = AllGatherRequest([full, other], [shard, shard], comm)
     call = lambda: all_gather(plain, shard, comm)  # noqa: E731
@@ -91,10 +91,10 @@ def request_dropped(comm: Communicator) -> None:
     """Request, handle and input go while the operation waits for the last rank; what is made next must not lie in their
     memory."""
     spec = (F32, 5000)
-    full = full_of(comm, comm.size * 5000, 0.0)
+    full = filled(comm, comm.size * 5000, 0.0)
     request = AllGatherRequest(full, on_device(comm, data_of(comm.rank, spec, 3, 5000)), comm)
     # Nothing that CUDA prepares at its first use may come while a kernel of NCCL waits for a rank that waits for us.
-    junk = [full_of(comm, 5000) for _ in range(8)]
+    junk = [filled(comm, 5000) for _ in range(8)]
     del junk
     if comm.rank == comm.size - 1:
         comm.exchange(b"dropped")
@@ -102,7 +102,7 @@ def request_dropped(comm: Communicator) -> None:
     request.start()
     del request
     gc.collect()
-    junk = [full_of(comm, 5000) for _ in range(8)]
+    junk = [filled(comm, 5000) for _ in range(8)]
     if comm.rank != comm.size - 1:
         comm.exchange(b"dropped")
     all_gather([], [], comm).wait()  # behind both
@@ -113,13 +113,13 @@ def request_dropped(comm: Communicator) -> None:
 def request_keeps_its_memory(comm: Communicator) -> None:
     """Nobody but the request has its tensors any more; what is made next must not lie in their memory."""
     spec = (F32, 50_000)
-    full, shard = full_of(comm, comm.size * 50_000, 0.0), on_device(comm, data_of(comm.rank, spec, 0, 50_000))
-    back = full_of(comm, 50_000, 0.0)
+    full, shard = filled(comm, comm.size * 50_000, 0.0), on_device(comm, data_of(comm.rank, spec, 0, 50_000))
+    back = filled(comm, 50_000, 0.0)
     gather = AllGatherRequest(full, shard, comm)
     reduce = ReduceScatterRequest(back, full, comm)
     del full, shard
     gc.collect()
-    junk = [full_of(comm, 50_000) for _ in range(8)]
+    junk = [filled(comm, 50_000) for _ in range(8)]
     gather.start()
     reduce.start().wait()
     own = data_of(comm.rank, spec, 0, 50_000)
@@ -131,7 +131,7 @@ def request_keeps_its_memory(comm: Communicator) -> None:
 
 
 def options(comm: Communicator) -> None:
-    full, shard = full_of(comm, comm.size * 100), full_of(comm, 100, 1.0)
+    full, shard = filled(comm, comm.size * 100), filled(comm, 100, 1.0)
     request = AllGatherRequest(full, shard, comm)
     first = request.start(timing=True)
     second = request.start(after=[first], timing=True)
@@ -139,8 +139,8 @@ def options(comm: Communicator) -> None:
     assert first.elapsed_time(second) >= 0 and second.nbytes == 400 * comm.size
     with pytest.raises(ValueError, match="timing"):
         first.elapsed_time(request.start().synchronize())
-    flags = full_of(comm, comm.size, False, torch.bool)  # not a dtype of native code
-    AllGatherRequest(flags, full_of(comm, 1, True, torch.bool), comm).start().wait()
+    flags = filled(comm, comm.size, False, torch.bool)  # not a dtype of native code
+    AllGatherRequest(flags, filled(comm, 1, True, torch.bool), comm).start().wait()
     assert flags.all() and flags._version == 1
     empty = AllGatherRequest([], [], comm)
     reduced = ReduceScatterRequest([], [], comm)
@@ -149,11 +149,11 @@ def options(comm: Communicator) -> None:
 
 def bad_arguments(comm: Communicator) -> None:
     """On one rank only: it has enqueued nothing, so the ranks still agree on the number of the next operation."""
-    full, shard, one = (full_of(comm, numel, 0.0) for numel in (comm.size * 4, 4, 1))
-    gaps = full_of(comm, 8, 0.0).view(4, 2)[:, 0]
+    full, shard, one = (filled(comm, numel, 0.0) for numel in (comm.size * 4, 4, 1))
+    gaps = filled(comm, 8, 0.0).view(4, 2)[:, 0]
     calls = [
         (lambda: AllGatherRequest([full], [], comm), ValueError, "outputs has 1 tensors, inputs has 0"),
-        (lambda: AllGatherRequest(full, full_of(comm, 5), comm), ValueError, r"outputs\[0\] has shape"),
+        (lambda: AllGatherRequest(full, filled(comm, 5), comm), ValueError, r"outputs\[0\] has shape"),
         (lambda: all_gather(full[:-1], shard, comm), ValueError, r"outputs\[0\] has shape"),
         (lambda: AllGatherRequest(full, shard.half(), comm), TypeError, r"outputs\[0\] is torch.float32"),
         (lambda: AllGatherRequest(full, [[1.0]], comm), TypeError, r"inputs\[0\]: expected a torch.Tensor, got list"),
@@ -174,7 +174,7 @@ def bad_arguments(comm: Communicator) -> None:
     for call, error, message in calls if comm.rank == 0 else ():
         with pytest.raises(error, match=message):
             call()
-    assert all_gather(full_of(comm, comm.size), one, comm).wait().seq == seq
+    assert all_gather(filled(comm, comm.size), one, comm).wait().seq == seq
     assert full._version == shard._version == 0
     check_usable(comm)
 

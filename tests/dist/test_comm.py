@@ -105,6 +105,7 @@ def late_rank(comm: Communicator) -> None:
     results = [(torch.empty(comm.size * 200_000), torch.full((200_000,), float(comm.rank + i))) for i in range(3)]
     issued = [all_gather(full, shard, comm) for full, shard in results]
     assert time.monotonic() - begin < 0.25
+    assert [handle.seq for handle in issued] == [1, 2, 3]
     for i, handle in enumerate(issued):
         handle.wait()
         assert results[i][0].view(comm.size, -1)[:, 0].tolist() == [float(rank + i) for rank in range(comm.size)]

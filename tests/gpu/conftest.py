@@ -6,15 +6,13 @@ With ``BW_GPU_SIMULATE=1`` and no GPU they run on the simulated device, at small
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from bucketwheel._build import native
-from tests.gpu.device import DEVICE, need_device
-
-Tell = Callable[..., None]
+from tests.gpu.device import DEVICE, Tell, need_device
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

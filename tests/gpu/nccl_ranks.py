@@ -68,8 +68,8 @@ def new_pool() -> RankPool:
 
 # ---- intervals of operations
 
-HOLD_S = 0.005
-PAUSE_S = 0.03
+HOLD_S = 0.005  # of the caller's stream, in which the host issues two operations
+PAUSE_S = 0.03  # of a simulated stream, likewise
 Timed = tuple[Handle, Handle]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comm_cases import full_of
+from comm_cases import filled
 from conformance import CASES, ENDS, GRAPHS, Case
 from torch import Tensor
 
@@ -21,8 +21,7 @@ from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.testing import assert_bitwise_equal
-from tests.gpu.conftest import Tell
-from tests.gpu.device import DEVICE, Calls
+from tests.gpu.device import DEVICE, Calls, Tell
 from tests.gpu.nccl_ranks import HOLD_S, TIMEOUT_S, overlap_ms, timed, times_ms
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained
 
@@ -77,7 +76,7 @@ def test_conformance_of_ends(case: Case) -> None:
 
 
 def test_a_captured_handle_has_no_outcome(comm: Communicator) -> None:
-    shard, full = full_of(comm, 100), full_of(comm, 100)
+    shard, full = filled(comm, 100), filled(comm, 100)
     kept: list[Handle] = []
 
     def call() -> None:
@@ -173,7 +172,7 @@ def calls_of_one(issue: Callable[[], Handle]) -> dict[str, int]:
 
 def test_issuing_neither_waits_nor_allocates(comm: Communicator, tell: Tell) -> None:
     """Of calls and requests, single and coalesced: some CUDA calls each, the same number for one tensor and for eight."""
-    fulls: list[Tensor] = [full_of(comm, 1000) for _ in range(8)]
+    fulls: list[Tensor] = [filled(comm, 1000) for _ in range(8)]
     shards = [torch.ones_like(full) for full in fulls]
     gather, reduce = AllGatherRequest(fulls, shards, comm), ReduceScatterRequest(shards, fulls, comm)
     ways: dict[str, Callable[[], Handle]] = {

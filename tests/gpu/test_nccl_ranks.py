@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import check_all_gather, check_usable, full_of
+from comm_cases import check_all_gather, check_usable, filled
 from conformance import CASES, ENDS, GRAPHS, Case
 from optim_twins import dyadic
 from torch import Tensor
@@ -26,8 +26,7 @@ from bucketwheel.errors import CommError
 from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, assert_bitwise_equal
-from tests.gpu.conftest import Tell
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, on_cpu_ranks
 from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, on_the_last, route, timed, times_ms, unfit
 from tests.gpu.test_optim import trained
@@ -72,8 +71,8 @@ def at_once() -> list[dict[str, Any]]:
     with gathers, reduces:
         assert [one.features["overlap"] for one in (gathers, reduces)] == [True] * 2
         numel, rank = DEVICE.size(1 << 20, 5_000), gathers.rank
-        gathered, shard = full_of(gathers, WORLD * numel), full_of(gathers, numel, rank + 1.0)
-        reduced, full = full_of(reduces, numel), full_of(reduces, WORLD * numel, rank + 1.0)
+        gathered, shard = filled(gathers, WORLD * numel), filled(gathers, numel, rank + 1.0)
+        reduced, full = filled(reduces, numel), filled(reduces, WORLD * numel, rank + 1.0)
         gather = lambda **more: all_gather(gathered, shard, gathers, **more)  # noqa: E731
         reduce = lambda **more: reduce_scatter(reduced, full, reduces, **more)  # noqa: E731
         # Nothing that CUDA prepares at its first use may come while a kernel waits.
@@ -199,7 +198,7 @@ def outcome_of(call: Callable[[], Any]) -> tuple[str, str, float]:
 def alone(comm: Communicator) -> Handle:
     """An operation that the other rank does not take part in: on the device it waits for ever."""
     numel = 1 << 16
-    return all_gather(full_of(comm, WORLD * numel), full_of(comm, numel), comm)
+    return all_gather(filled(comm, WORLD * numel), filled(comm, numel), comm)
 
 
 def expect_that_the_device_goes_on(comm: Communicator) -> None:
