@@ -87,9 +87,13 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         missing = "" if sanitizer else "compute-sanitizer is not installed"
         return Part(tool, argv, timeout_s, missing=missing, unfit="Device not supported", refuses=True)
 
-    def ranks(name: str, **more: Any) -> Part:
-        argv = (python, "-m", "pytest", "-q", "-ra", "tests/gpu/test_nccl_ranks.py")
+    def ranks(name: str, which: str, **more: Any) -> Part:
+        argv = (python, "-m", "pytest", "-q", "-ra", "tests/gpu/test_nccl_ranks.py", "-k", which)
         return Part(name, argv, 60.0, **more)
+
+    def multi(name: str, which: str) -> Part:
+        missing = "" if os.environ.get("BW_NCCL_LIB") else f"{MULTI_RANK_UNFIT}, and BW_NCCL_LIB names none"
+        return ranks(name, which, variables=(("BW_GPU_RANKS", "multi"),), missing=missing, unfit=MULTI_RANK_UNFIT)
 
     def bench(section: str, timeout_s: float, **variables: str) -> Part:
         argv = (python, "benchmarks/bench_gpu.py", "--section", section, "--json", "/dev/stdout")
@@ -104,13 +108,10 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         test("graphs", 40.0),
         # The NCCL that torch brings, whatever BW_NCCL_LIB names.
         replace(test("nccl", 60.0, BW_NCCL_LIB=""), name="nccl one"),
-        ranks("nccl two", variables=(("BW_GPU_RANKS", "hosts"),)),
-        ranks(
-            "nccl multi",
-            variables=(("BW_GPU_RANKS", "multi"),),
-            missing="" if os.environ.get("BW_NCCL_LIB") else f"{MULTI_RANK_UNFIT}, and BW_NCCL_LIB names none",
-            unfit=MULTI_RANK_UNFIT,
-        ),
+        ranks("nccl two", "not conformance", variables=(("BW_GPU_RANKS", "hosts"),)),
+        ranks("nccl two conformance", "conformance", variables=(("BW_GPU_RANKS", "hosts"),)),
+        multi("nccl multi", "not conformance"),
+        multi("nccl multi conformance", "conformance"),
         bench("adam", 65.0),
         bench("norm", 35.0),
         bench("nccl", 60.0, BW_NCCL_LIB=""),

@@ -55,14 +55,20 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("parts", ["kernels", "optim,graphs", "ordering", "nccl one", "nccl two", "nccl multi"])
+PARTS = (
+    *("kernels", "optim,graphs", "ordering", "nccl one"),
+    *("nccl two", "nccl two conformance", "nccl multi", "nccl multi conformance"),
+)
+
+
+@pytest.mark.parametrize("parts", PARTS)
 def test_the_tests(parts: str) -> None:
     """Ordering alone: all pools of its process are poisoned. Those of NCCL as each part has it, over the fake."""
     chosen = [part for part in run_all.all_parts() if part.name in parts.split(",")]
     variables = dict(chosen[0].variables)
-    files = [word for part in chosen for word in part.argv if word.endswith(".py")]
-    assert len(files) == len(parts.split(","))
-    out = output_of("-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *files, **variables)
+    assert len(chosen) == len(parts.split(","))
+    words = [word for part in chosen for word in part.argv[part.argv.index("-ra") + 1 :]]
+    out = output_of("-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *words, **variables)
     last = out.strip().splitlines()[-1]
     assert " passed" in last, out[-2000:]
     assert "failed" not in last
