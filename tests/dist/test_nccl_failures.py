@@ -24,6 +24,7 @@ from nccl_failure_cases import (
     nccl_comm,
 )
 
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
@@ -44,7 +45,9 @@ def calls_of(script: ctypes.CDLL) -> int:
 def bad_arguments(rank: int, size: int) -> None:
     full, shard = torch.zeros(size * 6), torch.zeros(6)
     bad: list[tuple[type[Exception], str, Any, Any]] = [
-        (ValueError, "7", full, torch.zeros(7)),
+        (ValueError, rf"outputs\[0\] has shape \[{size * 6}\], .* inputs\[0\], shape \[7\]", full, torch.zeros(7)),
+        (TypeError, r"outputs\[0\] .*meta", full.to("meta"), shard),
+        (TypeError, r"inputs\[0\] .*meta", full, shard.to("meta")),
         (ValueError, "2 .*1|1 .*2", [full, full], [shard]),
         (TypeError, "bfloat16", full, shard.bfloat16()),
         (ValueError, "contiguous", torch.zeros(size * 6, 2)[:, 0], shard),
@@ -67,6 +70,10 @@ def bad_arguments(rank: int, size: int) -> None:
             comm.broadcast_into(full, size)
         with pytest.raises(ValueError, match="nothing is posted"):
             comm.collect()
+        native().set_posing(False)
+        with pytest.raises((ValueError, TypeError), match=r"outputs\[0\].*cpu"):
+            all_gather(full, shard, comm)
+        native().set_posing(True)
         assert calls_of(script) == before
         assert gather(comm)[1].seq == 3, "a call with bad arguments got a number"
         check_usable(comm)
