@@ -3,14 +3,16 @@
     python benchmarks/bench_calls.py [--quick] [--json PATH]
 
 float32, 256 elements a shard. Only the calls are timed, each by itself, until it returns; a sample is the mean of 20, so
-that what a call does for others, as freeing what they used, counts too. Operations are waited for outside of that: after each call, so that it finds its stream idle and wakes a thread, which
-may take the processor from it; or, `stream busy`, after all of them, while the stream is held up, as it is where
-gradients follow each other. `local`: one rank, and two ranks of one thread; `shm`: two processes, and a sample is the
-slower one's; `nccl`: one rank, over the fake NCCL and the simulated CUDA device of the tests, whose own time is in it.
-`prepared` is a request's start. Parts of a call, to see what takes the time: `empty lists`, what does not depend on
-the tensors; `native`, without what Python adds; `versions`, telling autograd. Peer: `all_gather_into_tensor` and
-`reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`, on gloo, in processes of their own. The goal is 5 us. Printed last, and no line of the results: a round of
-agreement between two ranks that do not share a host.
+that what a call does for others, as freeing what they used, counts too. Operations are waited for outside of that: after
+each call, so that it finds its stream idle and wakes a thread, which may take the processor from it; or, `stream busy`,
+after all of them, while the stream is held up, as it is where gradients follow each other. `local`: one rank, and two
+ranks of one thread; `shm`: two processes, and a sample is the slower one's; `nccl`: one rank, over the fake NCCL and the
+CUDA table of the tests, which check and count calls and do nothing; `simulated device`: the same where they do it, in
+other threads, so that their own time is in it. `prepared` is a request's start. Parts of a call, to see what takes the
+time: `empty lists`, what does not depend on the tensors; `native`, without what Python adds; `versions`, telling
+autograd. Peer: `all_gather_into_tensor` and `reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`,
+on gloo, in processes of their own. The goal is 5 us. Printed last, and no line of the results: a round of agreement
+between two ranks that do not share a host.
 """
 
 from __future__ import annotations
@@ -190,6 +192,14 @@ def on_nccl(rank: Rank, repeats: int) -> dict[str, Timing]:
     simulated_nccl.install()
     with simulated_cuda.posing(delays=0), Communicator(backend="nccl", device="cuda") as comm:
         expect_right(comm)
+        with simulated_nccl.counting():
+            return measure_calls(cases_of(comm), repeats, comm)
+
+
+def on_simulated_device(rank: Rank, repeats: int) -> dict[str, Timing]:
+    simulated_nccl.install()
+    with simulated_cuda.posing(delays=0), Communicator(backend="nccl", device="cuda") as comm:
+        expect_right(comm)
         return measure_calls(cases_of(comm), repeats, comm)
 
 
@@ -198,6 +208,7 @@ BACKENDS: dict[str, tuple[int, Callable[..., Any]]] = {
     "local, 1 rank": (1, on_local),
     "local, 2 ranks": (1, on_local_pair),
     "nccl (fake), 1 rank": (1, on_nccl),
+    "nccl (fake, simulated device), 1 rank": (1, on_simulated_device),
 }
 
 

@@ -67,6 +67,7 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     library.fake_cuda_replay_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.fake_cuda_free_graph.argtypes = [ctypes.c_void_p]
     library.fake_cuda_allocated_bytes.restype = ctypes.c_size_t
+    library.fake_cuda_drop_work.argtypes = [ctypes.c_int]
     library.fake_cuda_set_capacity.argtypes = [ctypes.c_size_t]
     library.fake_cuda_set_delays.argtypes = [ctypes.c_uint64]
     library.fake_cuda_set_fiber_seed.argtypes = [ctypes.c_uint64]

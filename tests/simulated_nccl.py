@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from native.test_native import HERE, ROOT, stored
@@ -30,6 +32,7 @@ ARGUMENTS = {
     "release": [],
     "async_error": [ctypes.c_int],
     "null_windows": [ctypes.c_int],
+    "count_only": [ctypes.c_int],
     "reset": [],
 }
 COUNTS = ("hanging_calls", "live_comms", "open_groups", "live_windows", "live_bytes", "max_concurrent")
@@ -87,3 +90,17 @@ def install() -> ctypes.CDLL:
             "of bucketwheel is used, in a process of its own"
         )
     return library
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Inside, NCCL and the device check and count what they are called with and do none of it: what a call costs is the
+    library's own time. Outputs are left as they are; nothing may be in flight at either end."""
+    script, (_, device) = install(), simulated_cuda.load()
+    script.fake_nccl_count_only(1)
+    device.fake_cuda_drop_work(1)
+    try:
+        yield
+    finally:
+        device.fake_cuda_drop_work(0)
+        script.fake_nccl_count_only(0)

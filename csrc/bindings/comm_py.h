@@ -14,6 +14,7 @@
 
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
+#include "bindings/held_list.h"
 #include "bindings/layout.h"
 #include "comm/comm.h"
 #include "comm/comm_local.h"
@@ -31,7 +32,7 @@ std::shared_ptr<T> released_without_gil(std::shared_ptr<T> owned) {
   T* const raw = owned.get();
   return std::shared_ptr<T>(raw, [owned = std::move(owned)](T*) mutable {
     if (PyGILState_Check() != 0) {
-      py::gil_scoped_release unlocked;
+      const WithoutGil unlocked;
       owned.reset();
     } else {
       owned.reset();
@@ -55,6 +56,12 @@ inline IssueOptions issue_options(DeviceId device, py::handle stream, const std:
   }
   out.timing = timing;
   return out;
+}
+
+inline Handle::Keepalive held(py::handle tensor) {
+  const auto list = std::make_shared<HeldList>();
+  list->hold(tensor);
+  return list;
 }
 
 // The tensors of one call as segments, checked against each other; they live as long as the operation needs them.
@@ -97,13 +104,13 @@ class TensorSegments {
 
  private:
   View hold(const py::object& object, dlpack::Name name) {
-    const dlpack::TensorAbi* const tensor = held_->hold(object);
+    dlpack::TensorAbi tensor;
     View view;
-    if (tensor == nullptr || !dlpack::is_dense_on(*tensor, device_, &view.data, &view.numel)) {
+    if (!held_->hold(object, &tensor) || !dlpack::is_dense_on(tensor, device_, &view.data, &view.numel)) {
       throw_unfit(object, name);
     }
     try {
-      view.dtype = dlpack::dtype_of(tensor->dtype);
+      view.dtype = dlpack::dtype_of(tensor.dtype);
     } catch (const TypeError&) {
       throw_unfit(object, name);
     }
@@ -111,9 +118,9 @@ class TensorSegments {
   }
 
   [[noreturn]] void throw_unfit(const py::object& object, dlpack::Name name) const {
-    const dlpack::Held held = dlpack::hold_item(object, name, device_);  // says what is wrong, but for gaps
-    throw ValueError(name.text() + " is not contiguous: shape " + held.tensor.shape_text() + ", strides " +
-                     dlpack::text_of(held.tensor.strides));
+    const dlpack::Described tensor = dlpack::describe_item(object, name, device_);  // says what is wrong, but for gaps
+    throw ValueError(name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
+                     dlpack::text_of(tensor.strides));
   }
   [[noreturn]] static void throw_unequal(const py::object& full_object, dlpack::Name full_name,
                                          const py::object& shard_object, dlpack::Name shard_name, int world) {
@@ -127,14 +134,14 @@ class TensorSegments {
 
   const DeviceId device_;
   std::vector<Segment> segments_;
-  std::shared_ptr<dlpack::HeldList> held_ = std::make_shared<dlpack::HeldList>();
+  std::shared_ptr<HeldList> held_ = std::make_shared<HeldList>();
 };
 
 inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
                                     py::handle stream, const std::vector<HandleRef>& after, bool timing) {
   TensorSegments tensors("outputs", outputs, "inputs", inputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
-  py::gil_scoped_release unlocked;
+  const WithoutGil unlocked;
   return comm.all_gather(tensors.take(), std::move(options));
 }
 
@@ -154,19 +161,19 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
   const Reduction reduction = reduction_of(op);
   TensorSegments tensors("inputs", inputs, "outputs", outputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
-  py::gil_scoped_release unlocked;
+  const WithoutGil unlocked;
   return comm.reduce_scatter(tensors.take(), reduction, nullptr, std::move(options));
 }
 
 inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::handle stream,
                                   const std::vector<HandleRef>& after, bool timing) {
-  const dlpack::Held held = dlpack::hold_item(tensor, {"tensor", 0}, comm.device());
-  BW_EXPECTS(held.tensor.is_contiguous(), "tensor is not contiguous: shape " + held.tensor.shape_text() + ", strides " +
-                                              dlpack::text_of(held.tensor.strides));
+  const dlpack::Described described = dlpack::describe_item(tensor, {"tensor", 0}, comm.device());
+  BW_EXPECTS(described.is_contiguous(), "tensor is not contiguous: shape " + described.shape_text() + ", strides " +
+                                            dlpack::text_of(described.strides));
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
-  options.keepalive.push_back(held.owner);
-  const View view{held.tensor.data, held.tensor.numel, held.tensor.dtype};
-  py::gil_scoped_release unlocked;
+  options.keepalive.push_back(held(tensor));
+  const View view{described.data, described.numel, described.dtype};
+  const WithoutGil unlocked;
   return comm.broadcast(view, root, std::move(options));
 }
 
@@ -186,7 +193,7 @@ inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm,
 inline HandleRef start_request(const Request& request, py::handle stream, const std::vector<HandleRef>& after,
                                bool timing) {
   IssueOptions options = issue_options(request.device(), stream, after, timing);
-  py::gil_scoped_release unlocked;
+  const WithoutGil unlocked;
   return request.start(std::move(options));
 }
 
@@ -194,22 +201,21 @@ inline HandleRef start_request(const Request& request, py::handle stream, const 
 inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
                                         py::handle stream, const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Name name{"full", 0};
-  const dlpack::Held held = dlpack::hold_item(full, name, comm.device());
-  const dlpack::Described& tensor = held.tensor;
+  const dlpack::Described tensor = dlpack::describe_item(full, name, comm.device());
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
              "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
                  "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
   const Segment segment{{tensor.data, tensor.numel, tensor.dtype},
                         {nullptr, tensor.numel / comm.world(), tensor.dtype}};
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
-  options.keepalive.push_back(held.owner);
-  py::gil_scoped_release unlocked;
+  options.keepalive.push_back(held(full));
+  const WithoutGil unlocked;
   return comm.reduce_scatter({segment}, {}, std::move(sink), std::move(options));
 }
 
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
   const std::string_view view = payload;
-  py::gil_scoped_release unlocked;  // another thread may be collecting, and need it
+  const WithoutGil unlocked;  // another thread may be collecting, and need it
   comm.post(std::as_bytes(std::span(view.data(), view.size())));
 }
 
@@ -224,7 +230,7 @@ inline void check_signals() {
 inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   std::vector<std::vector<std::byte>> payloads;
   {
-    py::gil_scoped_release unlocked;
+    const WithoutGil unlocked;
     payloads = comm.collect(deadline_of(timeout), check_signals);
   }
   py::list out;
@@ -235,7 +241,7 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
 }
 
 inline void bind_handle(py::module_& m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<WithoutGil>;
   py::class_<Handle, HandleRef>(m, "Handle")
       .def(
           "wait",
@@ -244,7 +250,7 @@ inline void bind_handle(py::module_& m) {
             if (waiting == nullptr) {
               waiting = current_stream(self.device());
             }
-            py::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             self.wait(waiting.get());
           },
           py::arg("stream") = py::none())
@@ -263,7 +269,7 @@ inline void bind_handle(py::module_& m) {
 }
 
 inline void bind_comm(py::module_& m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<WithoutGil>;
   bind_handle(m);
   py::class_<ReduceSink, std::shared_ptr<ReduceSink>>(m, "ReduceSink");
   py::class_<Comm, CommRef>(m, "Comm")

@@ -237,36 +237,17 @@ inline Held hold(py::handle object) {
   return {describe_abi(managed->tensor), std::move(owner)};
 }
 
-// The owners of the tensors of one call: one object for all, because operations allocate it in one thread and free it
-// in another.
-class HeldList {
- public:
-  HeldList() = default;
-  HeldList(const HeldList&) = delete;
-  HeldList& operator=(const HeldList&) = delete;
-  ~HeldList() {
-    for (ManagedTensor* tensor : tensors_) {
-      tensor->deleter(tensor);
-    }
+// A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor.
+inline bool look_at(py::handle object, TensorAbi* tensor) {
+  if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
+    return false;
   }
-  void reserve(size_t count) { tensors_.reserve(count); }
-  // The tensor, kept alive from now on; null, with nothing kept and no Python error, for what is none.
-  const TensorAbi* hold(py::handle object) {
-    ManagedTensor* managed = nullptr;
-    if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
-      return nullptr;
-    }
-    if (torch_api().api->managed_from_object(object.ptr(), &managed) != 0) {
-      PyErr_Clear();
-      return nullptr;
-    }
-    tensors_.push_back(managed);
-    return &managed->tensor;
+  if (torch_api().api->tensor_from_object(object.ptr(), tensor) != 0) {
+    PyErr_Clear();
+    return false;
   }
-
- private:
-  std::vector<ManagedTensor*> tensors_;
-};
+  return true;
+}
 
 // Whether the tensor is on `device` and has no gaps; then its elements are `*numel` from `*data` on.
 inline bool is_dense_on(const TensorAbi& tensor, DeviceId device, void** data, int64_t* numel) {

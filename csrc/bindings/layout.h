@@ -125,24 +125,10 @@ inline Described describe_on_any_device(py::handle object, Name name) {
     throw TypeError(name.text() + ": " + error.what());
   }
 }
-inline Described describe_item(py::handle object, Name name) {
+inline Described describe_item(py::handle object, Name name, DeviceId device = {}) {
   Described tensor = describe_on_any_device(object, name);
-  expect_cpu(tensor, name);
+  expect_device(tensor, device, name);
   return tensor;
-}
-
-// The same, and the owner of the memory, by one crossing of the border.
-inline Held hold_item(py::handle object, Name name, DeviceId device = {}) {
-  try {
-    Held held = hold(object);
-    expect_device(held.tensor, device, name);
-    return held;
-  } catch (const ValueError&) {
-    throw;
-  } catch (const std::exception&) {
-    expect_device(describe_on_any_device(object, name), device, name);  // says what is wrong with it, by name
-    throw;
-  }
 }
 
 }  // namespace bucketwheel::dlpack

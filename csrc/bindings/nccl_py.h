@@ -266,7 +266,14 @@ inline void bind_nccl(py::module_& m) {
   m.def("nccl_info", &nccl_info);
   m.def("nccl_unique_id", &nccl_unique_id);
   m.def("nccl_error_string", [](int code) { return std::string(nccl_api().get_error_string(code)); }, py::arg("code"));
-  m.def("stop_freeing", &stop_freeing, Unlocked());
+  m.def("stop_freeing", [] {
+    {
+      const py::gil_scoped_release unlocked;
+      stop_freeing();
+    }
+    PendingDecrefs::all().drop();
+    PendingDecrefs::all().stop();
+  });
   bind_peers(m);
   py::class_<NcclOptions>(m, "NcclOptions")
       .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),

@@ -141,7 +141,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   for (EventRef& event : options.after) {
     event = on_device(event);  // before the lock too: those that it waits for may need it
   }
-  const std::unique_lock lock = lock_to_issue(*op);
+  const NcclSession::IssueLock lock = lock_to_issue(*op);
   const Inside inside(inside_);
   expect_usable();
   op->seq = state->seq = seq_ + 1;
@@ -190,17 +190,18 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   return std::make_shared<Handle>(std::move(state));
 }
 
-// CommTimeout, of which all ranks are told, where another communicator of the device does not come out of NCCL.
-std::unique_lock<std::mutex> NcclComm::lock_to_issue(const Operation& op) {
-  std::unique_lock lock = session_->lock_for({});
+// CommTimeout, of which all ranks are told, where whoever is inside NCCL does not come out.
+NcclSession::IssueLock NcclComm::lock_to_issue(const Operation& op) {
+  NcclSession::IssueLock lock = session_->lock_to_issue_for({});
   const Deadline deadline = lock ? std::nullopt : peers_->timeout_from_now();
-  for (; !lock; lock = session_->lock_for(kLookPeriod)) {
+  for (; !lock; lock = session_->lock_to_issue_for(kLookPeriod)) {
     expect_usable();
     const auto last = has_passed(deadline) ? peers_->last_seqs(path_of(part_)) : std::nullopt;
     if (last) {
+      const std::string who = lock.comm ? "another communicator of cuda:" + std::to_string(session_->device())
+                                        : "another thread of this one";
       Failure failure{FailureKind::kTimeout, "timeout in " + text_of(op.description()), -1, issued_ + 1};
-      failure.text += ": nothing can be issued, another communicator of cuda:" + std::to_string(session_->device()) +
-                      " is inside NCCL";
+      failure.text += ": nothing can be issued, " + who + " is inside NCCL";
       failure.last_seqs = *last;
       const std::exception_ptr error = fail(std::move(failure), name_of(op.collective));
       give_up(error);

@@ -105,7 +105,7 @@ class NcclComm final : public Comm {
                     const NcclOptions& options, std::shared_ptr<Turn> turn);
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
   static EventRef try_record(Stream& stream) noexcept;
-  std::unique_lock<std::mutex> lock_to_issue(const Operation& op);
+  NcclSession::IssueLock lock_to_issue(const Operation& op);
   // CaptureError where an operation cannot be part of the graph that is being captured, or has nothing to do with it.
   void expect_one_capture(bool is_captured, const IssueOptions& options);
   std::string place_text(const Operation& op) const;
@@ -128,7 +128,7 @@ class NcclComm final : public Comm {
   PoolRef pool_;
   FlightRing flight_;
 
-  uint64_t seq_ = 0;  // guarded by the session's issue mutex
+  uint64_t seq_ = 0;  // guarded by the session's mutex
   std::atomic<uint64_t> issued_{0};
   Inflight inflight_{flight_};
   std::optional<Clock::time_point> error_since_;  // the watchdog's: NCCL reports an error

@@ -33,8 +33,8 @@ struct NcclMemory::Windows {
       return true;
     }
     try {
-      const std::unique_lock issue_lock = session->lock_for(kPatience);
-      if (!issue_lock) {
+      const std::unique_lock lock = session->lock_for(kPatience);
+      if (!lock) {
         return false;
       }
       CudaGuard guard(session->device());
@@ -142,7 +142,7 @@ size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
   for (Windows::Entry& entry : fresh) {
     {
       NcclResult<NcclWindowRef> window;
-      std::lock_guard issue_lock(session_->issue_mutex());
+      std::lock_guard lock(session_->mutex());
       if (session_->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }

@@ -160,6 +160,16 @@ void expect_ended(const NcclApi& api, NcclCall call, int result) {
   }
 }
 
+// Polls: the thread sanitizer does not see the waiting of a std::timed_mutex.
+std::unique_lock<std::mutex> try_lock_until(std::mutex& mutex, Clock::time_point deadline) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  while (!lock && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kPoll);
+    (void)lock.try_lock();
+  }
+  return lock;
+}
+
 // `look` says how the call goes.
 int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
   while (result == kNcclInProgress && !has_passed(deadline)) {
@@ -211,7 +221,7 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> place;
     {
-      std::lock_guard lock(self->issue_mutex_);
+      std::lock_guard lock(self->mutex_);
       if (self->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
@@ -248,15 +258,15 @@ std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device,
   return std::shared_ptr<NcclSession>(new NcclSession(api, device, comm, rank, world, nullptr));
 }
 
-// Polls: the thread sanitizer does not see the waiting of a std::timed_mutex.
 std::unique_lock<std::mutex> NcclSession::lock_for(std::chrono::nanoseconds patience) const {
-  std::unique_lock lock(issue_mutex_, std::try_to_lock);
-  if (!lock) {
-    const auto deadline = Clock::now() + patience;
-    while (!lock && Clock::now() < deadline) {
-      std::this_thread::sleep_for(kPoll);
-      (void)lock.try_lock();
-    }
+  return try_lock_until(mutex_, Clock::now() + patience);
+}
+
+NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds patience) const {
+  const Clock::time_point deadline = Clock::now() + patience;
+  IssueLock lock{try_lock_until(mutex_, deadline), {}};
+  if (lock.comm) {
+    lock.device = try_lock_until(issue_mutex_, deadline);
   }
   return lock;
 }
@@ -273,7 +283,7 @@ void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) c
 
 void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
   const auto locked_look = [this] {
-    std::lock_guard lock(issue_mutex_);
+    std::lock_guard lock(mutex_);
     return look();
   };
   expect_ended(api_, call, settle_by(locked_look, result, deadline));
@@ -282,7 +292,7 @@ void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline de
 int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
 
 std::optional<NcclError> NcclSession::async_error() const {
-  std::unique_lock lock(issue_mutex_, std::try_to_lock);
+  std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
   }
@@ -376,6 +386,7 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
   CudaDevice::at(device_).fill(full, 0, world * shard_bytes, &stream);
   std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
   const size_t count = shard_bytes / sizeof(float);
+  std::unique_lock own_lock(mutex_);
   std::unique_lock lock(issue_mutex_);
   const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
   if (comm() != nullptr && uses.gathers) {
@@ -389,6 +400,7 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
           BW_NCCL_CALL(api_, reduce_scatter, full, own, 2 * count, NcclType::kBFloat16, kNcclSum, comm(), native));
   }
   lock.unlock();
+  own_lock.unlock();
   stream.synchronize();
 }
 

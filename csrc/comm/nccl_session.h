@@ -75,14 +75,22 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int world() const { return world_; }
   bool is_forked() const;  // it is the parent process's, and nobody here may touch it
 
-  // NCCL wants operations to be issued by one thread at a time per device, in one order. Held meanwhile.
-  std::mutex& issue_mutex() const { return issue_mutex_; }
-  // The lock of it, not held if that could not be had for so long: somebody may be stuck inside NCCL.
-  std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;
-  // With the lock held, while it is used; null after abort() and destroy().
+  // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those are
+  // to be issued by one thread at a time per device, in one order. What waits for peers, as split() does, holds the first
+  // alone: other communicators go on, whose operations the peers may need first.
+  std::mutex& mutex() const { return mutex_; }
+  struct IssueLock {
+    std::unique_lock<std::mutex> comm;  // taken first
+    std::unique_lock<std::mutex> device;
+    explicit operator bool() const { return device.owns_lock(); }
+  };
+  // The locks, not held if they could not be had for so long: somebody may be stuck inside NCCL.
+  IssueLock lock_to_issue_for(std::chrono::nanoseconds patience) const;
+  std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;  // mutex()'s
+  // With the mutex held, while it is used; null after abort() and destroy().
   NcclCommRef comm() const { return comm_; }
   // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
-  // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the lock held.
+  // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the mutex held.
   int settle(int result, Deadline deadline) const;
   // The same. NcclError when it failed; CommTimeout at the deadline.
   void expect_settled(NcclCall call, int result, Deadline deadline) const;
@@ -113,7 +121,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int rank_;  // known once split() has ended, like the next
   int world_;
   const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
-  std::mutex& issue_mutex_;
+  mutable std::mutex mutex_;
+  std::mutex& issue_mutex_;  // of the device
   const uint64_t fork_generation_;
   std::atomic<NcclCommRef> comm_;
 };

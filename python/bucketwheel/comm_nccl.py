@@ -119,7 +119,8 @@ class _Check:
         self._store.set(keys[self._rank], text)
         until = time.monotonic() + self._timeout_s
         while not has_keys(self._store, keys, max(min(until - time.monotonic(), _CHECK_S), 0.0)):
-            if trouble := self._peers.trouble():
+            # The others' texts may have come meanwhile, and say more than that a peer has seen how they differ.
+            if (trouble := self._peers.trouble()) and not self._store.check(keys):
                 return f"this rank called {text}, and others will not: {trouble}"
             if time.monotonic() >= until:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from bucketwheel.comm import Communicator
+from bucketwheel.ops import all_gather
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 
@@ -84,6 +86,19 @@ def capture_and_replay(rank: int, world: int) -> None:
     checked(script, "ncclCommDestroy", comm)
 
 
+def counts_only(rank: int, world: int) -> None:
+    script = simulated_nccl.install()
+    with simulated_cuda.posing(), Communicator(backend="nccl", device="cuda") as comm:
+        outs, ins = [torch.zeros(world * 4) for _ in range(2)], [torch.full((4,), rank + 1.0) for _ in range(2)]
+        with simulated_nccl.counting():
+            before, cuda = script.fake_nccl_calls(b"ncclAllGather"), simulated_cuda.Calls()
+            assert all_gather(outs, ins, comm).synchronize().query()
+            assert script.fake_nccl_calls(b"ncclAllGather") == before + 2 and cuda.since()["event_record"] >= 1
+            assert not any(out.any() for out in outs)
+        all_gather(outs, ins, comm).synchronize()
+        assert outs[1].tolist() == [r + 1.0 for r in range(world) for _ in range(4)]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built() -> Iterator[Path]:
     """Before the ranks look for it: their time limits are for running."""
@@ -110,3 +125,9 @@ def test_processes(world: int) -> None:
 def test_captured_work_runs_at_each_replay() -> None:
     with RankPool(1, backend=None) as pool:
         pool.run(capture_and_replay)
+
+
+@pytest.mark.timeout_s(400)
+def test_counting_does_nothing_else() -> None:
+    with RankPool(2) as pool:
+        pool.run(counts_only)

@@ -5,12 +5,14 @@ With ``BW_GPU_SIMULATE=1`` and no GPU they run on the simulated device, at small
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from bucketwheel._build import native
-from tests.gpu.device import DEVICE, need_device
+from tests.gpu.device import DEVICE, Tell, need_device
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -21,6 +23,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _device() -> Iterator[None]:
     with DEVICE.opened():
         yield
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+    """A line of the part's results."""
+
+    def write(case: str, **facts: Any) -> None:
+        with capsys.disabled():
+            print("\n" + json.dumps({"case": case, **facts}))
+
+    return write
 
 
 @pytest.fixture(autouse=True)

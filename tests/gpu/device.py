@@ -25,8 +25,9 @@ from bucketwheel._build import native
 from tests import simulated_nccl
 from tests.requirements import unmet
 
-__all__ = ["DEVICE", "Calls", "Device"]
+__all__ = ["DEVICE", "Calls", "Device", "SimulatedDevice", "Tell"]
 
+Tell = Callable[..., None]  # the fixture ``tell`` of conftest.py
 CYCLES_PER_S = 1.8e9  # of `torch.cuda._sleep`, about
 
 

@@ -20,12 +20,15 @@ import torch
 
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
+from bucketwheel.handle import Handle
+from bucketwheel.ops import all_gather
 from bucketwheel.testing import RankPool
 from tests import simulated_nccl
 from tests.gpu.device import DEVICE
 from tests.gpu.run_all import MULTI_RANK_UNFIT
 
-__all__ = ["WORLD", "new_pool", "on_communicator", "on_rank", "route", "unfit"]
+__all__ = ["HOLD_S", "TIMEOUT_S", "WORLD", "new_pool", "on_communicator", "on_the_last", "on_rank", "overlap_ms"]
+__all__ += ["route", "timed", "times_ms", "unfit"]
 
 WORLD = 2
 TIMEOUT_S = 8.0  # what is stuck must leave the other tests of its part the time they need
@@ -63,6 +66,37 @@ def new_pool() -> RankPool:
     return RankPool(WORLD, env={**_VARIABLES[route()], "BW_GPU_RANKS": route()})
 
 
+# ---- intervals of operations
+
+HOLD_S = 0.005  # of the caller's stream, in which the host issues two operations
+PAUSE_S = 0.03  # of a simulated stream, likewise
+Timed = tuple[Handle, Handle]
+
+
+def timed(issue: Callable[..., Handle], comm: Communicator) -> Timed:
+    """Where the operation begins and ends: handles made with timing. On the simulated device, whose operations are short
+    beside what the host needs to issue the next one, with a pause between."""
+    begin = all_gather([], [], comm, timing=True)
+    if DEVICE.is_simulated:
+        comm.stream.pause(PAUSE_S)
+    return begin, issue(timing=True)
+
+
+def overlap_ms(one: Timed, other: Timed) -> float:
+    """How long both were under way; where they were not, minus the time between them."""
+    return min(begin.elapsed_time(end) for begin, _ in (one, other) for _, end in (one, other))
+
+
+def times_ms(gather: Timed, reduce: Timed) -> dict[str, Any]:
+    """Of both, counted from the gather's begin: for `tell`."""
+    begin = gather[0]
+    return {
+        "gather_ms": [0.0, begin.elapsed_time(gather[1])],
+        "reduce_ms": [begin.elapsed_time(one) for one in reduce],
+        "overlap_ms": overlap_ms(gather, reduce),
+    }
+
+
 # ---- in the ranks
 
 
@@ -78,6 +112,16 @@ def on_communicator(rank: int, world: int, case: Callable[..., Any], *args: Any)
     """For `RankPool.run`: ``case(comm, *args)`` on one communicator for all cases, since making one takes NCCL seconds."""
     _enter(rank)
     result = case(_communicator(), *args)
+    DEVICE.synchronize()
+    return result
+
+
+def on_the_last(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """The same for a case that ends the communicator; the next case gets another one."""
+    _enter(rank)
+    with _communicator() as comm:
+        _communicator.cache_clear()
+        result = case(comm, *args)
     DEVICE.synchronize()
     return result
 

@@ -5,27 +5,27 @@ What more than one rank shows is in test_nccl_ranks.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from comm_cases import filled
+from conformance import CASES, ENDS, GRAPHS, Case
 from torch import Tensor
 
-from bucketwheel import nccl
+from bucketwheel import comm_nccl, nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CaptureError, CommError
 from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.testing import assert_bitwise_equal
-from tests.gpu.device import DEVICE, Calls
-from tests.gpu.nccl_cases import CONFORMANCE, F32, poisoned, replayed
-from tests.gpu.nccl_ranks import TIMEOUT_S
+from tests.gpu.device import DEVICE, Calls, Tell
+from tests.gpu.nccl_ranks import HOLD_S, TIMEOUT_S, overlap_ms, timed, times_ms
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained
 
-Tell = Callable[..., None]
+F32 = torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,6 @@ def comm(kept: list[Communicator]) -> Communicator:
     return kept[-1]
 
 
-@pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
-    """A line of the part's results."""
-
-    def write(case: str, **facts: Any) -> None:
-        with capsys.disabled():
-            print("\n" + json.dumps({"case": case, **facts}))
-
-    return write
-
-
 def pair(**options: Any) -> tuple[Communicator, Communicator]:
     return Communicator.pair(device="cuda", timeout_s=TIMEOUT_S, **options)
 
@@ -72,20 +61,22 @@ def test_which_nccl(comm: Communicator, tell: Tell) -> None:
         assert found.found == "loaded already" and nccl.version_text(found.version) == nccl.version_of_torch()
 
 
-@pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.__name__)
-def test_conformance(comm: Communicator, case: Callable[[Communicator], None]) -> None:
+@pytest.mark.parametrize("case", [*CASES, *GRAPHS], ids=lambda case: case.__name__)
+def test_conformance(comm: Communicator, case: Case) -> None:
     case(comm)
+
+
+@pytest.mark.parametrize("case", ENDS, ids=lambda case: case.__name__)
+def test_conformance_of_ends(case: Case) -> None:
+    with Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name=case.__name__) as comm:
+        case(comm)
 
 
 # ---- graphs
 
 
-def test_replays_gather_and_reduce_anew(comm: Communicator) -> None:
-    replayed(comm)
-
-
 def test_a_captured_handle_has_no_outcome(comm: Communicator) -> None:
-    shard, full = poisoned(comm, 100), poisoned(comm, 100)
+    shard, full = filled(comm, 100), filled(comm, 100)
     kept: list[Handle] = []
 
     def call() -> None:
@@ -141,34 +132,33 @@ def test_registered_memory(policy: str | None, tell: Tell) -> None:
 # ---- two communicators
 
 
-def timed(issue: Callable[..., Handle], comm: Communicator) -> tuple[Handle, Handle]:
-    """Where the operation begins and ends: handles made with timing."""
-    begin = all_gather([], [], comm, timing=True)
-    return begin, issue(timing=True)
-
-
-def test_gathers_and_reductions_at_once(tell: Tell) -> None:
-    """Each on its communicator: data in any case; whether they overlap is told, not asserted."""
-    gathers, reduces = pair(max_ctas=8, name="at once")
+@pytest.mark.filterwarnings("ignore:.*take turns")
+@pytest.mark.parametrize("is_order_kept", [True, False], ids=["at once", "in turn"])
+def test_gathers_and_reductions(is_order_kept: bool, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pair. What lies between the events before and behind each of the two overlaps, or comes one after the other
+    where NCCL's launch order is not known. test_nccl_ranks.py shows it of kernels; here both are copies."""
+    if not is_order_kept:
+        monkeypatch.setattr(comm_nccl, "_is_launch_order_kept", False)
+    gathers, reduces = pair(max_ctas=8, name="of a pair")
     with gathers, reduces:
+        assert [one.features["overlap"] for one in (gathers, reduces)] == [is_order_kept] * 2
         numel = DEVICE.size(64 << 20, 5_000)
         ones, twos = (torch.full((numel,), float(x), device=DEVICE.tensors) for x in (1, 2))
         gathered, reduced = torch.zeros_like(ones), torch.zeros_like(ones)
-        gather = lambda **more: all_gather(gathered, ones, gathers, **more)  # noqa: E731
-        reduce = lambda **more: reduce_scatter(reduced, twos, reduces, **more)  # noqa: E731
+        found = []
         for turn in range(4):
             gathered.zero_()
             reduced.zero_()
-            DEVICE.hold(0.005)  # until both are issued
-            begins, ends = zip(timed(gather, gathers), timed(reduce, reduces), strict=True)
-            for handle in (*begins, *ends):
+            DEVICE.hold(HOLD_S)  # until both are issued
+            gather = timed(lambda **more: all_gather(gathered, ones, gathers, **more), gathers)
+            reduce = timed(lambda **more: reduce_scatter(reduced, twos, reduces, **more), reduces)
+            for handle in (*gather, *reduce):
                 handle.synchronize()
             assert_bitwise_equal(gathered, ones)
             assert_bitwise_equal(reduced, twos)
-            from_first = [begins[0].elapsed_time(one) for one in (ends[0], begins[1], ends[1])]
-            overlap_ms = min(from_first[0], from_first[2]) - max(0.0, from_first[1])
-            tell("at once", turn=turn, gather_ms=[0.0, from_first[0]], reduce_ms=from_first[1:], overlap_ms=overlap_ms)
-        assert gathers.features["overlap"] == reduces.features["overlap"]
+            found.append(overlap_ms(gather, reduce))
+            tell("of a pair", turn=turn, overlaps=is_order_kept, **times_ms(gather, reduce))
+        assert max(found) > 0 if is_order_kept else max(found) <= 0, found
 
 
 # ---- what the host does
@@ -182,7 +172,7 @@ def calls_of_one(issue: Callable[[], Handle]) -> dict[str, int]:
 
 def test_issuing_neither_waits_nor_allocates(comm: Communicator, tell: Tell) -> None:
     """Of calls and requests, single and coalesced: some CUDA calls each, the same number for one tensor and for eight."""
-    fulls: list[Tensor] = [poisoned(comm, 1000) for _ in range(8)]
+    fulls: list[Tensor] = [filled(comm, 1000) for _ in range(8)]
     shards = [torch.ones_like(full) for full in fulls]
     gather, reduce = AllGatherRequest(fulls, shards, comm), ReduceScatterRequest(shards, fulls, comm)
     ways: dict[str, Callable[[], Handle]] = {

@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import check_all_gather, check_usable
+from comm_cases import check_all_gather, check_usable, filled
+from conformance import CASES, ENDS, GRAPHS, Case
 from optim_twins import dyadic
 from torch import Tensor
 
 import bucketwheel as bw
 from bucketwheel.comm import Communicator
-from bucketwheel.device import torch_device
 from bucketwheel.errors import CommError
 from bucketwheel.handle import Handle
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, assert_bitwise_equal
-from tests.gpu.device import DEVICE
-from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
-from tests.gpu.nccl_cases import BF16, CONFORMANCE, F16, F32, F64, poisoned, replayed
-from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, route, unfit
+from tests.gpu.device import DEVICE, Tell
+from tests.gpu.local_ranks import GivenGrads, on_cpu_ranks
+from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, on_the_last, route, timed, times_ms, unfit
 from tests.gpu.test_optim import trained
 
 CPU = torch.device("cpu")
+F32, BF16 = torch.float32, torch.bfloat16
 SOON_S = 2.0
 RUN_S = 15.0  # of one case; a stuck one costs its part this and new ranks
 TIMEOUT_S = 4.0  # making a communicator must fit too
@@ -50,44 +50,57 @@ def run(ranks: RankPool, case: Callable[..., Any], *args: Any, on: Callable[...,
     return ranks.run(on, case, *args, timeout_s=RUN_S)
 
 
-@pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.__name__)
-def test_conformance(ranks: RankPool, case: Callable[[Communicator], None]) -> None:
+@pytest.mark.parametrize("case", [*CASES, *GRAPHS], ids=lambda case: case.__name__)
+def test_conformance(ranks: RankPool, case: Case) -> None:
     run(ranks, case, on=on_communicator)
 
 
-# ---- the bits of the other backends
+@pytest.mark.parametrize("case", ENDS, ids=lambda case: case.__name__)
+def test_conformance_of_ends(ranks: RankPool, case: Case) -> None:
+    run(ranks, case, on=on_the_last)
 
 
-def sums(comm: Communicator) -> list[Tensor]:
-    """Of values of all magnitudes, in every dtype; and what gathering them gives."""
-    generator = torch.Generator().manual_seed(100 + comm.rank)
-    numel = DEVICE.size(100_003, 5_003)
-    device = torch_device(comm.device)
-    drawn = [torch.randn(WORLD * numel, generator=generator) for _ in range(4)]
-    ins = [(x * x * x).to(dtype).to(device) for x, dtype in zip(drawn, (F32, BF16, F16, F64), strict=True)]
-    outs = [torch.empty(numel, dtype=one.dtype, device=device) for one in ins]
-    fulls = [torch.empty_like(one) for one in ins]
-    reduce_scatter(outs, ins, comm).wait()
-    all_gather(fulls, outs, comm).wait()
-    return [one.cpu() for one in (*outs, *fulls)]
+# ---- two communicators
 
 
-def sums_over_shm() -> list[Tensor]:
-    with DEVICE.cpu(), Communicator(backend="shm", timeout_s=RUN_S / 2) as comm:
-        return sums(comm)
+def at_once() -> list[dict[str, Any]]:
+    """Rank 0's gather waits on the device for rank 1, which issues it when the reduce-scatter of both is over: only two
+    operations that are under way at once come to that. (Apart from this one, ranks issue in one order, so that they
+    never need it.)"""
+    gathers, reduces = Communicator.pair(device="cuda", timeout_s=RUN_S / 2, name="at once")
+    with gathers, reduces:
+        assert [one.features["overlap"] for one in (gathers, reduces)] == [True] * 2
+        numel, rank = DEVICE.size(1 << 20, 5_000), gathers.rank
+        gathered, shard = filled(gathers, WORLD * numel), filled(gathers, numel, rank + 1.0)
+        reduced, full = filled(reduces, numel), filled(reduces, WORLD * numel, rank + 1.0)
+        gather = lambda **more: all_gather(gathered, shard, gathers, **more)  # noqa: E731
+        reduce = lambda **more: reduce_scatter(reduced, full, reduces, **more)  # noqa: E731
+        # Nothing that CUDA prepares at its first use may come while a kernel waits.
+        timed(gather, gathers)[1].synchronize()
+        timed(reduce, reduces)[1].synchronize()
+        found = []
+        for _ in range(3):
+            gathered.fill_(0.0)
+            reduced.fill_(0.0)
+            DEVICE.synchronize()
+            first = timed(gather, gathers) if rank == 0 else None
+            second = timed(reduce, reduces)
+            second[1].synchronize()
+            assert first is None or not first[1].query()
+            gathers.exchange(b"reduced")
+            first = first or timed(gather, gathers)
+            first[1].synchronize()
+            assert_bitwise_equal(gathered, torch.tensor([1.0, 2.0]).repeat_interleave(numel))
+            assert_bitwise_equal(reduced, torch.full((numel,), 3.0))
+            found.append(times_ms(first, second))
+    return found
 
 
-def test_sums_have_the_bits_of_local_and_shm(ranks: RankPool) -> None:
-    """Threads that share the GPU, threads of the CPU, and processes of the CPU; nccl_cases.py says why."""
-    found = run(ranks, sums, on=on_communicator)
-    others = {
-        "local, CUDA": in_world(WORLD, lambda rank, comm: sums(comm)),
-        "local": on_cpu_ranks(WORLD, lambda rank, comm: sums(comm)),
-        "shm": run(ranks, sums_over_shm),
-    }
-    for name, results in others.items():
-        for rank in range(WORLD):
-            assert_bitwise_equal(found[rank], results[rank], f"{name}, rank {rank}")
+def test_a_gather_and_a_reduction_are_under_way_at_once(ranks: RankPool, tell: Tell) -> None:
+    found, _ = run(ranks, at_once)
+    for turn, times in enumerate(found):
+        tell("at once", turn=turn, **times)
+        assert times["overlap_ms"] > 0, found
 
 
 # ---- training
@@ -185,7 +198,7 @@ def outcome_of(call: Callable[[], Any]) -> tuple[str, str, float]:
 def alone(comm: Communicator) -> Handle:
     """An operation that the other rank does not take part in: on the device it waits for ever."""
     numel = 1 << 16
-    return all_gather(poisoned(comm, WORLD * numel), poisoned(comm, numel), comm)
+    return all_gather(filled(comm, WORLD * numel), filled(comm, numel), comm)
 
 
 def expect_that_the_device_goes_on(comm: Communicator) -> None:
@@ -220,7 +233,7 @@ def fails(how: str) -> tuple[str, str, float]:
         outcome = outcome_of(lambda: comm.exchange(b""))
     expect_that_the_device_goes_on(comm)
     comm.close(5.0)
-    if how in ("abort", "timeout"):
+    if how == "timeout":
         with Communicator(backend="nccl", device="cuda", timeout_s=RUN_S / 2, name="next") as other:
             check_usable(other)
     return outcome
@@ -246,10 +259,6 @@ def test_an_abort_reaches_both_ranks_and_ends_the_kernel(ranks: RankPool, how: s
         assert kind == ("CommError" if own else "PeerError") and f"aborted by {why}" in text, text
         expect_prefix(text, rank)
         assert took_s < SOON_S
-
-
-def test_graphs(ranks: RankPool) -> None:
-    run(ranks, replayed, on=on_communicator)
 
 
 def test_a_killed_rank_is_told_soon_and_the_other_goes_on(ranks: RankPool) -> None:

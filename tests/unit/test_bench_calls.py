@@ -19,7 +19,7 @@ def test_every_backend_has_its_lines(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert len({line["case"] for line in lines}) == len(lines) == 4 * 2 * (4 + 3)
+    assert len({line["case"] for line in lines}) == len(lines) == 5 * 2 * (4 + 3)
     for line in lines:
         assert line["ours_s"] > 0
         if "gather" in line["case"] or "scatter" in line["case"]:

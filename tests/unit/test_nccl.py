@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.requirements import need_nccl
 LIBRARY = "lib/libnccl.so.2"
 PRINT = "from bucketwheel import nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
 EMPTY = "int nothing;\n"
+NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl_api.h"
 
 
 def run(code: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
@@ -105,6 +107,45 @@ def test_the_variable_comes_first(folder: Path, tmp_path: Path) -> None:
     code = f"import ctypes; ctypes.CDLL({str(folder / LIBRARY)!r}); {PRINT}"
     how, path, _ = found_by(code, BW_NCCL_LIB=str(other))
     assert (how, path) == ("BW_NCCL_LIB", str(other))
+
+
+ONE = """
+extern "C" int a_function_of_nccl() { return VERSION; }
+"""
+OTHER = """
+extern "C" int a_function_of_nccl();
+extern "C" int ncclGetVersion(int* version) { *version = a_function_of_nccl(); return 0; }
+"""
+
+
+def compile_version(folder: Path, version: int) -> Path:
+    """A library with NCCL's functions, whose version is told by a function that it finds by name. In two sources, so that
+    no compiler sees what that one returns."""
+    folder.mkdir()
+    required = re.search(r"define BW_NCCL_REQUIRED(.*?)\n\n", NCCL_API.read_text(), re.DOTALL)
+    symbols = set(re.findall(r"\bnccl[A-Z]\w+", required[1] if required else "")) - {"ncclGetVersion"}
+    assert len(symbols) > 10
+    stubs = "".join(f'extern "C" int {symbol}() {{ return 0; }}\n' for symbol in sorted(symbols))
+    (folder / "one.cpp").write_text(ONE)
+    (folder / "other.cpp").write_text(OTHER + stubs)
+    path = folder / "libnccl.so.2"
+    compiler = os.environ.get("CXX", "c++").split()
+    sources = [str(folder / name) for name in ("one.cpp", "other.cpp")]
+    argv = [*compiler, "-shared", "-fPIC", f"-DVERSION={version}", *sources, "-Wl,-soname,libnccl.so.2"]
+    subprocess.run([*argv, "-o", str(path)], check=True, timeout=100)
+    return path
+
+
+def test_what_the_variable_names_finds_its_own_functions_first(tmp_path: Path) -> None:
+    """Another NCCL whose functions everybody sees is loaded already. Without RTLD_DEEPBIND the named one would call them."""
+    loaded, named = (compile_version(tmp_path / str(version), version) for version in (22800, 22900))
+    load = f"import ctypes; ctypes.CDLL({str(loaded)!r}, mode=ctypes.RTLD_GLOBAL)"
+    plain = (
+        f"{load}; version = ctypes.c_int(); ctypes.CDLL({str(named)!r}).ncclGetVersion(ctypes.byref(version));"
+        "print(version.value)"
+    )
+    assert found_by(plain) == ["22800"], "the libraries do not meet: this test would show nothing"
+    assert found_by(f"{load}; {PRINT}", BW_NCCL_LIB=str(named)) == ["BW_NCCL_LIB", str(named), "22900"]
 
 
 def test_the_system_comes_last(folder: Path) -> None:

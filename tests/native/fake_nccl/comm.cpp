@@ -242,6 +242,9 @@ int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms) {
     }
   }
   for (const CommPtr& comm : *comms) {
+    if (counts_only()) {
+      break;
+    }
     auto* const batch = new Batch();
     batch->comm = comm;
     batch->operations.reserve(issues.size());

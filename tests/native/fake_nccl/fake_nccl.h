@@ -41,6 +41,10 @@ void fake_nccl_async_error(int code);
 // ncclCommWindowRegister succeeds with a null window, as where windows are not supported.
 void fake_nccl_null_windows(int are_null);
 
+// Not 0: operations are checked and counted as ever, and nothing is launched, so that what a call costs is the caller's
+// and little else. Not while operations are in flight.
+void fake_nccl_count_only(int counts_only);
+
 uint64_t fake_nccl_calls(const char* function);  // since the last reset
 uint64_t fake_nccl_live_comms();                 // with those that a call is about to make
 uint64_t fake_nccl_open_groups();

@@ -71,6 +71,8 @@ struct Script {
   std::atomic<int (*)(void*, void (*)(void*), void*)> launch{nullptr};
   std::atomic<int (*)(void*)> is_capturing{nullptr};
 
+  std::atomic<bool> counts_only{false};
+
   std::atomic<uint64_t> blocked_calls{0};
   std::atomic<int> async_error{0};
   std::atomic<bool> are_windows_null{false};
@@ -165,6 +167,8 @@ InProgress::InProgress() {
 }
 InProgress::~InProgress() { --script().in_progress; }
 
+bool counts_only() { return script().counts_only.load(std::memory_order_relaxed); }
+
 int launch(void* stream, void (*function)(void*), void* argument) {
   if (const auto hook = script().launch.load()) {
     return hook(stream, function, argument);
@@ -185,6 +189,7 @@ FAKE_EXPORT void fake_nccl_set_launch(int (*launch)(void*, void (*)(void*), void
   script().launch = launch;
   script().is_capturing = is_capturing;
 }
+FAKE_EXPORT void fake_nccl_count_only(int counts_only) { script().counts_only = counts_only != 0; }
 FAKE_EXPORT void fake_nccl_set_version(int version) { script().version = version; }
 FAKE_EXPORT void fake_nccl_fail(const char* function, uint64_t countdown, int result) {
   std::lock_guard lock(script().mutex);
@@ -231,6 +236,7 @@ FAKE_EXPORT void fake_nccl_reset() {
   fake_nccl::text_of_thread.clear();
   script().async_error = 0;
   script().are_windows_null = false;
+  script().counts_only = false;
   script().max_in_progress = script().in_progress.load();
 }
 

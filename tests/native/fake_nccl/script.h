@@ -61,6 +61,7 @@ class InProgress {
   InProgress& operator=(const InProgress&) = delete;
 };
 
+bool counts_only();
 int launch(void* stream, void (*function)(void*), void* argument);
 bool is_capturing(void* stream);
 

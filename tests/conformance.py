@@ -1,0 +1,24 @@
+"""The conformance suite of collectives: what must hold on every backend, in memory of every kind, with any number of ranks.
+
+Each case is a function of the communicator, which may have run operations before. dist/test_conformance.py runs all of
+them over every backend that needs no GPU, with one to four ranks and a communicator for each; on a GPU
+gpu/test_nccl.py (one rank) and gpu/test_nccl_ranks.py (two) run the same over NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import conformance_data
+import conformance_order
+import conformance_requests
+
+from bucketwheel.comm import Communicator
+
+Case = Callable[[Communicator], None]
+
+CASES: tuple[Case, ...] = (*conformance_data.CASES, *conformance_requests.CASES, *conformance_order.CASES)
+# The communicator is closed or has failed behind these.
+ENDS: tuple[Case, ...] = conformance_order.ENDS
+# For backends whose operations can be captured.
+GRAPHS: tuple[Case, ...] = conformance_order.GRAPHS

@@ -1,0 +1,140 @@
+"""Conformance: what the collectives compute."""
+
+from __future__ import annotations
+
+import torch
+from comm_cases import (
+    MEMORIES,
+    check_all_gather,
+    check_broadcast,
+    check_reduce_scatter,
+    data_of,
+    filled,
+    on_device,
+)
+
+from bucketwheel._build import native
+from bucketwheel.comm import Communicator
+from bucketwheel.gather import broadcast_flat
+from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
+from bucketwheel.testing import assert_bitwise_equal
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SIZES = (0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001)
+SUMMED = (F32, BF16, F16, F64)
+NATIVE = (*SUMMED, torch.int64, torch.int32, torch.uint8)
+ANY = (*NATIVE, torch.bool, torch.int8)
+
+
+def every_size_in_every_memory(comm: Communicator) -> None:
+    for kind in MEMORIES:
+        for numel in SIZES:
+            for dtype in (F32, BF16):
+                check_all_gather(comm, [(dtype, numel)], kind)
+                check_reduce_scatter(comm, [(dtype, numel)], kind)
+
+
+def sums(comm: Communicator) -> None:
+    """16-bit dtypes are summed in float32 and rounded once, whatever is done to the sum: see `expect_sum`."""
+    for op in ("sum", "avg", PreMulSum(1 / 3), PreMulSum(-3)):
+        for kind in ("foreign", "pool", "offset", "in_place"):
+            check_reduce_scatter(comm, [(dtype, numel) for numel in (1, 0, 4099) for dtype in SUMMED], kind, op)
+
+
+def exact(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sixteenths of small integers: products with powers of two and sums over a few ranks are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(-64, 65, (numel,), generator=generator).to(dtype) / 16
+
+
+def exact_sums(comm: Communicator) -> None:
+    """The same bits from every backend, in whatever order and dtype it adds and multiplies."""
+    numel = 5001
+    for op, factor in (("sum", 1.0), ("avg", 1 / comm.size), (PreMulSum(0.5), 0.5), (PreMulSum(4.0), 4.0)):
+        if op == "avg" and comm.size == 3:
+            continue  # no power of two
+        outs, ins, wanted = [], [], []
+        for dtype in SUMMED:
+            ins.append(on_device(comm, exact(comm.rank, comm.size * numel, dtype)))
+            outs.append(filled(comm, numel, dtype=dtype))
+            total = torch.stack([exact(rank, comm.size * numel, F64) for rank in range(comm.size)]).sum(0)
+            wanted.append((factor * total[comm.rank * numel : (comm.rank + 1) * numel]).to(dtype))
+        reduce_scatter(outs, ins, comm, op=op).wait()
+        assert_bitwise_equal(outs, wanted, str(op))
+
+
+def coalesced(comm: Communicator) -> None:
+    for kind in ("foreign", "pool", "by_rank"):
+        dtypes = ANY if kind == "foreign" else NATIVE  # a lease makes tensors of native code's dtypes alone
+        check_all_gather(comm, [(dtype, numel) for numel in (0, 1, 7, 5000, 70_000) for dtype in dtypes], kind)
+        summed = [(dtype, numel) for numel in (3, 0, 4097, 130_000) for dtype in SUMMED]
+        check_all_gather(comm, summed, kind)
+        check_reduce_scatter(comm, summed, kind)
+        check_reduce_scatter(comm, summed, kind, "avg")
+
+
+def empty_lists(comm: Communicator) -> None:
+    """Operations like others: all ranks meet in them."""
+    gathered = all_gather([], [], comm)
+    reduced = reduce_scatter([], [], comm, op="avg")
+    gathered.wait()
+    reduced.wait()
+    assert (reduced.seq, gathered.nbytes, reduced.nbytes) == (gathered.seq + 1, 0, 0)
+    check_all_gather(comm, [(F32, 0), (BF16, 0)], "foreign")
+    check_reduce_scatter(comm, [(F32, 0), (F16, 0)], "foreign")
+    check_all_gather(comm, [(F32, 0), (torch.bool, 0), (torch.bool, 77)], "foreign")
+
+
+def broadcasts(comm: Communicator) -> None:
+    dtypes = (F32, BF16, F16, F64, torch.int64, torch.uint8)
+    specs = [(dtypes[i % len(dtypes)], numel) for i, numel in enumerate([1, 0, 17, 4097, 100_003, 0, 2])]
+    for kind in ("foreign", "pool", "offset", "by_rank"):
+        for root in range(comm.size):
+            check_broadcast(comm, specs, kind, root)
+
+
+def flat_buffer(comm: Communicator) -> None:
+    """One operation, however long the buffer is."""
+    spec = (BF16, 6_000_001)
+    flat = on_device(comm, data_of(comm.rank, spec, 0, spec[1]))
+    before = all_gather([], [], comm)
+    broadcast_flat(comm, flat)
+    assert all_gather([], [], comm).wait().seq == before.seq + 2
+    assert_bitwise_equal(flat, data_of(0, spec, 0, spec[1]))
+
+
+def sinks(comm: Communicator) -> None:
+    """Sums go to a gradient shard, which adds them up and knows its sum of squares."""
+    numel = 4099
+    shard = filled(comm, numel)
+    if comm.device >= 0:
+        sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+        sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        sum_of_squares = lambda: float(sums.sum())  # noqa: E731
+    else:
+        accumulator = native().ShardAccumulator(shard, [(0, numel)])
+        sink = native().ShardSink(accumulator)
+        sum_of_squares = lambda: accumulator.results()[0][0]  # noqa: E731
+    total = torch.zeros(numel)
+    for turn in range(3):
+        with comm.pool.acquire("full", 4 * comm.size * numel) as lease:
+            full = lease.tensor(F32, (comm.size * numel,))
+            full.copy_(exact(comm.rank + 10 * turn, comm.size * numel, F32))
+            sink.begin(turn > 0)
+            comm.reduce_scatter_into(full, sink).wait()
+        for rank in range(comm.size):
+            total += exact(rank + 10 * turn, comm.size * numel, F32)[comm.rank * numel :][:numel]
+        assert_bitwise_equal(shard, total, f"turn {turn}")
+        assert sum_of_squares() == float(total.double().square().sum())
+
+
+CASES = (
+    every_size_in_every_memory,
+    sums,
+    exact_sums,
+    coalesced,
+    empty_lists,
+    broadcasts,
+    flat_buffer,
+    sinks,
+)
