@@ -30,8 +30,9 @@ from tests import simulated_cuda, simulated_nccl
 SOON_S = 2.0  # until the death or the failure of a rank is known to the others
 GONE_S = 5.0  # until what is given up in the background has ended
 
-# Kind, message and dead rank of an error.
+# Kind, message and rank of an error.
 Error = tuple[str, str, int | None]
+Facts = dict[str, Any]
 
 
 def script() -> ctypes.CDLL:
@@ -102,8 +103,17 @@ def error_of(call: Callable[[], Any]) -> Error:
     try:
         call()
     except CommError as error:
-        return type(error).__name__, str(error), getattr(error, "rank", None)
+        return type(error).__name__, str(error), error.rank
     return "nothing", "", None
+
+
+def facts_of(call: Callable[[], Any]) -> Facts:
+    """The attributes of what ``call()`` raises, and its kind."""
+    try:
+        call()
+    except CommError as error:
+        return {"kind": type(error).__name__, **vars(error)}
+    return {}
 
 
 def expect_prefix(text: str, rank: int, size: int, name: str, seq: int | None = None) -> None:
@@ -168,6 +178,7 @@ def victim_dies(rank: int, size: int, comm_of: Callable[..., Any], victim: int, 
         assert re.search(died, error[1]), error[1]
         for later in (lambda: gather(comm), lambda: comm.exchange(b"")):
             assert error_of(later) == error
+            assert facts_of(later) == facts_of(needs_all if handle is None else handle.synchronize)
         assert before.query()
         expect_gathered(comm, full)
     return took_s

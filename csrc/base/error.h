@@ -4,9 +4,12 @@
 // "[bucketwheel rank r/w comm 'name' seq n]"; the communicator adds that prefix.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace bucketwheel {
 
@@ -33,12 +36,25 @@ struct CaptureError : DeviceError {
   using DeviceError::DeviceError;
 };
 
+// By rank: the last operation that it is known to have issued (0: none), nothing where that is not known.
+using LastSeqs = std::vector<std::optional<uint64_t>>;
+
+// What is known of a communicator's failure beside the message. In Python: attributes of the error.
+struct CommFacts {
+  std::string op{};          // "all_gather", ...: what failed here; empty: no operation
+  uint64_t seq = 0;          // its number; without one, that of the last operation before; 0: none
+  int rank = -1;             // whose failure it is, which may be another's; -1: no single rank's
+  int nccl_code = 0;         // what NCCL's call returned on that rank; 0: it was none of NCCL's
+  std::string last_error{};  // NCCL's own words for that
+  LastSeqs last_seqs{};      // of a timeout
+};
+
 struct CommError : Error {
-  using Error::Error;
+  explicit CommError(const std::string& message, CommFacts facts = {}) : Error(message), facts(std::move(facts)) {}
+  CommFacts facts;
 };
 struct PeerError : CommError {
-  PeerError(int rank, std::string message) : CommError(std::move(message)), rank(rank) {}
-  int rank;
+  using CommError::CommError;
 };
 struct CommTimeout : CommError {
   using CommError::CommError;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <exception>
+#include <string>
 
 #include "base/error.h"
 
@@ -17,21 +19,43 @@ inline void set_error(const char* name, const std::exception& error) {
   PyErr_SetString(error_class(name).ptr(), error.what());
 }
 
+// What a peer told may have been cut in the middle of a character.
+inline py::str text_of_bytes(const std::string& bytes) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
+inline py::object nccl_code_of(int code) { return code == 0 ? py::object(py::none()) : py::object(py::int_(code)); }
+
+inline void set_comm_error(const char* name, const CommError& error) {
+  const CommFacts& facts = error.facts;
+  py::dict attributes;
+  attributes["op"] = facts.op;
+  attributes["seq"] = facts.seq;
+  attributes["rank"] = facts.rank;
+  attributes["nccl_code"] = nccl_code_of(facts.nccl_code);
+  attributes["last_error"] = text_of_bytes(facts.last_error);
+  if (dynamic_cast<const CommTimeout*>(&error) != nullptr) {
+    attributes["last_seqs"] = facts.last_seqs;
+  }
+  const py::object type = error_class(name);
+  PyErr_SetObject(type.ptr(), type(text_of_bytes(error.what()), **attributes).ptr());
+}
+
 // Most derived first.
 inline void translate_error(std::exception_ptr pointer) {
   try {
     std::rethrow_exception(pointer);
   } catch (const PeerError& error) {
-    const py::object type = error_class("PeerError");
-    PyErr_SetObject(type.ptr(), type(error.what(), error.rank).ptr());
+    set_comm_error("PeerError", error);
   } catch (const CommTimeout& error) {
-    set_error("CommTimeout", error);
+    set_comm_error("CommTimeout", error);
   } catch (const MismatchError& error) {
-    set_error("MismatchError", error);
+    set_comm_error("MismatchError", error);
   } catch (const ClosedError& error) {
-    set_error("ClosedError", error);
+    set_comm_error("ClosedError", error);
   } catch (const CommError& error) {
-    set_error("CommError", error);
+    set_comm_error("CommError", error);
   } catch (const ReleasedTwice& error) {
     set_error("ReleasedTwice", error);
   } catch (const UseAfterRelease& error) {

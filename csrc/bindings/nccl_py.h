@@ -139,10 +139,67 @@ inline StorePeers::Agreement agreement_of(const py::object& post, const py::obje
   return agreement;
 }
 
+// Kind, text, rank, seq, NCCL's code, NCCL's words, the last operation of each rank.
+using Report = std::tuple<int, std::string, int, uint64_t, int, std::string, LastSeqs>;
+
+inline std::optional<Report> report_of(const std::optional<Failure>& failure) {
+  if (!failure) {
+    return std::nullopt;
+  }
+  return Report{static_cast<int>(failure->kind),
+                failure->text,
+                failure->rank,
+                failure->seq,
+                failure->nccl_code,
+                failure->last_error,
+                failure->last_seqs};
+}
+
+inline void deliver(StorePeers& peers, const Report& report) {
+  const auto& [kind, text, rank, seq, nccl_code, last_error, last_seqs] = report;
+  BW_EXPECTS(kind > 0 && kind <= static_cast<int>(FailureKind::kClosed), "failure " + std::to_string(kind));
+  peers.deliver({static_cast<FailureKind>(kind), text, rank, seq, nccl_code, last_error, last_seqs});
+  wake_watchdog();
+}
+
+[[noreturn]] inline void fail_peers(StorePeers& peers, const std::string& kind, std::string text, int rank) {
+  Failure failure{FailureKind::kError, std::move(text), rank};
+  if (kind == "timeout") {
+    failure.kind = FailureKind::kTimeout;
+    failure.last_seqs = peers.last_seqs(0).value_or(LastSeqs());
+  } else if (kind == "peer") {
+    failure.kind = FailureKind::kPeer;
+  }
+  const auto error = peers.fail(failure, {});
+  wake_watchdog();
+  std::rethrow_exception(error);
+}
+
+// Who has not posted `round`; None: they are being asked, and will have answered in a second.
+inline std::optional<std::string> late_in_round(StorePeers& peers, uint64_t round) {
+  const auto last = peers.last_rounds();
+  return last ? std::optional(peers.late_text(*last, round, "posted")) : std::nullopt;
+}
+
+inline void bind_progress(py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>& type) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  type.def("late_in_round", &late_in_round, py::arg("round"), Unlocked())
+      .def("take_question", &StorePeers::take_question, Unlocked())
+      .def("progress", &StorePeers::progress, Unlocked())
+      .def(
+          "answer",
+          [](StorePeers& self, std::vector<std::optional<StorePeers::Progress>> progress) {
+            self.answer(std::move(progress));
+            wake_watchdog();
+          },
+          py::arg("progress"), Unlocked());
+}
+
 inline void bind_store_peers(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
-      .def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
+  py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>> type(m, "StorePeers");
+  bind_progress(type);
+  type.def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
                        const py::object& collect) {
              return std::make_shared<StorePeers>(std::move(name), rank, world, expect_timeout(timeout_s),
                                                  agreement_of(post, collect));
@@ -151,26 +208,9 @@ inline void bind_store_peers(py::module_& m) {
            py::arg("collect"))
       .def(
           "take_report",
-          [](StorePeers& self, double timeout) -> std::optional<std::tuple<int, std::string, int, uint64_t>> {
-            std::optional<Failure> report;
-            {
-              py::gil_scoped_release unlocked;
-              report = self.take_report(deadline_of(timeout));
-            }
-            if (!report) {
-              return std::nullopt;
-            }
-            return std::tuple{static_cast<int>(report->kind), report->text, report->rank, report->seq};
-          },
-          py::arg("timeout"))
-      .def(
-          "deliver",
-          [](StorePeers& self, int kind, std::string text, int rank, uint64_t seq) {
-            BW_EXPECTS(kind > 0 && kind <= static_cast<int>(FailureKind::kClosed), "failure " + std::to_string(kind));
-            self.deliver({static_cast<FailureKind>(kind), std::move(text), rank, seq});
-            wake_watchdog();
-          },
-          py::arg("kind"), py::arg("text"), py::arg("rank"), py::arg("seq"), Unlocked())
+          [](StorePeers& self, double timeout) { return report_of(self.take_report(deadline_of(timeout))); },
+          py::arg("timeout"), Unlocked())
+      .def("deliver", &deliver, py::arg("report"), Unlocked())
       .def("lose", &StorePeers::lose, py::arg("rank"), Unlocked())
       .def("await_leave", &StorePeers::await_leave, Unlocked())
       .def("finish", &StorePeers::finish, Unlocked())
@@ -179,21 +219,12 @@ inline void bind_store_peers(py::module_& m) {
           [](StorePeers& self, const std::string& what) {
             self.health().expect_usable();
             if (const auto failure = self.trouble(0, [](int) { return true; }, what.c_str())) {
-              std::rethrow_exception(self.fail(*failure, self.health().prefix(0)));
+              std::rethrow_exception(self.fail(*failure, {}));
             }
           },
           py::arg("what"), Unlocked())
-      .def(
-          "fail",
-          [](StorePeers& self, const std::string& kind, std::string text, int rank) {
-            const FailureKind failure = kind == "timeout" ? FailureKind::kTimeout
-                                        : kind == "peer"  ? FailureKind::kPeer
-                                                          : FailureKind::kError;
-            const auto error = self.fail({failure, std::move(text), rank, 0}, self.health().prefix(0));
-            wake_watchdog();
-            std::rethrow_exception(error);
-          },
-          py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
+      .def("fail", &fail_peers, py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
+      .def_property_readonly("rank", [](StorePeers& self) { return self.health().rank(); })
       .def_property_readonly("has_left", &StorePeers::has_left)
       .def_property_readonly("has_failed", [](StorePeers& self) { return self.health().has_failed(); });
 }

@@ -96,7 +96,7 @@ void LocalCudaBoard::launch(Meeting& meeting) {
   } catch (const Failure& error) {
     failure = std::make_unique<Failure>(error);
   } catch (const std::exception& error) {
-    failure = std::make_unique<Failure>(Failure{FailureKind::kError, error.what(), -1, seq});
+    failure = std::make_unique<Failure>(failure_of(error, -1, seq));
   }
   if (failure != nullptr) {
     try {
@@ -113,7 +113,7 @@ void LocalCudaBoard::launch(Meeting& meeting) {
     } else {
       running_.back().host.reset();
       one->host->flight().finished(seq, false);
-      one->done->fail(one->host->fail(*failure, one->host->health().prefix(seq)));
+      one->done->fail(one->host->fail(*failure, {seq, name_of(one->op->collective), ""}));
     }
   }
 }
@@ -236,32 +236,33 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
   }
   std::lock_guard lock(issue_mutex_);
   const uint64_t seq = seq_ + 1;
+  const FailedAt at{seq, name_of(op->collective), ""};
   host_->expect_usable();
   if (const auto failure = host_->trouble(seq, [](int) { return false; }, "the operation")) {
-    std::rethrow_exception(host_->fail(*failure, host_->health().prefix(seq)));  // one that has failed will not come
+    std::rethrow_exception(host_->fail(*failure, at));  // one that has failed will not come
   }
   op->seq = seq;
   const Deadline deadline = host_->timeout_from_now();
   // Called by threads that wait for the peers to issue.
-  auto poll = [host = host_, board = board_, seq, deadline] {
+  auto poll = [host = host_, board = board_, seq, at, deadline] {
     const std::string what = "operation " + std::to_string(seq);
-    const std::string prefix = host->health().prefix(seq);
     const auto is_missing = [&](int r) { return !board->has_arrived(r, seq); };
     host->expect_usable();
     if (const auto failure = host->trouble(seq, is_missing, what.c_str())) {
-      std::rethrow_exception(host->fail(*failure, prefix));
+      std::rethrow_exception(host->fail(*failure, at));
     }
     if (has_passed(deadline)) {
       std::string text = "timeout in " + what + ". Not arrived:";
       for (int r = 0; r < host->world(); ++r) {
         text += is_missing(r) ? " rank " + std::to_string(r) : "";
       }
-      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, prefix));
+      std::rethrow_exception(host->fail({FailureKind::kTimeout, std::move(text), -1, seq}, at));
     }
   };
   auto done = std::make_shared<DeferredEvent>(std::move(poll));
   auto state = std::make_shared<Handle::State>();
   state->seq = seq;
+  state->op = name_of(op->collective);
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->done = done;
@@ -269,6 +270,7 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
   host_->health().set_last_seq(seq);
   board_->arrive(rank(), {std::move(op), options.caller->record(), std::move(options.after), options.timing, done,
                           std::move(options.keepalive), host_});
+  host_->note_issued(0, seq);
   seq_ = seq;
   last_done_ = done;
   return std::make_shared<Handle>(std::move(state));
@@ -285,8 +287,7 @@ void LocalCudaComm::close(Deadline deadline) {
   if (last != nullptr) {
     try {
       if (!last->synchronize(deadline)) {
-        last->fail(
-            host_->fail({FailureKind::kClosed, "closed while operations were in flight"}, host_->health().prefix(seq)));
+        last->fail(host_->fail({FailureKind::kClosed, "closed while operations were in flight"}, {.seq = seq}));
       }
     } catch (const Error&) {  // how the operation ended is its handle's to say
     }

@@ -87,8 +87,9 @@ size_t NcclComm::register_pool() {
         },
         [&] {
           const bool needs_all = Clock::now() - begin > kPeerPatience;
-          if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, "register_pool")) {
-            fail({failure->kind, failure->text, failure->rank, issued_});
+          if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, "register_pool")) {
+            failure->seq = issued_;
+            fail(*failure);
           }
           peers_->health().expect_usable();
           if (options_.poll) {
@@ -96,9 +97,7 @@ size_t NcclComm::register_pool() {
           }
         });
   } catch (const CommError& error) {  // the others wait for this rank inside NCCL
-    const bool is_late = dynamic_cast<const CommTimeout*>(&error) != nullptr;
-    const std::exception_ptr failure =
-        fail({is_late ? FailureKind::kTimeout : FailureKind::kError, error.what(), -1, issued_});
+    const std::exception_ptr failure = fail(failure_of_call(error));
     give_up(failure);
     std::rethrow_exception(failure);
   }
@@ -109,7 +108,7 @@ size_t NcclComm::register_pool() {
 
 void NcclComm::expect_usable() const {
   if (is_closing_ && !peers_->health().has_failed() && !peers_->health().is_forked()) {
-    throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed");
+    throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed", {.seq = issued_});
   }
   peers_->health().expect_usable();
 }
@@ -130,6 +129,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   expect_on_device(stream, session_->device(), "an operation of NCCL");
   const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
   auto state = std::make_shared<Handle::State>();
+  state->op = name_of(op->collective);
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->has_fate = true;
@@ -149,7 +149,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
     const std::string differs = options_.check(
         name_, op->seq, text_of(op->description()) + place_text(*op) + " #" + std::to_string(op->signature));
     if (!differs.empty()) {
-      const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq});
+      const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq}, state->op);
       give_up(error);
       std::rethrow_exception(error);
     }
@@ -164,7 +164,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
     // Out: whoever uses inputs or outputs next waits for this.
     state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {
-    error = fail({FailureKind::kError, failure.what(), -1, op->seq});
+    error = fail(failure_of(failure, rank(), op->seq), state->op);
     item.fate->fail(error);
     flight_.finished(op->seq, false);
     item.done = is_captured ? nullptr : try_record(stream);  // of a group, a part may be running
@@ -196,13 +196,14 @@ NcclSession::IssueLock NcclComm::lock_to_issue(const Operation& op) {
   const Deadline deadline = lock ? std::nullopt : peers_->timeout_from_now();
   for (; !lock; lock = session_->lock_to_issue_for(kLookPeriod)) {
     expect_usable();
-    if (has_passed(deadline)) {
+    const auto last = has_passed(deadline) ? peers_->last_seqs(path_of(part_)) : std::nullopt;
+    if (last) {
       const std::string who = lock.comm ? "another communicator of cuda:" + std::to_string(session_->device())
                                         : "another thread of this one";
-      const std::exception_ptr error =
-          fail({FailureKind::kTimeout,
-                "timeout in " + text_of(op.description()) + ": nothing can be issued, " + who + " is inside NCCL", -1,
-                issued_ + 1});
+      Failure failure{FailureKind::kTimeout, "timeout in " + text_of(op.description()), -1, issued_ + 1};
+      failure.text += ": nothing can be issued, " + who + " is inside NCCL";
+      failure.last_seqs = *last;
+      const std::exception_ptr error = fail(std::move(failure), name_of(op.collective));
       give_up(error);
       std::rethrow_exception(error);
     }
@@ -288,7 +289,7 @@ void NcclComm::look() noexcept {
       expect_progress();
     }
   } catch (const std::exception& error) {  // the device is in trouble
-    fail({FailureKind::kError, error.what(), -1, issued_});
+    fail(failure_of(error, rank(), issued_));
   }
   if (!is_closed_ && peers_->health().has_failed()) {
     give_up(peers_->health().error());
@@ -296,15 +297,17 @@ void NcclComm::look() noexcept {
 }
 
 void NcclComm::expect_progress() {
-  const std::optional<std::string> error = session_->async_error();
+  const std::optional<NcclError> error = session_->async_error();
   const std::optional<Inflight::Front> front = inflight_.front();
+  const char* const op = front ? name_of(front->op->collective) : "";
   const std::string what = front ? text_of(front->op->description()) : "";
   const uint64_t seq = front ? front->op->seq : issued_.load();
   // A peer's failure is known before the next operation, which would hang, or block inside NCCL. That a rank is dead
   // NCCL may tell before we know it, and it does not say who it was.
   const bool needs_all = error.has_value() || (front && front->waited > kPeerPatience);
-  if (const auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
-    fail({failure->kind, failure->text, failure->rank, seq});
+  if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
+    failure->seq = seq;
+    fail(*failure, op);
     return;
   }
   if (error) {
@@ -312,19 +315,33 @@ void NcclComm::expect_progress() {
       error_since_ = Clock::now();
     }
     if (Clock::now() - *error_since_ > kPeerPatience) {
-      fail({FailureKind::kError, *error, -1, seq});
+      fail(failure_of(*error, rank(), seq), op);
     }
     return;
   }
   if (front && front->waited > peers_->timeout()) {
-    const std::optional<std::string> late = peers_->late_ranks(path_of(part_), seq);
-    const std::string who = !late ? "" : late->empty() ? ", which all ranks have issued" : ". Not arrived: " + *late;
-    fail({FailureKind::kTimeout, "timeout in " + what + who, -1, seq});
+    if (const auto last = peers_->last_seqs(path_of(part_))) {  // else they are being asked
+      Failure failure{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "issued"), -1, seq};
+      failure.last_seqs = *last;
+      fail(std::move(failure), op);
+    }
   }
 }
 
-std::exception_ptr NcclComm::fail(const Failure& failure) {
-  return peers_->fail(failure, peers_->health().prefix(failure.seq, part_));
+std::exception_ptr NcclComm::fail(Failure failure, const char* op) {
+  if (failure.kind == FailureKind::kTimeout && failure.last_seqs.empty()) {
+    failure.last_seqs = peers_->last_seqs(path_of(part_)).value_or(LastSeqs());
+  }
+  return peers_->fail(failure, {failure.seq, op, part_});
+}
+
+Failure NcclComm::failure_of_call(const CommError& error) {
+  Failure failure = failure_of(error, rank(), issued_);
+  while (failure.kind == FailureKind::kTimeout && failure.last_seqs.empty()) {
+    failure.last_seqs = peers_->last_seqs(path_of(part_)).value_or(LastSeqs());
+    std::this_thread::sleep_for(kPollClose);
+  }
+  return failure;
 }
 
 // Operations that have not ended fail with `error`, then NCCL is told to end them: in this order, for the event of an
@@ -361,7 +378,7 @@ void NcclComm::close(Deadline deadline) {
       std::this_thread::sleep_for(kPollClose);
     }
   } catch (const DeviceError& error) {  // nothing of this device ends any more; the peers are to hear of it
-    give_up(fail({FailureKind::kError, error.what(), -1, issued_}));
+    give_up(fail(failure_of(error, rank(), issued_)));
   }
   is_closed_ = true;
   if (memory_ != nullptr) {

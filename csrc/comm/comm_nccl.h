@@ -109,7 +109,9 @@ class NcclComm final : public Comm {
   // CaptureError where an operation cannot be part of the graph that is being captured, or has nothing to do with it.
   void expect_one_capture(bool is_captured, const IssueOptions& options);
   std::string place_text(const Operation& op) const;
-  std::exception_ptr fail(const Failure& failure);
+  std::exception_ptr fail(Failure failure, const char* op = "");
+  // What a call that needs all ranks failed with. Asks them how far they are, which may take a moment.
+  Failure failure_of_call(const CommError& error);
   void give_up(const std::exception_ptr& error);
 
   void look() noexcept;

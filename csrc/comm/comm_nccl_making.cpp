@@ -68,8 +68,9 @@ NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const N
   while (!inflight_.take_finished().empty() || !inflight_.is_settled()) {  // NCCL wants to have nothing else to do
     expect_usable();
     if (has_passed(deadline)) {
-      throw CommTimeout(peers_->health().prefix(issued_, part_) +
-                        "split: operations were still running at its deadline");
+      throw CommTimeout(
+          peers_->health().prefix(issued_, part_) + "split: operations were still running at its deadline",
+          {.seq = issued_});
     }
     if (options.poll) {
       options.poll();
@@ -80,11 +81,11 @@ NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const N
   try {
     session = session_->split(color, key, settings_of(options, name), {}, deadline);
   } catch (const CommError& error) {  // ranks of any color may wait for this one inside NCCL
-    const bool is_late = dynamic_cast<const CommTimeout*>(&error) != nullptr;
-    const std::exception_ptr failure = fail(
-        {is_late ? FailureKind::kTimeout : FailureKind::kError, "split: " + std::string(error.what()), -1, issued_});
-    give_up(failure);
-    std::rethrow_exception(failure);
+    Failure failure = failure_of_call(error);
+    failure.text = "split: " + failure.text;
+    const std::exception_ptr failed_with = fail(std::move(failure));
+    give_up(failed_with);
+    std::rethrow_exception(failed_with);
   }
   return session == nullptr ? nullptr : around(peers, session, "", options, nullptr);
 }

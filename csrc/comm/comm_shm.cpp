@@ -104,7 +104,7 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
         }
         return Mapping::of_file(file.get(), size_bytes, true);
       case Received::kEnd:
-        throw PeerError(0, where + "rank 0 died while the communicator was being made");
+        throw PeerError(where + "rank 0 died while the communicator was being made", {.rank = 0});
       case Received::kNothing:
         break;
     }
@@ -128,7 +128,7 @@ std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vec
   for (int r = 1; r < options.world; ++r) {
     const LinkMessage message{LinkMessage::Kind::kControl, 0, size_bytes};
     if (!send_message(sockets[static_cast<size_t>(r)].get(), message, file.get(), deadline)) {
-      throw PeerError(r, where + "rank " + std::to_string(r) + " died while the communicator was being made");
+      throw PeerError(where + "rank " + std::to_string(r) + " died while the communicator was being made", {.rank = r});
     }
   }
   return Mapping::of_file(file.get(), size_bytes, true);

@@ -64,9 +64,11 @@ struct RankRecord {
   alignas(kCacheLineBytes) std::atomic<FailureKind> failure;
   std::atomic<uint64_t> given_up;  // the operation that failed here, once this rank reads nobody's input any more
   std::atomic<uint32_t> has_left;  // closed in an orderly way
-  int32_t failure_rank;            // kPeer, kAborted: who
-  uint64_t failure_seq;            // no operation before this one is affected
+  int32_t failure_rank;            // as in Failure
+  int32_t failure_nccl_code;
+  uint64_t failure_seq;  // no operation before this one is affected
   char failure_text[1024];
+  char failure_last_error[512];
 
   // The descriptor of operation `entered`.
   alignas(kCacheLineBytes) uint64_t signature;

@@ -77,7 +77,8 @@ void Handle::synchronize(Deadline deadline) {
   }
   if (!await_done(deadline)) {
     throw CommTimeout("operation " + std::to_string(state_->seq) + " (" + std::to_string(state_->size_bytes) +
-                      " bytes) was still running at the deadline given to synchronize()");
+                          " bytes) was still running at the deadline given to synchronize()",
+                      {.op = state_->op, .seq = state_->seq});
   }
   rethrow();
 }

@@ -62,6 +62,7 @@ class Handle {
   // bring about has its fate instead of `error`.
   struct State {
     uint64_t seq = 0;
+    const char* op = "";
     size_t size_bytes = 0;
     DeviceId device;
     EventRef done;

@@ -8,29 +8,42 @@
 namespace bucketwheel {
 namespace {
 
-std::exception_ptr exception_of(const Failure& failure, const std::string& message, int own_rank) {
+std::exception_ptr exception_of(const Failure& failure, const std::string& message, CommFacts facts, int own_rank) {
   switch (failure.kind) {
     case FailureKind::kPeer:
-      return std::make_exception_ptr(PeerError(failure.rank, message));
+      return std::make_exception_ptr(PeerError(message, std::move(facts)));
     case FailureKind::kTimeout:
-      return std::make_exception_ptr(CommTimeout(message));
+      return std::make_exception_ptr(CommTimeout(message, std::move(facts)));
     case FailureKind::kMismatch:
-      return std::make_exception_ptr(MismatchError(message));
+      return std::make_exception_ptr(MismatchError(message, std::move(facts)));
     case FailureKind::kClosed:
-      return std::make_exception_ptr(ClosedError(message));
+      return std::make_exception_ptr(ClosedError(message, std::move(facts)));
     case FailureKind::kAborted:
       if (failure.rank >= 0 && failure.rank != own_rank) {
-        return std::make_exception_ptr(PeerError(failure.rank, message));
+        return std::make_exception_ptr(PeerError(message, std::move(facts)));
       }
       break;
     case FailureKind::kNone:
     case FailureKind::kError:
       break;
   }
-  return std::make_exception_ptr(CommError(message));
+  return std::make_exception_ptr(CommError(message, std::move(facts)));
 }
 
 }  // namespace
+
+Failure failure_of(const std::exception& error, int rank, uint64_t seq) {
+  Failure failure{FailureKind::kError, error.what(), rank, seq};
+  if (const auto* comm_error = dynamic_cast<const CommError*>(&error)) {
+    failure.nccl_code = comm_error->facts.nccl_code;
+    failure.last_error = comm_error->facts.last_error;
+  }
+  if (dynamic_cast<const CommTimeout*>(&error) != nullptr) {
+    failure.kind = FailureKind::kTimeout;
+    failure.rank = -1;
+  }
+  return failure;
+}
 
 Health::Health(std::string name, int rank, int world)
     : name_(std::move(name)), rank_(rank), world_(world), fork_generation_(fork_generation()) {}
@@ -48,19 +61,21 @@ void Health::expect_usable() const {
                       "the communicator belongs to the parent process; make a new one in the child");
   }
   if (is_closing_) {
-    throw ClosedError(prefix(last_seq_) + "the communicator is closed");
+    throw ClosedError(prefix(last_seq_) + "the communicator is closed", {.seq = last_seq_});
   }
   if (has_failed_) {
     std::rethrow_exception(error());
   }
 }
 
-Health::Verdict Health::fail(const Failure& failure, const std::string& prefix) {
+Health::Verdict Health::fail(const Failure& failure, const FailedAt& at) {
   std::lock_guard lock(mutex_);
   const bool is_first = error_ == nullptr;
   if (is_first) {
-    message_ = prefix + failure.text;
-    error_ = exception_of(failure, message_, rank_);
+    message_ = prefix(at.seq, at.part) + failure.text;
+    CommFacts facts{at.op, at.seq, failure.rank, failure.nccl_code, failure.last_error, failure.last_seqs};
+    facts.last_seqs.resize(failure.kind == FailureKind::kTimeout ? static_cast<size_t>(world_) : 0);
+    error_ = exception_of(failure, message_, std::move(facts), rank_);
     has_failed_ = true;
   }
   return {error_, message_, is_first};

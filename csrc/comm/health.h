@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "base/error.h"
 #include "comm/control.h"
 
 namespace bucketwheel {
@@ -15,8 +16,21 @@ namespace bucketwheel {
 struct Failure {
   FailureKind kind;
   std::string text;
-  int rank = -1;     // kPeer: who died or left; kAborted: who aborted
-  uint64_t seq = 0;  // operations before this one are not affected; 0: all are
+  int rank = -1;      // kPeer: who died or left; kAborted: who aborted; kError: whose error it is; -1: nobody's
+  uint64_t seq = 0;   // operations before this one are not affected; 0: all are
+  int nccl_code = 0;  // kError, as the next: of CommFacts
+  std::string last_error{};
+  LastSeqs last_seqs{};  // kTimeout
+};
+
+// `error` as the failure of `rank`.
+Failure failure_of(const std::exception& error, int rank, uint64_t seq);
+
+// What a communicator was doing when it failed.
+struct FailedAt {
+  uint64_t seq = 0;
+  const char* op = "";  // empty: nothing that has the number `seq`
+  std::string part{};   // of the name
 };
 
 class Health {
@@ -39,8 +53,8 @@ class Health {
     std::string message;
     bool is_first = false;
   };
-  // Makes `failure` the error, its message behind `prefix`, unless there is one. Returns the error that stands.
-  Verdict fail(const Failure& failure, const std::string& prefix);
+  // Makes `failure` the error, its message behind the prefix of `at`, unless there is one. Returns the error that stands.
+  Verdict fail(const Failure& failure, const FailedAt& at);
   bool has_failed() const { return has_failed_; }
   std::exception_ptr error() const;  // null while healthy
   std::string message() const;       // of the error

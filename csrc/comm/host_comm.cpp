@@ -46,6 +46,7 @@ HostComm::~HostComm() {
 
 HandleRef HostComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   auto state = std::make_shared<Handle::State>();
+  state->op = name_of(op->collective);
   state->size_bytes = op->size_bytes;
   state->keepalive = std::move(options.keepalive);
   std::lock_guard lock(issue_mutex_);
@@ -80,9 +81,9 @@ void HostComm::execute(const Operation& op, Handle::State& state) {
       Exchange(*team_, op, timeout_from_now()).run();
     }
   } catch (const Failure& failure) {
-    error = fail(failure, op.seq);
+    error = fail(failure, {op.seq, state.op, ""});
   } catch (const std::exception& failure) {
-    error = fail({FailureKind::kError, failure.what(), -1, op.seq}, op.seq);
+    error = fail(failure_of(failure, rank(), op.seq), {op.seq, state.op, ""});
   }
   flight_.finished(op.seq, !error);
   if (error) {
@@ -126,16 +127,16 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
       const uint64_t bytes = team_->record(r).payload_bytes[slot];
       if (bytes > kMaxPayloadBytes) {
         throw Failure{FailureKind::kError,
-                      "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes"};
+                      "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes", r};
       }
       const std::byte* payload = team_->control().payload(r, slot);
       payloads.emplace_back(payload, payload + bytes);
     }
   } catch (const Failure& failure) {
     if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
-      throw CommTimeout(health_.prefix(seq_) + failure.text);
+      throw CommTimeout(health_.prefix(seq_) + failure.text, {.seq = seq_, .last_seqs = *last_seqs(0)});
     }
-    std::rethrow_exception(fail(failure, seq_));
+    std::rethrow_exception(fail(failure, {.seq = seq_}));
   }
   collected_ = round;
   return payloads;
@@ -143,7 +144,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
 
 void HostComm::abort(const std::string& reason) noexcept {
   if (!health_.is_forked() && !is_closed_) {
-    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank()}, seq_);
+    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank()}, {.seq = seq_});
   }
 }
 
@@ -162,7 +163,7 @@ void HostComm::close(Deadline deadline) {
     last = last_done_;
   }
   if (last && !last->synchronize(deadline)) {
-    fail({FailureKind::kClosed, "closed while operations were in flight"}, seq_);
+    fail({FailureKind::kClosed, "closed while operations were in flight"}, {.seq = seq_});
     last->synchronize();
   }
   is_closed_ = true;
@@ -182,20 +183,22 @@ std::optional<Failure> HostComm::trouble(uint64_t seq, const std::function<bool(
   }
 }
 
-std::optional<std::string> HostComm::late_ranks(int path, uint64_t seq) const {
-  std::string text;
+// Of its own operations, a rank says only which ones its stream has reached.
+std::optional<LastSeqs> HostComm::last_seqs(int path) {
+  LastSeqs last;
   for (int r = 0; r < world(); ++r) {
-    const uint64_t issued = team_->record(r).issued[path];
-    if (issued < seq) {
-      text += (text.empty() ? "rank " : ", rank ") + std::to_string(r) + " (" + team_->transport().describe_peer(r) +
-              ", last issued " + std::to_string(issued) + ")";
-    }
+    const RankRecord& record = team_->record(r);
+    last.emplace_back(std::max(record.entered.load(), record.issued[path].load()));
   }
-  return text;
+  return last;
 }
 
-std::exception_ptr HostComm::fail(const Failure& failure, const std::string& prefix) {
-  const Health::Verdict verdict = health_.fail(failure, prefix);
+std::exception_ptr HostComm::fail(const Failure& told, const FailedAt& at) {
+  Failure failure = told;
+  if (failure.kind == FailureKind::kTimeout && failure.last_seqs.empty()) {
+    failure.last_seqs = *last_seqs(0);
+  }
+  const Health::Verdict verdict = health_.fail(failure, at);
   if (verdict.is_first) {
     if (failure.kind == FailureKind::kClosed) {
       team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});

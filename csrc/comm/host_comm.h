@@ -50,9 +50,9 @@ class HostComm final : public Comm, public Peers {
   Health& health() override { return health_; }
   std::chrono::nanoseconds timeout() const override { return options_.timeout; }
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
-  std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
+  std::exception_ptr fail(const Failure& failure, const FailedAt& at) override;
   void note_issued(int path, uint64_t seq) override { team_->own().issued[path] = seq; }
-  std::optional<std::string> late_ranks(int path, uint64_t seq) const override;
+  std::optional<LastSeqs> last_seqs(int path) override;
   FlightRing& flight() { return flight_; }
   // Another communicator has the operations, and writes them out.
   void leave_flight_to_another() { has_flight_ = false; }
@@ -60,7 +60,7 @@ class HostComm final : public Comm, public Peers {
  private:
   void leave(Deadline deadline) override { close(deadline); }
   void execute(const Operation& op, Handle::State& state);
-  std::exception_ptr fail(const Failure& failure, uint64_t seq) { return fail(failure, health_.prefix(seq)); }
+  std::string describe(int rank) const override { return team_->transport().describe_peer(rank); }
   void look();
 
   const HostCommOptions options_;

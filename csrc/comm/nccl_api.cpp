@@ -154,10 +154,13 @@ NcclError nccl_error(const NcclApi& api, NcclCall call, int result) {
   std::string message =
       std::string(symbol_of(call)) + ": " + std::to_string(result) + " " + api.get_error_string(result);
   const char* const detail = api.get_last_error(nullptr);
+  CommFacts facts;
+  facts.nccl_code = result;
   if (detail != nullptr && *detail != '\0') {
-    message += std::string("; ") + detail;
+    facts.last_error = detail;
+    message += "; " + facts.last_error;
   }
-  return NcclError(result, std::move(message));
+  return NcclError(message, std::move(facts));
 }
 
 void throw_nccl_absent(const NcclApi& api, NcclCall call) {

@@ -218,8 +218,7 @@ const char* symbol_of(NcclCall call);
 
 // A call that failed: "ncclAllGather: 3 internal error; <NCCL's last message, if any>".
 struct NcclError : CommError {
-  NcclError(int code, std::string message) : CommError(std::move(message)), code(code) {}
-  int code;
+  using CommError::CommError;
 };
 NcclError nccl_error(const NcclApi& api, NcclCall call, int result);
 [[noreturn]] void throw_nccl_absent(const NcclApi& api, NcclCall call);

@@ -291,7 +291,7 @@ void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline de
 
 int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
 
-std::optional<std::string> NcclSession::async_error() const {
+std::optional<NcclError> NcclSession::async_error() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
@@ -300,7 +300,7 @@ std::optional<std::string> NcclSession::async_error() const {
   if (error == kNcclSuccess || error == kNcclInProgress) {
     return {};
   }
-  return nccl_error(api_, NcclCall::comm_get_async_error, error).what();
+  return nccl_error(api_, NcclCall::comm_get_async_error, error);
 }
 
 void NcclSession::run_blocking(const char* what, Deadline deadline, std::function<void()> task,

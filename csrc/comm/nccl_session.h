@@ -95,7 +95,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   // The same. NcclError when it failed; CommTimeout at the deadline.
   void expect_settled(NcclCall call, int result, Deadline deadline) const;
   // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
-  std::optional<std::string> async_error() const;
+  std::optional<NcclError> async_error() const;
 
   // Runs a `task` that may block inside NCCL in a thread of its own, on the session's device. CommTimeout at the deadline,
   // or what `poll` throws, which is called meanwhile: the task then goes on, so it owns what it uses.

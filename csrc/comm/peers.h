@@ -36,15 +36,18 @@ class Peers {
   // needs(rank) holds is dead or has left. `what` needs it, for the message.
   virtual std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) = 0;
   // Makes `failure` the communicator's error, unless it has one, and tells the peers. Returns the error that stands.
-  // The message begins with `prefix`.
-  virtual std::exception_ptr fail(const Failure& failure, const std::string& prefix) = 0;
+  virtual std::exception_ptr fail(const Failure& failure, const FailedAt& at) = 0;
 
   // Tells the peers how far this rank has issued on one of the data paths that share it (at most kPaths).
   static constexpr int kPaths = 2;
   virtual void note_issued(int path, uint64_t seq) = 0;
-  // The ranks that have not issued `seq`, for messages: "rank 2 (pid 1234, last issued 117)"; empty when all have.
-  // Nothing when that is not known.
-  virtual std::optional<std::string> late_ranks(int path, uint64_t seq) const = 0;
+  // How far all ranks have issued on it. Nothing: they have been asked, and will have answered, or be taken for ones
+  // that do not answer, within kAnswerPatience. Never blocks.
+  virtual std::optional<LastSeqs> last_seqs(int path) = 0;
+  static constexpr std::chrono::seconds kAnswerPatience{1};
+  // For messages, behind what all ranks were to have `done` ("issued") by then: ". Not arrived: rank 2 (pid 1234, last
+  // issued 117). Unknown (no answer): rank 3", or that all have.
+  std::string late_text(const LastSeqs& last, uint64_t seq, const char* done) const;
 
   // Data paths that share these peers: the last one that goes says goodbye to them, and later calls throw ClosedError.
   void join() { ++users_; }
@@ -57,6 +60,8 @@ class Peers {
  protected:
   // Idempotent.
   virtual void leave(Deadline deadline) = 0;
+  // "pid 1234", or what else is known of a rank; may be empty.
+  virtual std::string describe(int rank) const = 0;
 
  private:
   std::atomic<int> users_{0};

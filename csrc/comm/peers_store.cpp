@@ -1,5 +1,6 @@
 #include "comm/peers_store.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -10,6 +11,8 @@ namespace {
 
 // A process that ends right after leave() would look dead to a peer that has not had its goodbye.
 constexpr std::chrono::seconds kGoodbyePatience{2};
+// Whoever asks later wants to know it anew.
+constexpr std::chrono::seconds kAnswersLast{3};
 
 }  // namespace
 
@@ -25,6 +28,7 @@ void StorePeers::post(std::span<const std::byte> payload) {
                                                            " bytes, at most " + std::to_string(Comm::kMaxPayloadBytes) +
                                                            " fit");
   agreement().post(payload);
+  ++progress_[kPaths];
 }
 
 StorePeers::Payloads StorePeers::collect(Deadline deadline, const std::function<void()>& poll) {
@@ -46,8 +50,8 @@ std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<boo
   return {};
 }
 
-std::exception_ptr StorePeers::fail(const Failure& failure, const std::string& prefix) {
-  const Health::Verdict verdict = health_.fail(failure, prefix);
+std::exception_ptr StorePeers::fail(const Failure& failure, const FailedAt& at) {
+  const Health::Verdict verdict = health_.fail(failure, at);
   std::lock_guard lock(mutex_);
   if (verdict.is_first && !delivered_) {
     report_ = failure;
@@ -62,13 +66,53 @@ std::exception_ptr StorePeers::fail(const Failure& failure, const std::string& p
 
 std::optional<Failure> StorePeers::take_report(Deadline deadline) {
   std::unique_lock lock(mutex_);
-  const auto is_ready = [this] { return report_.has_value() || health_.is_closing(); };
+  const auto is_ready = [this] { return report_.has_value() || is_asking_ || health_.is_closing(); };
   if (deadline) {
     changed_.wait_until(lock, *deadline, is_ready);
   } else {
     changed_.wait(lock, is_ready);
   }
   return std::exchange(report_, std::nullopt);
+}
+
+StorePeers::Progress StorePeers::progress() const {
+  Progress copy{};
+  std::ranges::copy(progress_, copy.begin());
+  return copy;
+}
+
+std::optional<LastSeqs> StorePeers::last_seqs(int path) {
+  const auto now = Clock::now();
+  std::lock_guard lock(mutex_);
+  if (!asked_at_ || now - *asked_at_ > kAnswersLast) {
+    asked_at_ = now;
+    answers_.reset();
+    is_asking_ = true;
+    changed_.notify_all();
+    return {};
+  }
+  if (!answers_ && now - *asked_at_ < kAnswerPatience) {
+    return {};
+  }
+  LastSeqs last(is_gone_.size());
+  for (size_t r = 0; answers_ && r < last.size(); ++r) {
+    if (const auto& theirs = (*answers_)[r]) {
+      last[r] = (*theirs)[static_cast<size_t>(path)];
+    }
+  }
+  last[static_cast<size_t>(health_.rank())] = progress_[static_cast<size_t>(path)];
+  return last;
+}
+
+bool StorePeers::take_question() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(is_asking_, false);
+}
+
+void StorePeers::answer(std::vector<std::optional<Progress>> progress) {
+  std::lock_guard lock(mutex_);
+  progress.resize(is_gone_.size());
+  answers_ = std::move(progress);
 }
 
 void StorePeers::deliver(const Failure& failure) {

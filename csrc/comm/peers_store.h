@@ -2,6 +2,8 @@
 // through the torch Store; both are reached from Python, whose threads carry out what is queued here.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -31,13 +33,25 @@ class StorePeers final : public Peers {
   void post(std::span<const std::byte> payload) override;
   Payloads collect(Deadline deadline, const std::function<void()>& poll) override;
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
-  std::exception_ptr fail(const Failure& failure, const std::string& prefix) override;
-  void note_issued(int, uint64_t) override {}
-  std::optional<std::string> late_ranks(int, uint64_t) const override { return {}; }
+  std::exception_ptr fail(const Failure& failure, const FailedAt& at) override;
+  void note_issued(int path, uint64_t seq) override { progress_.at(static_cast<size_t>(path)) = seq; }
+  std::optional<LastSeqs> last_seqs(int path) override;
+  // The same of the rounds that have been posted.
+  std::optional<LastSeqs> last_rounds() { return last_seqs(kPaths); }
 
   // ---- for the thread that reads and writes the Store
 
-  // The failure that this rank has to tell its peers, once; nothing at the deadline, or when there will be none.
+  // How far a rank has come: on each data path, and in rounds.
+  static constexpr int kCounts = kPaths + 1;
+  using Progress = std::array<uint64_t, kCounts>;
+  Progress progress() const;
+  // Whether this rank wants to know how far all have come; once.
+  bool take_question();
+  // By rank; nothing for one that has not said so in time.
+  void answer(std::vector<std::optional<Progress>> progress);
+
+  // The failure that this rank has to tell its peers, once; nothing at the deadline, when there is a question, or when
+  // there will be none.
   std::optional<Failure> take_report(Deadline deadline);
   // What a peer told: the first that comes counts.
   void deliver(const Failure& failure);
@@ -52,6 +66,7 @@ class StorePeers final : public Peers {
 
  private:
   void leave(Deadline deadline) override;
+  std::string describe(int) const override { return ""; }
   Agreement agreement() const;
 
   Health health_;
@@ -63,6 +78,10 @@ class StorePeers final : public Peers {
   std::optional<Failure> delivered_;
   std::vector<bool> is_gone_;
   int finished_ = 0;
+  std::array<std::atomic<uint64_t>, kCounts> progress_{};
+  std::optional<Clock::time_point> asked_at_;  // the last question, and what came of it
+  bool is_asking_ = false;
+  std::optional<std::vector<std::optional<Progress>>> answers_;
 };
 
 }  // namespace bucketwheel

@@ -27,6 +27,18 @@ constexpr std::chrono::seconds kReadersPatience{30};
 
 constexpr char kOrigin[] = " failed first: ";
 
+template <size_t kBytes>
+void put_text(char (&place)[kBytes], const std::string& text) {
+  const size_t length = std::min(text.size(), kBytes - 1);
+  std::memcpy(place, text.data(), length);
+  place[length] = 0;
+}
+
+template <size_t kBytes>
+std::string text_at(const char (&place)[kBytes]) {
+  return {place, strnlen(place, kBytes)};
+}
+
 bool has_failed(const RankRecord& record, const Team::Wait& wait) {
   return record.failure != FailureKind::kNone && (wait.seq == 0 || record.failure_seq <= wait.seq);
 }
@@ -127,10 +139,15 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
     return;
   }
   const FailureKind kind = theirs.failure;
-  const std::string text(theirs.failure_text, strnlen(theirs.failure_text, sizeof(theirs.failure_text)));
+  const std::string text = text_at(theirs.failure_text);
   const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
-  throw Failure{kind, names_origin ? text : "rank " + std::to_string(rank) + kOrigin + text, theirs.failure_rank,
-                theirs.failure_seq};
+  throw Failure{kind,
+                names_origin ? text : "rank " + std::to_string(rank) + kOrigin + text,
+                theirs.failure_rank,
+                theirs.failure_seq,
+                theirs.failure_nccl_code,
+                text_at(theirs.failure_last_error),
+                {}};
 }
 
 // Our own record describes the operation that we are in.
@@ -173,9 +190,9 @@ void Team::publish(const Failure& failure) {
   }
   is_published_ = true;
   RankRecord& record = own();
-  const size_t length = std::min(failure.text.size(), sizeof(record.failure_text) - 1);
-  std::memcpy(record.failure_text, failure.text.data(), length);
-  record.failure_text[length] = 0;
+  put_text(record.failure_text, failure.text);
+  put_text(record.failure_last_error, failure.last_error);
+  record.failure_nccl_code = failure.nccl_code;
   record.failure_rank = failure.rank;
   record.failure_seq = failure.seq;
   record.failure = failure.kind;

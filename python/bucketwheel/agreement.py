@@ -39,13 +39,17 @@ _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
 _RING_TAG, _UNUSED_TAG = 7, 8
 # What a message of the ring is: a goodbye, after which nothing comes (after a failure peers are to hear of that), or a
-# failure, with its kind, rank, sequence number and text.
+# failure, with its report.
 _IN_ORDER, _AFTER_FAILURE, _FAILURE = 1, 2, 3
-_MESSAGE_HEAD = struct.Struct("<BBiQ")
-_MESSAGE_BYTES = 1024
-_Report = tuple[int, str, int, int]  # kind, text, rank, sequence number
+_MESSAGE_BYTES = 8192
+_TEXT_CHARS, _LAST_ERROR_CHARS = 1000, 250  # of a report that would be longer
+# Kind, text, rank, sequence number, NCCL's code and words, the last operation of each rank.
+_Report = tuple[int, str, int, int, int, str, list[int | None]]
+_NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 _EXIT_S = 2.0  # how long the end of the process waits for threads
+_ANSWERS_S = 0.8  # how long ranks are given to say how far they have come: less than the native kAnswerPatience
+_LOOK_S = 0.05  # how often one looks whether they have
 
 
 def make_peers(meeting: Meeting, name: str, timeout_s: float) -> Any:
@@ -114,8 +118,8 @@ class _Agreement:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
                 raise CommTimeout(f"round {self._round} of agreement was not over after {timeout} s")
-            if waited >= self._timeout_s:
-                self.peers.fail("timeout", f"timeout in collect() of round {self._round}")
+            if waited >= self._timeout_s and (late := self.peers.late_in_round(self._round)) is not None:
+                self.peers.fail("timeout", f"timeout in collect() of round {self._round}{late}")
             pause = next(pauses)
             if waited >= _NEWS_S:  # a rank may have posted and gone, its payload still on the way
                 self.peers.expect_peers(f"collect() of round {self._round}")
@@ -206,10 +210,8 @@ class _Ring:
     def receive(self) -> tuple[int, _Report]:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
         self._group.recv([message], self.following, _RING_TAG).wait(_NO_TIMEOUT)
-        data = message.numpy().tobytes()
-        what, kind, rank, seq = _MESSAGE_HEAD.unpack_from(data)
-        text = data[_MESSAGE_HEAD.size :].rstrip(b"\0").decode(errors="ignore")  # it may have been cut
-        return what, (kind, text, rank, seq)
+        what, report = json.loads(message.numpy().tobytes().rstrip(b"\0"))
+        return what, report
 
     def pass_on(self, report: _Report, begin: Callable[[], None] = lambda: None) -> None:
         """Once: a ring has no end. No goodbye goes between ``begin()``, after which this rank may leave, and the news."""
@@ -222,7 +224,7 @@ class _Ring:
     def end(self, what: int) -> None:
         with self._sending:
             self._is_over = True
-            self._send(what, (0, "", -1, 0))
+            self._send(what, _NO_REPORT)
 
     def stop_receiving(self) -> None:
         """After the end. A time limit that passes is the one way to have gloo give up what waits in a group."""
@@ -232,11 +234,20 @@ class _Ring:
                 self._group.recv([nothing], self.following, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _send(self, what: int, report: _Report) -> None:
-        kind, text, rank, seq = report
-        data = (_MESSAGE_HEAD.pack(what, kind, rank, seq) + text.encode())[:_MESSAGE_BYTES]
-        message = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+        data = _packed(what, report).ljust(_MESSAGE_BYTES, b"\0")
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # that one has gone before
             self._group.send([message], self._before, _RING_TAG).wait(_NO_TIMEOUT)
+
+
+def _packed(what: int, report: _Report) -> bytes:
+    """As JSON. The longest reports are cut: how far each of thousands of ranks has come does not fit."""
+    data = json.dumps([what, report], ensure_ascii=False).encode()
+    if len(data) > _MESSAGE_BYTES:
+        kind, text, rank, seq, nccl_code, last_error, _ = report
+        cut: _Report = (kind, text[:_TEXT_CHARS], rank, seq, nccl_code, last_error[:_LAST_ERROR_CHARS], [])
+        data = json.dumps([what, cut], ensure_ascii=False).encode()
+    return data
 
 
 def _next_report(peers: Any, timeout_s: float) -> tuple[bool, _Report | None]:
@@ -245,24 +256,74 @@ def _next_report(peers: Any, timeout_s: float) -> tuple[bool, _Report | None]:
     return has_left, peers.take_report(timeout_s)
 
 
+class _Progress:
+    """How far the ranks have come, which nobody writes to the Store before somebody asks: from then on every rank does,
+    when it looks for news and has come further."""
+
+    def __init__(self, peers: Any, store: dist.Store, size: int) -> None:
+        self._peers, self._store = peers, store
+        self._keys = [f"progress/{rank}" for rank in range(size)]
+        self._told: list[int] | None = None
+        self._until: float | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        return self._until is not None
+
+    def ask(self) -> None:
+        self._store.set("news", "")
+        self._until = time.monotonic() + _ANSWERS_S
+
+    def tell(self) -> None:
+        mine = self._peers.progress()
+        if mine != self._told:
+            self._store.set(self._keys[self._peers.rank], json.dumps(mine))
+            self._told = mine
+
+    def read(self) -> None:
+        """Once all have answered, or the time is over."""
+        if self._until is None or (time.monotonic() < self._until and not self._store.check(self._keys)):
+            return
+        self._until = None
+        there = self._present(self._keys)
+        answers = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+        self._peers.answer([json.loads(answers[key]) if key in answers else None for key in self._keys])
+
+    def _present(self, keys: list[str]) -> list[str]:
+        if self._store.check(keys):
+            return keys
+        half = len(keys) // 2
+        return self._present(keys[:half]) + self._present(keys[half:]) if half else []
+
+
 def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
     """Tells the others what this rank failed with, and this rank what another one did; the first failure counts."""
     period_s = min(max(0.1, size * 5e-4), 1.0)  # thousands of ranks ask one Store
+    progress = _Progress(peers, store, size)
     has_left, report = _next_report(peers, period_s)
     try:
         while True:
             if report is not None:
                 mine = json.dumps(report)
                 if store.compare_set("failure", "", mine) == mine.encode():
+                    store.set("news", "")
                     ring.pass_on(report)  # the Store may be gone before the others look
             if has_left:
                 break
-            if store.check(["failure"]):
-                peers.deliver(*json.loads(store.get("failure")))
-                break
-            has_left, report = _next_report(peers, period_s)
+            if peers.take_question():
+                progress.ask()
+            if store.check(["news"]):
+                if store.check(["failure"]):
+                    peers.deliver(json.loads(store.get("failure")))
+                    break
+                progress.tell()
+                progress.read()
+            has_left, report = _next_report(peers, _LOOK_S if progress.is_asked else period_s)
     except RuntimeError:  # the Store is gone
+        peers.answer([])
         while report is None and not has_left:
+            if peers.take_question():
+                peers.answer([])
             has_left, report = _next_report(peers, _NEWS_S)
         if report is not None:
             ring.pass_on(report)
@@ -276,7 +337,7 @@ def _watch(peers: Any, ring: _Ring) -> None:
     try:
         what, report = ring.receive()
         while what == _FAILURE:
-            ring.pass_on(report, functools.partial(peers.deliver, *report))
+            ring.pass_on(report, functools.partial(peers.deliver, report))
             what, report = ring.receive()
     except RuntimeError:
         if not peers.has_left:

@@ -53,14 +53,16 @@ class Communicator:
             ``cga_cluster_size``, ``traffic_class``, ``split_share``, ``collnet_enable``, ``net_name``.
         registered: `pool` is memory that NCCL can register (`register_pool`). NCCL 2.27 or newer.
 
-    Making one is collective. Raises `ValueError` for bad arguments, `DeviceError` when there is no NCCL to use,
-    `CommError` or `CommTimeout` when it cannot be made on all ranks, `NotImplementedError` when CPU ranks do not share a
-    host. NCCL's communicators have the library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of
-    torch's own NCCL process groups must come from the same thread as ours, in the same order on all ranks.
+    Making one is collective. Raises `ValueError` for bad arguments, `BuildError` when CUDA is asked for and its module
+    neither is there nor can be built, `DeviceError` when there is no NCCL to use, `CommError` or `CommTimeout` when it
+    cannot be made on all ranks, `NotImplementedError` when CPU ranks do not share a host. NCCL's communicators have the
+    library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of torch's own NCCL process groups must come
+    from the same thread as ours, in the same order on all ranks.
 
     An operation that fails (`PeerError`: a peer died or left, `CommTimeout`, `MismatchError`: ranks called different
-    operations, or an `abort`) fails the communicator: every later call raises the same error. Bad arguments do not.
-    Not usable in a forked child. Thread-safe; the order of the calls is the order of the operations.
+    operations, or an `abort`) fails the communicator: every later call raises the same error, whose attributes
+    (`CommError`) tell what failed. Bad arguments do not. Not usable in a forked child. Thread-safe; the order of the
+    calls is the order of the operations.
     """
 
     def __init__(

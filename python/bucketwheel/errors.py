@@ -6,6 +6,8 @@ Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it w
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BuildError",
     "CaptureError",
@@ -42,19 +44,51 @@ class CaptureError(DeviceError):
 
 
 class CommError(Error):
-    """A communicator failed; every later call on it raises the same error."""
+    """A communicator failed; every later call on it raises the same error.
+
+    Attributes, each at its default where nothing is known:
+        op: the operation of this rank that failed: ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, or ``""``.
+        seq: its number, the one in the message; without an operation, that of the last one before, or 0.
+        rank: the rank whose failure it is. This rank, if it failed here; the one that failed first, if it was told of
+            it; the peer, of a `PeerError`; -1, if it is not that of a single rank.
+        nccl_code: what NCCL returned on that rank, or None.
+        last_error: NCCL's own words for that (ncclGetLastError).
+    """
+
+    def __init__(
+        self,
+        *message: object,
+        op: str = "",
+        seq: int = 0,
+        rank: int = -1,
+        nccl_code: int | None = None,
+        last_error: str = "",
+    ) -> None:
+        super().__init__(*message)
+        self.op = op
+        self.seq = seq
+        self.rank = rank
+        self.nccl_code = nccl_code
+        self.last_error = last_error
 
 
 class PeerError(CommError):
     """A peer died, left or aborted. ``rank`` is its rank in the communicator."""
 
-    def __init__(self, message: str, rank: int = -1) -> None:
-        super().__init__(message)
-        self.rank = rank
-
 
 class CommTimeout(CommError, TimeoutError):
-    """A deadline passed before all peers arrived."""
+    """A deadline passed before all peers arrived.
+
+    Attributes, beside those of `CommError`:
+        last_seqs: by rank, the last operation that each rank is known to have issued (0: none), or None where it is not
+            known; empty where the ranks were not asked.
+    """
+
+    def __init__(
+        self, *message: object, last_seqs: tuple[int | None, ...] | list[int | None] = (), **facts: Any
+    ) -> None:
+        super().__init__(*message, **facts)
+        self.last_seqs = tuple(last_seqs)
 
 
 class MismatchError(CommError):

@@ -94,7 +94,7 @@ _ABORTED = re.compile(r"aborted by rank (\d+)")
 _FAILED_FIRST = re.compile(r"rank (\d+) failed first")
 _DIFFERENT, _ABSENT = "ranks called different operations", "(has not arrived)"
 _CALL = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
-_NOT_ARRIVED = re.compile(r"Not arrived: (.*)")
+_NOT_ARRIVED = re.compile(r"Not arrived: (.*?)(?:\. Unknown|$)", re.MULTILINE)
 _FILE = re.compile(r"(.*)-rank(\d+)\.json")
 # Of two ranks that failed together one came late if it was there for less than this part of the other's time; shorter
 # waits than a tenth of a second say nothing.

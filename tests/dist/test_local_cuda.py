@@ -189,8 +189,9 @@ def test_a_peer_that_does_not_come_is_a_timeout() -> None:
         if comm.rank == 0:
             handle = all_gather(torch.zeros(8), torch.zeros(4), comm)
             begin = time.monotonic()
-            with pytest.raises(CommTimeout, match="Not arrived: rank 1"):
+            with pytest.raises(CommTimeout, match="Not arrived: rank 1") as caught:
                 handle.wait()
+            assert (caught.value.op, caught.value.seq, caught.value.last_seqs) == ("all_gather", 1, (1, 0))
             assert 0.3 < time.monotonic() - begin < 5
             with pytest.raises(CommTimeout):
                 all_gather(torch.zeros(8), torch.zeros(4), comm)

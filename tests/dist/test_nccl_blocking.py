@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from dist.test_optim_nccl import simulated
+from nccl_failure_cases import hosts_apart
 
 from bucketwheel import comm_nccl
 from bucketwheel._build import native
@@ -64,8 +66,12 @@ def stuck_elsewhere(rank: int, world: int) -> None:
         while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
             time.sleep(0.01)
         begin = time.monotonic()
-        with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL"):
+        with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL") as caught:
             gather(other)
+        error = caught.value
+        assert error.last_seqs == (0,) * world
+        is_told = "failed first" in str(error)  # by the other rank, before this one had anything in flight
+        assert is_told or (error.op, error.seq) == ("all_gather", 1)
         assert 0.9 < time.monotonic() - begin < 4
         begin = time.monotonic()
         idle.close(5)
@@ -138,11 +144,13 @@ def test_registering_that_goes_on_in_the_background(rank_pool):
     rank_pool(2).run(registers_in_the_background)
 
 
-def registers(rank: int, world: int) -> str:
-    with simulated() as script:
+def registers(rank: int, world: int, is_apart: bool) -> tuple[str, CommTimeout]:
+    with simulated() as script, hosts_apart() if is_apart else contextlib.nullcontext():
         comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="windows", registered=True)
         assert comm.features["windows"] is False, "nothing is registered yet"
+        gather(comm).synchronize(10)
         lease = comm.pool.acquire("", 4096)
+        comm.exchange(b"")
         if rank == world - 1:
             script.fake_nccl_hang_call(b"ncclCommWindowRegister")
         begin = time.monotonic()
@@ -154,12 +162,14 @@ def registers(rank: int, world: int) -> str:
             gather(comm)
         lease.release()
         comm.close(2)
-        return str(caught.value)
+        return str(caught.value), caught.value
 
 
-def test_registering_has_a_time_limit(rank_pool):
-    for text in rank_pool(2).run(registers):
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_registering_has_a_time_limit(rank_pool, is_apart):
+    for text, error in rank_pool(2).run(registers, is_apart):
         assert "comm 'windows'" in text and "register_pool was not over at its deadline" in text
+        assert (error.op, error.seq, error.last_seqs) == ("", 1, (1, 1)), "the error came through a pipe"
 
 
 def splits(rank: int, world: int) -> None:

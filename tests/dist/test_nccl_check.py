@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, die, error_of, expect_prefix, fresh_ranks, gather, nccl_comm
+from nccl_failure_cases import SOON_S, Error, die, error_of, expect_prefix, facts_of, fresh_ranks, gather, nccl_comm
 
 from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
@@ -43,6 +43,11 @@ def different_calls(rank: int, size: int, difference: str) -> Error:
         error = error_of(lambda: call(comm, difference, rank == size - 1))
         assert before == script.fake_nccl_calls(b"ncclAllGather") + script.fake_nccl_calls(b"ncclReduceScatter")
         assert error_of(lambda: gather(comm)) == error
+        facts = facts_of(lambda: comm.exchange(b""))
+        reduces = difference in ("op", "factor") or (difference == "kind" and rank == size - 1)
+        is_told = "failed first" in error[1]  # by another rank, before this one had compared
+        assert is_told or facts["op"] == ("reduce_scatter" if reduces else "all_gather")
+        assert (f"seq {facts['seq']}]" in error[1], facts["rank"], facts["nccl_code"]) == (True, -1, None)
         return error
 
 

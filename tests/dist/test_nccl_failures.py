@@ -13,15 +13,18 @@ from comm_cases import check_usable, data_of, expected_reduce
 from nccl_failure_cases import (
     SOON_S,
     Error,
+    Facts,
     deaths,
     error_of,
     expect_death_told,
     expect_gathered,
     expect_prefix,
+    facts_of,
     gather,
     nccl_comm,
 )
 
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
@@ -42,7 +45,9 @@ def calls_of(script: ctypes.CDLL) -> int:
 def bad_arguments(rank: int, size: int) -> None:
     full, shard = torch.zeros(size * 6), torch.zeros(6)
     bad: list[tuple[type[Exception], str, Any, Any]] = [
-        (ValueError, "7", full, torch.zeros(7)),
+        (ValueError, rf"outputs\[0\] has shape \[{size * 6}\], .* inputs\[0\], shape \[7\]", full, torch.zeros(7)),
+        (TypeError, r"outputs\[0\] .*meta", full.to("meta"), shard),
+        (TypeError, r"inputs\[0\] .*meta", full, shard.to("meta")),
         (ValueError, "2 .*1|1 .*2", [full, full], [shard]),
         (TypeError, "bfloat16", full, shard.bfloat16()),
         (ValueError, "contiguous", torch.zeros(size * 6, 2)[:, 0], shard),
@@ -65,6 +70,10 @@ def bad_arguments(rank: int, size: int) -> None:
             comm.broadcast_into(full, size)
         with pytest.raises(ValueError, match="nothing is posted"):
             comm.collect()
+        native().set_posing(False)
+        with pytest.raises((ValueError, TypeError), match=r"outputs\[0\].*cpu"):
+            all_gather(full, shard, comm)
+        native().set_posing(True)
         assert calls_of(script) == before
         assert gather(comm)[1].seq == 3, "a call with bad arguments got a number"
         check_usable(comm)
@@ -117,8 +126,11 @@ def issue(comm: Communicator, kind: str) -> Any:
     return reduce_scatter([shard, shard.clone()], [full, full.clone()], comm)
 
 
-def one_call_fails(rank: int, size: int, function: str, countdown: int, kind: str) -> tuple[Error, Error, float]:
-    """The errors of an operation that was in flight, and of the one that failed on the last rank."""
+OPS = {"reduce": "reduce_scatter", "factor": "reduce_scatter", "broadcast": "broadcast"}
+
+
+def one_call_fails(rank: int, size: int, function: str, countdown: int, kind: str) -> tuple[Error, Error, Facts, float]:
+    """The errors of an operation that was in flight, and of the one that failed on the last rank, with its facts."""
     with nccl_comm("failing") as (comm, script):
         gather(comm)[1].synchronize()
         script.fake_nccl_hang(1)
@@ -133,9 +145,11 @@ def one_call_fails(rank: int, size: int, function: str, countdown: int, kind: st
             error = error_of(lambda: issue(comm, kind).synchronize())
         took_s = time.monotonic() - begin
         earlier = error_of(before.synchronize)
+        facts = facts_of(before.synchronize)
         for later in (before.query, before.wait, lambda: gather(comm), lambda: comm.exchange(b"")):
             assert error_of(later) == error
-        return earlier, error, took_s
+            assert facts_of(later) == facts
+        return earlier, error, facts, took_s
 
 
 FAILING = [
@@ -154,8 +168,11 @@ FAILING = [
 @pytest.mark.parametrize(("function", "countdown", "kind"), FAILING)
 def test_a_failed_call_of_nccl_fails_every_rank(function, countdown, kind, rank_pool):
     results = rank_pool(3).run(one_call_fails, function, countdown, kind, timeout_s=25)
-    for rank, (earlier, error, took_s) in enumerate(results):
+    for rank, (earlier, error, facts, took_s) in enumerate(results):
         assert earlier == error
+        assert (facts["rank"], facts["nccl_code"]) == (2, SYSTEM_ERROR)
+        assert facts["last_error"] == f"the script lets {function} fail" and facts["last_error"] in error[1]
+        assert (facts["op"], facts["seq"]) == ((OPS.get(kind, "all_gather"), 3) if rank == 2 else ("all_gather", 2))
         assert error[0] == "CommError" and took_s < SOON_S
         expect_prefix(error[1], rank, 3, "failing", 3 if rank == 2 else None)
         assert f"{function}: {SYSTEM_ERROR} unhandled system error; " in error[1]
@@ -234,7 +251,7 @@ def test_a_call_that_is_in_progress_for_ever(ends_by, world, rank_pool):
         assert ("in progress" in error[1] or "timeout" in error[1]) if ends_by == "timeout" else "enough" in error[1]
 
 
-def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, float]:
+def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, Facts, float]:
     with nccl_comm("network") as (comm, script):
         handle = None
         if not is_idle:
@@ -252,14 +269,16 @@ def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, float]
         took_s = time.monotonic() - begin
         assert error_of(lambda: comm.exchange(b"")) == handle_error
         script.fake_nccl_async_error(0)
-        return handle_error, took_s
+        return handle_error, facts_of(lambda: comm.exchange(b"")), took_s
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_an_error_in_the_background(world, is_idle, rank_pool):
-    for rank, (error, took_s) in enumerate(rank_pool(world).run(background_error, is_idle, timeout_s=25)):
+    for rank, (error, facts, took_s) in enumerate(rank_pool(world).run(background_error, is_idle, timeout_s=25)):
         assert error[0] == "CommError" and took_s < SOON_S
+        assert (facts["rank"], facts["nccl_code"]) == (1, REMOTE_ERROR)
+        assert (facts["op"], facts["seq"]) == (("", 0) if is_idle else ("all_gather", 1))
         expect_prefix(error[1], rank, world, "network")
         assert f"{REMOTE_ERROR} " in error[1] and (rank == 1 or "rank 1" in error[1])
 
@@ -274,10 +293,16 @@ def never_completes(rank: int, size: int) -> tuple[Error, float]:
             script.fake_nccl_hang(1)
         begin = time.monotonic()
         _, handle = gather(comm)
-        with pytest.raises(CommTimeout, match="still running"):
+        with pytest.raises(CommTimeout, match="still running") as early:
             handle.synchronize(0.05)
+        assert (early.value.op, early.value.seq, early.value.last_seqs) == ("all_gather", 2, ())
         assert not handle.query()
-        return error_of(handle.synchronize), time.monotonic() - begin
+        error, took_s = error_of(handle.synchronize), time.monotonic() - begin
+        for later in (handle.query, lambda: gather(comm)):
+            with pytest.raises(CommTimeout) as late:
+                later()
+            assert (late.value.op, late.value.seq, late.value.last_seqs) == ("all_gather", 2, (2,) * size)
+        return error, took_s
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -288,20 +313,22 @@ def test_an_operation_that_never_completes(world, rank_pool):
         assert "timeout in all_gather of 1 tensor" in error[1] and "which all ranks have issued" in error[1]
 
 
-def never_issues(rank: int, size: int) -> tuple[Error, float]:
+def never_issues(rank: int, size: int) -> tuple[Error, Facts, float]:
     with nccl_comm("lonely", timeout_s=0.5) as (comm, _):
         gather(comm)[1].synchronize()
         begin = time.monotonic()
         if rank == size - 1:
             time.sleep(1.2)
-            return error_of(lambda: gather(comm)), 0.5
-        return error_of(gather(comm)[1].synchronize), time.monotonic() - begin
+            return error_of(lambda: gather(comm)), facts_of(lambda: gather(comm)), 0.5
+        error, took_s = error_of(gather(comm)[1].synchronize), time.monotonic() - begin
+        return error, facts_of(lambda: gather(comm)), took_s
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_never_issues(world, rank_pool):
-    for rank, (error, took_s) in enumerate(rank_pool(world).run(never_issues, timeout_s=25)):
+    for rank, (error, facts, took_s) in enumerate(rank_pool(world).run(never_issues, timeout_s=25)):
         assert error[0] == "CommTimeout" and 0.4 < took_s < SOON_S
+        assert facts["last_seqs"] == (2,) * (world - 1) + (1,) and facts["rank"] == -1
         expect_prefix(error[1], rank, world, "lonely")
         assert f"Not arrived: rank {world - 1} (pid" in error[1] and "last issued 1)" in error[1]
 
@@ -348,7 +375,7 @@ def one_aborts(rank: int, size: int, moment: str) -> tuple[Error, float]:
 def test_abort_reaches_every_rank_with_its_reason(world, moment, rank_pool):
     for rank, (error, took_s) in enumerate(rank_pool(world).run(one_aborts, moment, timeout_s=25)):
         # A rank that is inside NCCL is given a second to come out by itself.
-        assert (error[0], error[2]) == (("CommError", None) if rank == 1 else ("PeerError", 1)) and took_s < SOON_S
+        assert (error[0], error[2]) == ("CommError" if rank == 1 else "PeerError", 1) and took_s < SOON_S
         expect_prefix(error[1], rank, world, "aborted")
         assert "aborted by rank 1: the data ran out" in error[1]
 

@@ -228,7 +228,7 @@ TEST(closing_from_several_threads_with_an_operation_in_flight) {
         late.handle->synchronize(Clock::now() + 10s);
         CHECK(false);
       } catch (const PeerError& error) {
-        CHECK(error.rank == 0);
+        CHECK(error.facts.rank == 0);
       }
       return;
     }
@@ -328,6 +328,35 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   CHECK(inflight.is_settled() && inflight.take_finished().size() == 1 && !inflight.front());
 }
 
+TEST(store_peers_ask_and_are_answered_while_others_issue) {
+  StorePeers peers("far", 0, 3, 20s, StorePeers::Agreement{[](auto) {}, {}});
+  std::atomic<bool> is_over{false};
+  std::thread issuer([&] {
+    for (uint64_t seq = 1; !is_over; ++seq) {
+      peers.note_issued(1, seq);
+    }
+  });
+  CHECK(!peers.last_seqs(1));
+  std::thread carrier([&] {
+    CHECK(!peers.take_report(Clock::now() + 10s) && peers.take_question());
+    peers.answer({peers.progress(), StorePeers::Progress{7, 8, 9}});
+  });
+  const auto begin = Clock::now();
+  std::optional<LastSeqs> last;
+  while (!(last = peers.last_seqs(1))) {
+    CHECK(Clock::now() - begin < Peers::kAnswerPatience + 1s);
+    std::this_thread::sleep_for(1ms);
+  }
+  carrier.join();
+  is_over = true;
+  issuer.join();
+  CHECK(last->size() == 3 && (*last)[1] == 8u && !(*last)[2]);
+  CHECK(*peers.last_rounds() == LastSeqs({0, 9, std::nullopt}));
+  CHECK(peers.late_text({8, 7, std::nullopt}, 8, "issued") ==
+        ". Not arrived: rank 1 (last issued 7). Unknown (no answer): rank 2");
+  CHECK(peers.late_text({8, 8, 9}, 8, "issued") == ", which all ranks have issued");
+}
+
 TEST(store_peers_from_several_threads) {
   auto peers = std::make_shared<StorePeers>("far", 0, 3, 20s, StorePeers::Agreement{[](auto) {}, {}});
   std::thread carrier([&] {
@@ -346,9 +375,8 @@ TEST(store_peers_from_several_threads) {
     std::this_thread::sleep_for(1ms);
   }
   CHECK(!peers->trouble(0, [](int rank) { return rank == 1; }, "that"));
-  CHECK(!peers->late_ranks(0, 1));
-  (void)peers->fail({FailureKind::kError, "first", -1, 1}, "");
-  (void)peers->fail({FailureKind::kError, "second", -1, 2}, "");
+  (void)peers->fail({FailureKind::kError, "first", -1, 1}, {});
+  (void)peers->fail({FailureKind::kError, "second", -1, 2}, {});
   peers->deliver({FailureKind::kError, "third", -1, 3});
   CHECK_THROWS(CommError, "first", peers->health().expect_usable());
   peers->join();

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -280,3 +283,49 @@ def test_the_pool_outlives_the_communicator():
     del comm
     assert values.sum() == 48
     lease.release()
+
+
+WITHOUT_NVCC = """
+import os, sys, threading
+from unittest import mock
+from bucketwheel import Communicator, _build, _nvcc, comm, errors
+
+_build.native()
+which = _nvcc.shutil.which
+what_is_there = lambda: [
+    sorted(threading.enumerate(), key=id), len(os.listdir("/proc/self/task")), os.listdir("/proc/self/fd"),
+    sorted(_build._cache.cache_dir().iterdir()), list(comm._open_communicators),
+]
+before = what_is_there()
+makings = [
+    lambda: Communicator(device="cuda", backend="nccl"),
+    lambda: Communicator(device="cuda"),
+    lambda: Communicator.pair(),
+]
+with mock.patch.object(_nvcc.shutil, "which", lambda name: None if name.endswith("nvcc") else which(name)):
+    for make in makings:
+        try:
+            make()
+        except errors.BuildError as error:
+            print(error, end="\\n---")
+            error.__traceback__ = None
+assert what_is_there() == before, (what_is_there(), before)
+with Communicator(backend="shm") as comm:
+    assert comm.exchange(b"fine") == [b"fine"]
+"""
+
+
+def test_a_communicator_on_cuda_without_nvcc():
+    """Whatever was compiled before: the CUDA module is known by its compiler."""
+    hidden = ("NVCC", "CUDA_HOME", "BW_NATIVE_DIR", "BW_JIT")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NVCC], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    messages = done.stdout.split("---")[:-1]
+    assert len(messages) == 3
+    for message in messages:
+        assert "CUDA module: nvcc is missing" in message
+        for remedy in ("CUDA_HOME=", "NVCC=", "BW_NATIVE_DIR=", "BW_AOT=cuda", "on the CPU"):
+            assert remedy in message

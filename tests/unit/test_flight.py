@@ -233,6 +233,12 @@ def test_a_rank_that_is_missing_from_a_round_of_agreement(flight):
     assert "rank 1 stopped first: behind operation 1, and not in a later operation: the others name it" in text
 
 
+def test_a_rank_that_does_not_answer_is_not_named_as_late(flight):
+    reason = "timeout in all_gather. Not arrived: rank 1 (last issued 1). Unknown (no answer): rank 2"
+    told = [Rank(rank, 3, reason).done(GATHER) for rank in range(3)]
+    assert the_one(flight(*told)[2])["late"] == [1]
+
+
 def test_ranks_that_agree(flight):
     """Together in one operation: nobody is late, whatever clocks say."""
     status, text, found = flight(

@@ -1,0 +1,24 @@
+#include "comm/peers.h"
+
+namespace bucketwheel {
+
+std::string Peers::late_text(const LastSeqs& last, uint64_t seq, const char* done) const {
+  std::string late;
+  std::string silent;
+  for (size_t r = 0; r < last.size(); ++r) {
+    const std::string rank = "rank " + std::to_string(r);
+    if (!last[r]) {
+      silent += (silent.empty() ? "" : ", ") + rank;
+    } else if (*last[r] < seq) {
+      const std::string known = describe(static_cast<int>(r));
+      late += (late.empty() ? "" : ", ") + rank + " (" + known + (known.empty() ? "" : ", ") + "last " + done + " " +
+              std::to_string(*last[r]) + ")";
+    }
+  }
+  if (late.empty() && silent.empty()) {
+    return std::string(", which all ranks have ") + done;
+  }
+  return (late.empty() ? "" : ". Not arrived: " + late) + (silent.empty() ? "" : ". Unknown (no answer): " + silent);
+}
+
+}  // namespace bucketwheel

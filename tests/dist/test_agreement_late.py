@@ -1,0 +1,185 @@
+"""Time limits of ranks that do not share a host: who is late, and how far each rank has come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from nccl_failure_cases import (
+    SOON_S,
+    Error,
+    Facts,
+    apart,
+    error_of,
+    expect_prefix,
+    facts_of,
+    gather,
+    hosts_apart,
+    script,
+)
+from simulated_cuda import posing
+
+from bucketwheel import agreement
+from bucketwheel._build import native
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.ops import reduce_scatter
+
+pytestmark = pytest.mark.dist
+
+
+def one_never_comes(rank: int, size: int, where: str, is_silent: bool) -> tuple[Error, Facts, float]:
+    silent = mock.patch.object(agreement._Progress, "tell", lambda _: None)
+    with apart("lonely", timeout_s=1.0) as (comm, _), silent if rank == size - 1 and is_silent else nullcontext():
+        gather(comm)[1].synchronize()
+        comm.exchange(b"")
+        begin = time.monotonic()
+        if rank == size - 1:
+            time.sleep(2.5)
+            error, took_s = error_of(lambda: gather(comm)), 1.0
+        elif where == "round":
+            error, took_s = error_of(lambda: comm.exchange(b"")), time.monotonic() - begin
+        else:
+            error, took_s = error_of(gather(comm)[1].synchronize), time.monotonic() - begin
+        facts = facts_of(lambda: gather(comm))
+        assert facts_of(lambda: comm.exchange(b"")) == facts
+        return error, facts, took_s
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("where", ["round", "operation"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_never_comes(world, where, is_silent, rank_pool):
+    """All are told which ranks have not come, and how far all are, or who does not say so."""
+    results = rank_pool(world).run(one_never_comes, where, is_silent, timeout_s=30)
+    last = world - 1
+    for rank, (error, facts, took_s) in enumerate(results):
+        # A second at most for the answers, beside the time limit.
+        assert error[0] == "CommTimeout" and 0.8 < took_s < 1 + SOON_S, (rank, error, took_s)
+        expect_prefix(error[1], rank, world, "lonely")
+        done, seq = ("posted", 1) if where == "round" else ("issued", 2)
+        who = f"Unknown (no answer): rank {last}" if is_silent else f"Not arrived: rank {last} (last {done} 1)"
+        assert "timeout in " in error[1] and error[1].endswith(f". {who}"), error[1]
+        assert facts["last_seqs"] == (seq,) * last + (None if is_silent else 1,)
+
+
+def one_of_a_pair(rank: int, size: int) -> Facts:
+    script()
+    with posing(), hosts_apart():
+        gathers, reduces = Communicator.pair(timeout_s=1.0, name="two")
+        with contextlib.suppress(CommError), gathers, reduces:
+            for _ in range(3):
+                gather(gathers)[1].synchronize()
+            sums = reduce_scatter(torch.zeros(4), torch.zeros(size * 4), reduces)
+            sums.synchronize()
+            if rank == 0:
+                error_of(gather(gathers)[1].synchronize)
+            else:
+                time.sleep(2.5)
+            facts = facts_of(lambda: gather(gathers))
+            assert facts_of(lambda: gather(reduces)) == facts
+    return facts
+
+
+def test_the_two_of_a_pair_are_counted_apart(rank_pool):
+    for facts in rank_pool(2).run(one_of_a_pair, timeout_s=30):
+        assert (facts["kind"], facts["last_seqs"]) == ("CommTimeout", (4, 3)), facts
+
+
+# ---- step by step, without other ranks
+
+
+@pytest.mark.parametrize("text", ["short", "\0" * 9000, "\U0001f6b2" * 9000, "x" * 9000], ids=["short", "0", "wide", "x"])
+@pytest.mark.parametrize("ranks", [2, 5000])
+def test_a_report_fits_in_a_message_of_the_ring(text, ranks):
+    report = (3, text, 1, 7, 6, text, [*range(ranks - 1), None])
+    data = agreement._packed(3, report)
+    assert len(data) <= agreement._MESSAGE_BYTES
+    what, (kind, cut, *numbers, last_error, last_seqs) = json.loads(data)
+    assert (what, kind, numbers) == (3, 3, [1, 7, 6])
+    assert text.startswith(cut) and text.startswith(last_error) and len(cut) >= min(len(text), 1000)
+    assert last_seqs == ([0, None] if ranks == 2 and text == "short" else [])
+
+
+def goes(*_: Any) -> Any:
+    raise RuntimeError("the connection was closed")
+
+
+def asked(peers: Any, world: int) -> tuple[dict[str, str], Any]:
+    """What the thread of rank 0 does, step by step, with a Store of one dict."""
+    stored: dict[str, str] = {}
+    store = mock.Mock(
+        set=stored.__setitem__,
+        check=lambda keys: all(key in stored for key in keys),
+        multi_get=lambda keys: [stored[key].encode() for key in keys],
+    )
+    return stored, agreement._Progress(peers, store, world)
+
+
+def peers_of(world: int) -> Any:
+    return native().StorePeers("asked", 0, world, 20.0, lambda _: None, lambda _: [])
+
+
+def test_ranks_tell_how_far_they_are_once_somebody_asks():
+    peers = peers_of(3)
+    stored, progress = asked(peers, 3)
+    assert peers.late_in_round(1) is None, "nobody has answered"
+    assert peers.take_question() and not peers.take_question()
+    progress.ask()
+    progress.tell()
+    assert stored == {"news": "", "progress/0": "[0, 0, 0]"}
+    stored.update({"progress/1": "[5, 0, 0]"})
+    progress.read()
+    assert progress.is_asked and peers.late_in_round(1) is None, "one has not answered, and there is time"
+    stored.update({"progress/2": "[5, 0, 1]"})
+    progress.read()
+    assert not progress.is_asked
+    assert peers.late_in_round(1) == ". Not arrived: rank 0 (last posted 0), rank 1 (last posted 0)"
+    stored.clear()
+    progress.tell()
+    assert stored == {}, "nothing has changed"
+
+
+def test_ranks_that_do_not_answer_are_unknown():
+    peers = peers_of(6)
+    stored, progress = asked(peers, 6)
+    assert peers.late_in_round(1) is None
+    with mock.patch.object(agreement, "_ANSWERS_S", 0.0):
+        progress.ask()
+        progress.tell()
+        stored.update({"progress/2": "[0, 0, 1]", "progress/3": "[0, 0, 0]"})
+        progress.read()
+    late = "Not arrived: rank 0 (last posted 0), rank 3 (last posted 0). Unknown (no answer): rank 1, rank 4, rank 5"
+    assert peers.late_in_round(1) == f". {late}"
+
+
+def test_without_a_thread_that_answers_nothing_waits_longer_than_a_second():
+    peers = peers_of(2)
+    begin = time.monotonic()
+    while (late := peers.late_in_round(1)) is None:
+        assert time.monotonic() - begin < 1.5
+        time.sleep(0.01)
+    assert late == ". Not arrived: rank 0 (last posted 0). Unknown (no answer): rank 1"
+
+
+def test_without_a_store_the_answer_is_that_nobody_answers():
+    rank, ring = peers_of(3), mock.Mock()
+    assert rank.late_in_round(1) is None
+    thread = threading.Thread(
+        target=agreement._carry_failures, args=(rank, mock.Mock(set=goes, check=goes), ring, 3), daemon=True
+    )
+    thread.start()
+    begin = time.monotonic()
+    while (late := rank.late_in_round(0)) is None:
+        time.sleep(0.01)
+    assert late == ". Unknown (no answer): rank 1, rank 2" and time.monotonic() - begin < 0.9
+    rank.leave(0.0)
+    thread.join(5)
+    assert not thread.is_alive()

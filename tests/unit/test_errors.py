@@ -1,0 +1,62 @@
+"""The errors as Python values: what they derive from, what they carry, and that copies and pickles carry it too."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from comm_cases import run_local
+
+from bucketwheel import errors
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import ClosedError, CommError, CommTimeout, Error, MismatchError, PeerError
+
+FACTS: dict[str, Any] = {"op": "all_gather", "seq": 7, "rank": 3, "nccl_code": 6, "last_error": "no route"}
+COMM_ERRORS = (CommError, PeerError, CommTimeout, MismatchError, ClosedError)
+
+
+def test_all_have_one_root() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, Error) and issubclass(kind, RuntimeError), name
+    for kind in COMM_ERRORS:
+        assert issubclass(kind, CommError)
+    assert issubclass(CommTimeout, TimeoutError)
+
+
+def test_what_is_not_known_has_its_default() -> None:
+    unknown = {"op": "", "seq": 0, "rank": -1, "nccl_code": None, "last_error": ""}
+    for kind in COMM_ERRORS:
+        error = kind("what happened")
+        assert (str(error), error.args) == ("what happened", ("what happened",))
+        assert vars(error) == (unknown | {"last_seqs": ()} if kind is CommTimeout else unknown)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize("kind", COMM_ERRORS)
+def test_copies_and_pickles_carry_everything(kind: type[CommError], again: Any) -> None:
+    facts = FACTS | {"last_seqs": (7, None, 6)} if kind is CommTimeout else FACTS
+    error = again(kind("what happened", **facts))
+    assert type(error) is kind and str(error) == "what happened"
+    assert vars(error) == facts
+
+
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {kind.__name__ for kind in COMM_ERRORS}))
+def test_the_others_can_be_pickled(name: str) -> None:
+    error = pickle.loads(pickle.dumps(getattr(errors, name)("what happened")))
+    assert type(error) is getattr(errors, name) and str(error) == "what happened"
+
+
+@pytest.mark.parametrize("pad", ["", "x"])
+def test_a_text_that_is_cut_in_a_character(pad: str) -> None:
+    def body(comm: Communicator) -> str:
+        if comm.rank == 0:
+            comm.abort(pad + "\u00fc" * 2000)
+        with pytest.raises(CommError) as caught:
+            comm.exchange(b"")
+        return str(caught.value)
+
+    mine, theirs = run_local(2, body)
+    assert mine.endswith(pad + "\u00fc" * 2000) and "aborted by rank 0: " + pad + "\u00fc" * 400 in theirs
