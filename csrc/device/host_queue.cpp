@@ -18,7 +18,8 @@ namespace {
 
 constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
-// How long a waiter spins before it sleeps: about what going to sleep and waking up cost.
+// How long a waiter spins, and an idle worker stays awake, before it sleeps: about what going to sleep and waking up
+// cost.
 constexpr std::chrono::microseconds kSpin{20};
 
 // The queues whose entries this thread is running, innermost first.
@@ -243,11 +244,31 @@ void HostQueue::work() noexcept {
     if (is_closed_.load(std::memory_order_relaxed) && !has_runner_) {
       return;
     }
+    if (linger(lock)) {
+      continue;
+    }
     is_worker_asleep_.store(1, std::memory_order_relaxed);
     lock.unlock();
     futex_wait(is_worker_asleep_, 1);
     lock.lock();
   }
+}
+
+// Whether there is something to do before long: a call that finds the worker awake does not pay for waking it. With the
+// lock held, but not meanwhile.
+bool HostQueue::linger(std::unique_lock<std::mutex>& lock) noexcept {
+  const auto until = Clock::now() + kSpin;
+  bool has_work = false;
+  while (!has_work && Clock::now() < until) {
+    const uint64_t known = enqueued_.load(std::memory_order_relaxed);
+    lock.unlock();
+    for (int i = 0; i < 4 && enqueued_.load(std::memory_order_acquire) == known; ++i) {
+      std::this_thread::yield();
+    }
+    lock.lock();
+    has_work = (!entries_->empty() && !has_runner_) || is_closed_.load(std::memory_order_relaxed);
+  }
+  return has_work;
 }
 
 void HostQueue::close() noexcept {

@@ -68,6 +68,7 @@ class HostQueue {
   bool is_foreign() const noexcept;
   void expect_not_inside() const;
   bool spin_for(uint64_t ticket) const;
+  bool linger(std::unique_lock<std::mutex>& lock) noexcept;
   void pause_at_random() noexcept;
 
   const std::string name_;
