@@ -47,6 +47,7 @@ struct CommFacts {
   int nccl_code = 0;         // what NCCL's call returned on that rank; 0: it was none of NCCL's
   std::string last_error{};  // NCCL's own words for that
   LastSeqs last_seqs{};      // of a timeout
+  std::string reason{};      // the message without what it begins with; empty: the whole
 };
 
 struct CommError : Error {

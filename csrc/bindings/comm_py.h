@@ -58,12 +58,6 @@ inline IssueOptions issue_options(DeviceId device, py::handle stream, const std:
   return out;
 }
 
-inline Handle::Keepalive held(py::handle tensor) {
-  const auto list = std::make_shared<HeldList>();
-  list->hold(tensor);
-  return list;
-}
-
 // The tensors of one call as segments, checked against each other; they live as long as the operation needs them.
 class TensorSegments {
  public:
@@ -99,6 +93,7 @@ class TensorSegments {
   }
   std::shared_ptr<Request> request(const CommRef& comm, const OperationKind& kind) {
     auto op = make_operation(kind, take(), nullptr, comm->rank(), comm->world());
+    held_->hold_aliases();
     return std::make_shared<Request>(comm, std::move(op), std::vector<Handle::Keepalive>{std::move(held_)});
   }
 

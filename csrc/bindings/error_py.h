@@ -35,11 +35,16 @@ inline void set_comm_error(const char* name, const CommError& error) {
   attributes["rank"] = facts.rank;
   attributes["nccl_code"] = nccl_code_of(facts.nccl_code);
   attributes["last_error"] = text_of_bytes(facts.last_error);
+  attributes["reason"] = text_of_bytes(facts.reason);
   if (dynamic_cast<const CommTimeout*>(&error) != nullptr) {
     attributes["last_seqs"] = facts.last_seqs;
   }
   const py::object type = error_class(name);
-  PyErr_SetObject(type.ptr(), type(text_of_bytes(error.what()), **attributes).ptr());
+  try {
+    PyErr_SetObject(type.ptr(), type(text_of_bytes(error.what()), **attributes).ptr());
+  } catch (py::error_already_set& interrupt) {  // a signal's handler ran in there, as on Ctrl-C
+    interrupt.restore();
+  }
 }
 
 // Most derived first.

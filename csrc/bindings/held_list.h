@@ -1,4 +1,5 @@
-// HeldList: the tensors of one call, kept alive by their Python objects, which any thread may drop without the GIL.
+// HeldList: the tensors of one call, kept alive by their Python objects, which any thread may drop without the GIL. Their
+// memory lives with them as long as nobody gives them other memory.
 //
 // [Note: dropped without the GIL]
 // An operation ends in a thread of ours, and its end must not wait for the GIL: a caller that runs Python code keeps it
@@ -6,7 +7,7 @@
 // Python object tells that object when its last native owner goes. So a HeldList owns Python references, and a thread
 // without the GIL puts them on one list of the process. Whoever comes back from a call of ours with the GIL empties it,
 // else the main thread at its next bytecode, by Py_AddPendingCall(), which needs no GIL. So what an operation used is
-// free when a call that waited for it returns.
+// free when a call that waited for it returns, unless another thread is just at it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -139,8 +140,24 @@ class HeldList {
     return true;
   }
 
+  // From now on by aliases of theirs: what is done to the tensors themselves (`.data = ...`, `set_`) leaves the memory alone.
+  void hold_aliases() {
+    for (PyObject*& reference : references_) {
+      PyObject* const tensor = reference;
+      reference = py::handle(tensor).attr("detach")().release().ptr();
+      Py_DECREF(tensor);
+    }
+  }
+
  private:
   std::vector<PyObject*> references_;
 };
+
+// One tensor, kept alive.
+inline std::shared_ptr<HeldList> held(py::handle tensor) {
+  auto list = std::make_shared<HeldList>();
+  list->hold(tensor);
+  return list;
+}
 
 }  // namespace bucketwheel

@@ -13,6 +13,7 @@
 #include "bindings/adam_cuda_py.h"
 #include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
+#include "bindings/held_list.h"
 #include "bindings/layout.h"
 #include "comm/comm.h"
 #include "kernels/sums_cuda.h"
@@ -101,7 +102,7 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
 class PyShardAccumulatorCuda {
  public:
   PyShardAccumulatorCuda(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments, py::handle sums)
-      : shard_owner_(dlpack::hold(shard).owner), sums_owner_(dlpack::hold(sums).owner) {
+      : shard_owner_(held(shard)), sums_owner_(held(sums)) {
     const dlpack::Described values = dlpack::describe_on_any_device(shard, {"shard", 0});
     BW_EXPECTS(values.device.kind == DeviceId::Kind::kCuda, "shard is not on a CUDA device");
     auto* const data = device_array<float>(shard, DType::kFloat32, values.device, -1, "shard");

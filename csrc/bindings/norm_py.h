@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/dlpack.h"
+#include "bindings/held_list.h"
 #include "bindings/layout.h"
 #include "kernels/norm.h"
 
@@ -58,7 +59,7 @@ class PyShardAccumulator {
  public:
   PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
     const std::span<const float> values = float_block(shard, {"shard", 0});
-    owner_ = dlpack::hold(shard).owner;
+    owner_ = held(shard);
     std::vector<ShardAccumulator::Segment> pieces;
     for (const auto& [begin, end] : segments) {
       pieces.push_back({begin, end});

@@ -207,7 +207,10 @@ void LocalCudaBoard::launch_reduce_scatter(const Meeting& meeting) {
 // ---- the communicator
 
 LocalCudaComm::LocalCudaComm(std::shared_ptr<HostComm> host, std::shared_ptr<LocalCudaBoard> board, PoolRef pool)
-    : host_(std::move(host)), board_(std::move(board)), pool_(std::move(pool)) {
+    : host_(std::move(host)),
+      who_(std::make_shared<const std::string>(host_->health().who())),
+      board_(std::move(board)),
+      pool_(std::move(pool)) {
   BW_EXPECTS(host_->world() <= ReduceLaunch::kMaxWorld, std::to_string(host_->world()) + " ranks: at most " +
                                                             std::to_string(ReduceLaunch::kMaxWorld) +
                                                             " are supported on one device");
@@ -263,6 +266,7 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
   auto state = std::make_shared<Handle::State>();
   state->seq = seq;
   state->op = name_of(op->collective);
+  state->who = who_;
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->done = done;

@@ -98,6 +98,7 @@ class LocalCudaComm final : public Comm {
 
  private:
   const std::shared_ptr<HostComm> host_;
+  const std::shared_ptr<const std::string> who_;  // of messages
   const std::shared_ptr<LocalCudaBoard> board_;
   const PoolRef pool_;
   std::mutex issue_mutex_;

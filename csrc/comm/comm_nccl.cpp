@@ -33,6 +33,7 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
       session_(std::move(session)),
       part_(part),
       name_(peers_->health().name() + part),
+      who_(std::make_shared<const std::string>(peers_->health().who(part))),
       options_(std::move(options)),
       turn_(std::move(turn)),
       stream_(CudaDevice::at(session_->device()).new_stream("bw" + part)),
@@ -107,7 +108,7 @@ size_t NcclComm::register_pool() {
 // ---- issuing
 
 void NcclComm::expect_usable() const {
-  if (is_closing_ && !peers_->health().has_failed() && !peers_->health().is_forked()) {
+  if ((is_closed_ || (is_closing_ && !peers_->health().has_failed())) && !peers_->health().is_forked()) {
     throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed", {.seq = issued_});
   }
   peers_->health().expect_usable();
@@ -130,6 +131,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
   auto state = std::make_shared<Handle::State>();
   state->op = name_of(op->collective);
+  state->who = who_;
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->has_fate = true;
@@ -192,23 +194,30 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
 
 // CommTimeout, of which all ranks are told, where whoever is inside NCCL does not come out.
 NcclSession::IssueLock NcclComm::lock_to_issue(const Operation& op) {
-  NcclSession::IssueLock lock = session_->lock_to_issue_for({});
-  const Deadline deadline = lock ? std::nullopt : peers_->timeout_from_now();
-  for (; !lock; lock = session_->lock_to_issue_for(kLookPeriod)) {
+  Deadline deadline;
+  for (;;) {
+    NcclSession::IssueLock lock = session_->lock_to_issue_for(deadline ? kLookPeriod : std::chrono::milliseconds{0});
+    if (lock) {
+      return lock;
+    }
+    deadline = deadline ? deadline : peers_->timeout_from_now();
     expect_usable();
+    if (options_.poll) {
+      options_.poll();
+    }
     const auto last = has_passed(deadline) ? peers_->last_seqs(path_of(part_)) : std::nullopt;
     if (last) {
-      const std::string who = lock.comm ? "another communicator of cuda:" + std::to_string(session_->device())
-                                        : "another thread of this one";
       Failure failure{FailureKind::kTimeout, "timeout in " + text_of(op.description()), -1, issued_ + 1};
-      failure.text += ": nothing can be issued, " + who + " is inside NCCL";
+      failure.text += ": nothing can be issued, ";
+      failure.text += lock.comm ? "another communicator of cuda:" + std::to_string(session_->device())
+                                : "another thread of this communicator";
+      failure.text += " is inside NCCL";
       failure.last_seqs = *last;
       const std::exception_ptr error = fail(std::move(failure), name_of(op.collective));
       give_up(error);
       std::rethrow_exception(error);
     }
   }
-  return lock;
 }
 
 void NcclComm::expect_one_capture(bool is_captured, const IssueOptions& options) {

@@ -36,8 +36,9 @@ struct NcclOptions {
   std::string net_name;
   bool registers_memory = false;  // pools are of registered memory (nccl_memory.h); else `pool`
   PoolRef pool;
-  bool serialises = false;     // [Note: two communicators]
-  std::function<void()> poll;  // called while the making, split() and register_pool() wait; what it throws ends that
+  bool serialises = false;  // [Note: two communicators]
+  std::function<void()>
+      poll;  // called while the making, split(), register_pool() and operations that cannot be issued yet wait; may throw
   // Debug: called before every operation with its seq and what it is (kind, sizes, places in registered memory).
   // Returns how the ranks differ, if they do: a MismatchError.
   std::function<std::string(const std::string& comm, uint64_t seq, const std::string& text)> check;
@@ -121,6 +122,7 @@ class NcclComm final : public Comm {
   const std::shared_ptr<NcclSession> session_;
   const std::string part_;
   const std::string name_;
+  const std::shared_ptr<const std::string> who_;  // of messages
   const NcclOptions options_;
   const std::shared_ptr<Turn> turn_;  // null: no taking of turns
   StreamRef stream_;

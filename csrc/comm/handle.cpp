@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/health.h"
 #include "device/deferred_event.h"
 
 namespace bucketwheel {
@@ -76,9 +77,10 @@ void Handle::synchronize(Deadline deadline) {
     rethrow();
   }
   if (!await_done(deadline)) {
-    throw CommTimeout("operation " + std::to_string(state_->seq) + " (" + std::to_string(state_->size_bytes) +
-                          " bytes) was still running at the deadline given to synchronize()",
-                      {.op = state_->op, .seq = state_->seq});
+    const std::string reason = std::string(state_->op) + " of " + std::to_string(state_->size_bytes) +
+                               " bytes was still running at the deadline given to synchronize()";
+    throw CommTimeout(prefix_of(*state_->who, state_->seq) + reason,
+                      {.op = state_->op, .seq = state_->seq, .reason = reason});
   }
   rethrow();
 }

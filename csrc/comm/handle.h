@@ -63,6 +63,7 @@ class Handle {
   struct State {
     uint64_t seq = 0;
     const char* op = "";
+    std::shared_ptr<const std::string> who;  // whose operation it is, for messages
     size_t size_bytes = 0;
     DeviceId device;
     EventRef done;

@@ -48,9 +48,8 @@ Failure failure_of(const std::exception& error, int rank, uint64_t seq) {
 Health::Health(std::string name, int rank, int world)
     : name_(std::move(name)), rank_(rank), world_(world), fork_generation_(fork_generation()) {}
 
-std::string Health::prefix(uint64_t seq, const std::string& part) const {
-  return "[bucketwheel rank " + std::to_string(rank_) + "/" + std::to_string(world_) + " comm '" + name_ + part +
-         "' seq " + std::to_string(seq) + "] ";
+std::string Health::who(const std::string& part) const {
+  return "rank " + std::to_string(rank_) + "/" + std::to_string(world_) + " comm '" + name_ + part + "'";
 }
 
 bool Health::is_forked() const { return fork_generation_ != fork_generation(); }
@@ -73,7 +72,8 @@ Health::Verdict Health::fail(const Failure& failure, const FailedAt& at) {
   const bool is_first = error_ == nullptr;
   if (is_first) {
     message_ = prefix(at.seq, at.part) + failure.text;
-    CommFacts facts{at.op, at.seq, failure.rank, failure.nccl_code, failure.last_error, failure.last_seqs};
+    CommFacts facts{at.op,       at.seq, failure.rank, failure.nccl_code, failure.last_error, failure.last_seqs,
+                    failure.text};
     facts.last_seqs.resize(failure.kind == FailureKind::kTimeout ? static_cast<size_t>(world_) : 0);
     error_ = exception_of(failure, message_, std::move(facts), rank_);
     has_failed_ = true;

@@ -33,6 +33,11 @@ struct FailedAt {
   std::string part{};   // of the name
 };
 
+// Of an operation `seq` of the communicator that `who` says: "[bucketwheel rank r/w comm 'name' seq n] ".
+inline std::string prefix_of(const std::string& who, uint64_t seq) {
+  return "[bucketwheel " + who + " seq " + std::to_string(seq) + "] ";
+}
+
 class Health {
  public:
   Health(std::string name, int rank, int world);
@@ -40,8 +45,9 @@ class Health {
   const std::string& name() const { return name_; }
   int rank() const { return rank_; }
   int world() const { return world_; }
-  // "[bucketwheel rank r/w comm 'name' seq n] "; `part` is appended to the name.
-  std::string prefix(uint64_t seq, const std::string& part = "") const;
+  // "rank r/w comm 'name'"; `part` is appended to the name.
+  std::string who(const std::string& part = "") const;
+  std::string prefix(uint64_t seq, const std::string& part = "") const { return prefix_of(who(part), seq); }
 
   void set_last_seq(uint64_t seq) { last_seq_ = seq; }  // for messages
   // Throws the error; ClosedError after start_closing(); DeviceError in a forked child.

@@ -19,6 +19,7 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
                    std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
       health_(options_.name, options_.rank, control.world()),
+      who_(std::make_shared<const std::string>(health_.who())),
       control_owner_(std::move(control_owner)),
       team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
       stream_(cpu_device().new_stream("bw-" + options_.name)),
@@ -47,6 +48,7 @@ HostComm::~HostComm() {
 HandleRef HostComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   auto state = std::make_shared<Handle::State>();
   state->op = name_of(op->collective);
+  state->who = who_;
   state->size_bytes = op->size_bytes;
   state->keepalive = std::move(options.keepalive);
   std::lock_guard lock(issue_mutex_);

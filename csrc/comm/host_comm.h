@@ -65,6 +65,7 @@ class HostComm final : public Comm, public Peers {
 
   const HostCommOptions options_;
   Health health_;
+  const std::shared_ptr<const std::string> who_;  // of messages
   const std::shared_ptr<void> control_owner_;
   std::unique_ptr<Team> team_;
   StreamRef stream_;

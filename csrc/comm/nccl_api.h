@@ -120,8 +120,8 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   return dtype == DType::kInt16 ? numel * size_of(dtype) : numel;
 }
 
-// X(member, symbol, returns, parameters). Thread-safety is NCCL's: one thread at a time per communicator, and not in
-// parallel on communicators of one device.
+// X(member, symbol, returns, parameters). Thread-safety is NCCL's: one thread at a time per communicator, and operations
+// are not issued in parallel on communicators of one device.
 #define BW_NCCL_REQUIRED(X)                                                                                         \
   X(get_version, ncclGetVersion, int, (int* version))                                                               \
   X(get_unique_id, ncclGetUniqueId, int, (NcclUniqueId * id))                                                       \

@@ -127,7 +127,7 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
   }
   result = session.settle(result, deadline);
   if (result == kNcclInProgress) {
-    throw CommError(std::string(symbol_of(called)) + " was still in progress after the communicator's timeout");
+    throw CommTimeout(std::string(symbol_of(called)) + " was still in progress after the communicator's timeout");
   }
   if (result != kNcclSuccess) {
     throw nccl_error(nccl, called, result);

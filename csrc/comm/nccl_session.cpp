@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <map>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -33,6 +34,23 @@ std::mutex& issue_mutex_of(int device) {
       new std::mutex[CudaDevice::kMaxDevices];  // never freed: aborts run until the process ends
   BW_EXPECTS(device >= 0 && device < CudaDevice::kMaxDevices, "CUDA device " + std::to_string(device));
   return mutexes[device];
+}
+
+// Of a communicator that somebody else owns: the same for all sessions around it.
+std::shared_ptr<std::mutex> mutex_of(NcclCommRef comm) {
+  struct All {
+    std::mutex mutex;
+    std::map<NcclCommRef, std::weak_ptr<std::mutex>> by_comm;
+  };
+  static auto* const all = new All();  // never freed, like the next
+  std::lock_guard lock(all->mutex);
+  std::erase_if(all->by_comm, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<std::mutex>& known = all->by_comm[comm];
+  std::shared_ptr<std::mutex> found = known.lock();
+  if (found == nullptr) {
+    known = found = std::make_shared<std::mutex>();
+  }
+  return found;
 }
 
 // Runs `task` in a thread of its own. False when it has not ended at the deadline: it goes on. Rethrows what it threw.
@@ -188,6 +206,7 @@ NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int r
       rank_(rank),
       world_(world),
       settings_(std::move(settings)),
+      mutex_(settings_ == nullptr ? mutex_of(comm) : std::make_shared<std::mutex>()),
       issue_mutex_(issue_mutex_of(device)),
       fork_generation_(fork_generation()),
       comm_(comm) {}
@@ -221,7 +240,7 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> place;
     {
-      std::lock_guard lock(self->mutex_);
+      std::lock_guard lock(*self->mutex_);
       if (self->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
@@ -259,12 +278,12 @@ std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device,
 }
 
 std::unique_lock<std::mutex> NcclSession::lock_for(std::chrono::nanoseconds patience) const {
-  return try_lock_until(mutex_, Clock::now() + patience);
+  return try_lock_until(*mutex_, Clock::now() + patience);
 }
 
 NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds patience) const {
   const Clock::time_point deadline = Clock::now() + patience;
-  IssueLock lock{try_lock_until(mutex_, deadline), {}};
+  IssueLock lock{try_lock_until(*mutex_, deadline), {}};
   if (lock.comm) {
     lock.device = try_lock_until(issue_mutex_, deadline);
   }
@@ -283,7 +302,7 @@ void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) c
 
 void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
   const auto locked_look = [this] {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(*mutex_);
     return look();
   };
   expect_ended(api_, call, settle_by(locked_look, result, deadline));
@@ -292,7 +311,7 @@ void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline de
 int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
 
 std::optional<NcclError> NcclSession::async_error() const {
-  std::unique_lock lock(mutex_, std::try_to_lock);
+  std::unique_lock lock(*mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
   }
@@ -386,7 +405,7 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
   CudaDevice::at(device_).fill(full, 0, world * shard_bytes, &stream);
   std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
   const size_t count = shard_bytes / sizeof(float);
-  std::unique_lock own_lock(mutex_);
+  std::unique_lock own_lock(*mutex_);
   std::unique_lock lock(issue_mutex_);
   const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
   if (comm() != nullptr && uses.gathers) {

@@ -75,10 +75,10 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int world() const { return world_; }
   bool is_forked() const;  // it is the parent process's, and nobody here may touch it
 
-  // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those are
-  // to be issued by one thread at a time per device, in one order. What waits for peers, as split() does, holds the first
-  // alone: other communicators go on, whose operations the peers may need first.
-  std::mutex& mutex() const { return mutex_; }
+  // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those
+  // are to be issued by one thread at a time per device, in one order. What waits for peers and issues nothing, as
+  // split(), holds the first alone: other communicators go on, whose operations the peers may need first.
+  std::mutex& mutex() const { return *mutex_; }
   struct IssueLock {
     std::unique_lock<std::mutex> comm;  // taken first
     std::unique_lock<std::mutex> device;
@@ -121,8 +121,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int rank_;  // known once split() has ended, like the next
   int world_;
   const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
-  mutable std::mutex mutex_;
-  std::mutex& issue_mutex_;  // of the device
+  const std::shared_ptr<std::mutex> mutex_;  // several sessions may be around a communicator of somebody else
+  std::mutex& issue_mutex_;                  // of the device
   const uint64_t fork_generation_;
   std::atomic<NcclCommRef> comm_;
 };

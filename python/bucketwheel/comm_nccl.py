@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import agreement, comm_shm, nccl
 from ._build import native
 from .device import torch_device
-from .errors import BuildError, CommError, DeviceError
+from .errors import CommError, DeviceError, Error
 from .meeting import Meeting, has_keys
 from .pool import Pool
 
@@ -90,6 +90,16 @@ class Making:
     name: str
     timeout_s: float
     choices: NcclChoices = NcclChoices()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.meeting is None else self.meeting.rank
+
+    @property
+    def prefix(self) -> str:
+        """What messages begin with."""
+        world = 1 if self.meeting is None else self.meeting.size
+        return f"[bucketwheel rank {self.rank}/{world} comm '{self.name}' seq 0] "
 
     def options(self, *, serialises: bool = False) -> Any:
         config, net_name = self.choices.config()
@@ -195,7 +205,7 @@ def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> 
         return making.options(serialises=serialises)
     made: list[Any] = []
     checks = os.environ.get("BW_COMM_CHECK") == "1"
-    wishes = _on_all_ranks(making.meeting, lambda: made.append(making.options(serialises=serialises)), checks)
+    wishes = _on_all_ranks(making, lambda: made.append(making.options(serialises=serialises)), checks)
     if any(wishes):
         made[0].set_check(_Check(making.meeting, peers))
     return made[0]
@@ -205,11 +215,12 @@ def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any
     """The communicators that ``make(seconds left)`` returns, if it works on all ranks; an error on every rank otherwise."""
     meeting = making.meeting
     if meeting is None:
-        return make(making.timeout_s)
+        with _named(making):
+            return make(making.timeout_s)
     left_s = max(meeting.deadline - time.monotonic(), 0.1)
     made: list[Any] = []
     try:
-        _on_all_ranks(meeting, lambda: made.extend(make(left_s)))
+        _on_all_ranks(making, lambda: made.extend(make(left_s)))
     except BaseException:
         for comm in made:
             comm.abort("another rank could not make its part")
@@ -218,24 +229,44 @@ def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any
     return made
 
 
-def _on_all_ranks(meeting: Meeting, step: Callable[[], Any], note: Any = None) -> list[Any]:
-    """Everybody's ``note``, after a ``step`` that has worked on all ranks. Else CommError; on a rank whose device, build or
-    arguments it was, that error."""
+@contextlib.contextmanager
+def _named(making: Making) -> Iterator[None]:
+    """Errors say of which communicator they are, and that they are this rank's."""
+    try:
+        yield
+    except CommError as error:
+        if str(error).startswith(making.prefix):
+            raise
+        facts = {**vars(error), "rank": making.rank, "reason": str(error)}
+        raise type(error)(making.prefix + str(error), **facts) from error
+
+
+def _on_all_ranks(making: Making, step: Callable[[], Any], note: Any = None) -> list[Any]:
+    """Everybody's ``note``, after a ``step`` that has worked on all ranks. Else CommError, with what NCCL said on this
+    rank; on a rank whose device, build or arguments it was, that error."""
+    meeting = making.meeting
+    assert meeting is not None
     own: list[Exception] = []
 
     def attempt() -> None:
         try:
             step()
-        except (ValueError, DeviceError, BuildError) as error:
+        except (ValueError, Error) as error:
             own.append(error)
             raise
 
     failures, notes = meeting.outcome(meeting.attempt(attempt), note)
-    if own:
+    if own and not isinstance(own[0], CommError):
         raise own[0]
     if failures:
-        raise CommError(f"the NCCL communicator could not be made on all ranks{failures}")
+        facts = {"rank": making.rank, **_of_nccl(own[0])} if own else {}
+        reason = f"the NCCL communicator could not be made on all ranks{failures}"
+        raise CommError(making.prefix + reason, reason=reason, **facts)
     return notes
+
+
+def _of_nccl(error: Exception) -> dict[str, Any]:
+    return {name: getattr(error, name) for name in ("nccl_code", "last_error")}
 
 
 def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]]:

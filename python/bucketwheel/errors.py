@@ -53,6 +53,7 @@ class CommError(Error):
             it; the peer, of a `PeerError`; -1, if it is not that of a single rank.
         nccl_code: what NCCL returned on that rank, or None.
         last_error: NCCL's own words for that (ncclGetLastError).
+        reason: why, which is the message without what it begins with: "[bucketwheel rank 3/8 comm 'rs' seq 118] ".
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CommError(Error):
         rank: int = -1,
         nccl_code: int | None = None,
         last_error: str = "",
+        reason: str = "",
     ) -> None:
         super().__init__(*message)
         self.op = op
@@ -70,6 +72,7 @@ class CommError(Error):
         self.rank = rank
         self.nccl_code = nccl_code
         self.last_error = last_error
+        self.reason = reason or str(self)
 
 
 class PeerError(CommError):

@@ -14,8 +14,9 @@ __all__ = ["Handle", "wait_all"]
 class Handle:
     """The completion of one collective; made by `all_gather`, `reduce_scatter` and requests.
 
-    The operation keeps what it reads and writes alive until it is over: dropping the handle, the tensors or both is
-    legal, and means only that nobody learns how it ended. Errors of the operation (`PeerError`, `CommTimeout`,
+    The operation keeps the tensors that it reads and writes alive until it is over: dropping the handle, the tensors or
+    both is legal, and means only that nobody learns how it ended. Giving one of them other memory meanwhile (``.data =
+    ...``, ``set_``, ``resize_``, ``torch.utils.swap_tensors``) is not. Errors of the operation (`PeerError`, `CommTimeout`,
     `MismatchError`, ...) are raised by every call that asks for its outcome. Used as a context manager, the handle
     waits at the end of the block.
     """

@@ -43,7 +43,7 @@ class AllGatherRequest(_Request):
 
     Everything is checked here, and raises as `all_gather` does; making a request is not collective. The request keeps
     the memory that the tensors have now, and reads and writes nothing else: a tensor that is given other memory later
-    (``.data = ...``, ``resize_``) is not followed.
+    (``.data = ...``, ``set_``) is not followed. Their storages must not be resized.
     """
 
     __slots__ = ()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,18 +57,29 @@ def test_an_abort_that_hangs_holds_up_no_other_communicator(rank_pool, world):
     rank_pool(world).run(other_goes_on)
 
 
-def stuck_elsewhere(rank: int, world: int) -> None:
+@contextlib.contextmanager
+def stuck_inside(limits_s: dict[str, float]) -> Iterator[tuple[Any, list[Communicator]]]:
+    """The first communicator is inside NCCL, in another thread, until the script lets it go."""
     with simulated() as script:
-        stuck, other, idle = (
-            Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name=name)
-            for name, timeout_s in (("stuck", 20), ("other", 1), ("idle", 20))
-        )
+        comms = [
+            Communicator(backend="nccl", device="cuda", timeout_s=limit_s, name=name)
+            for name, limit_s in limits_s.items()
+        ]
         script.fake_nccl_hang_call(b"ncclAllGather")
-        thread = threading.Thread(target=lambda: gather(stuck).synchronize(10))
+        thread = threading.Thread(target=lambda: gather(comms[0]).synchronize(10))
         thread.start()
         until = time.monotonic() + 10
         while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
             time.sleep(0.01)
+        yield script, comms
+        script.fake_nccl_release()
+        thread.join(10)
+        for comm in reversed(comms):
+            comm.close(5)
+
+
+def stuck_elsewhere(rank: int, world: int, limit_s: float) -> None:
+    with stuck_inside({"stuck": 20, "other": limit_s, "idle": 20}) as (_, (_, other, idle)):
         begin = time.monotonic()
         with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL") as caught:
             gather(other)
@@ -76,15 +91,30 @@ def stuck_elsewhere(rank: int, world: int) -> None:
         begin = time.monotonic()
         idle.close(5)
         assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(("world", "limit_s"), [(1, 1.0), (1, 1.02), (2, 1.0)])
+def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool, world, limit_s):
+    rank_pool(world).run(stuck_elsewhere, limit_s)
+
+
+def interrupted(rank: int, world: int) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with stuck_inside({"stuck": 20, "other": 20}) as (script, (_, other)):
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            gather(other)
+        assert time.monotonic() - begin < 5
         script.fake_nccl_release()
-        thread.join(10)
-        other.close(5)
-        stuck.close(5)
+        gather(other).synchronize(5)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool, world):
-    rank_pool(world).run(stuck_elsewhere)
+def test_an_interrupt_ends_the_wait_for_a_thread_that_is_stuck(rank_pool):
+    rank_pool(1).run(interrupted)
 
 
 def waits_for_peers(rank: int, world: int, function: str) -> None:

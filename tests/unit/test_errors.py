@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 from typing import Any
 
 import pytest
+import torch
 from comm_cases import run_local
 
 from bucketwheel import errors
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, Error, MismatchError, PeerError
+from bucketwheel.ops import all_gather
 
-FACTS: dict[str, Any] = {"op": "all_gather", "seq": 7, "rank": 3, "nccl_code": 6, "last_error": "no route"}
+FACTS: dict[str, Any] = {
+    "op": "all_gather",
+    "seq": 7,
+    "rank": 3,
+    "nccl_code": 6,
+    "last_error": "no route",
+    "reason": "why",
+}
 COMM_ERRORS = (CommError, PeerError, CommTimeout, MismatchError, ClosedError)
 
 
@@ -27,7 +37,7 @@ def test_all_have_one_root() -> None:
 
 
 def test_what_is_not_known_has_its_default() -> None:
-    unknown = {"op": "", "seq": 0, "rank": -1, "nccl_code": None, "last_error": ""}
+    unknown = {"op": "", "seq": 0, "rank": -1, "nccl_code": None, "last_error": "", "reason": "what happened"}
     for kind in COMM_ERRORS:
         error = kind("what happened")
         assert (str(error), error.args) == ("what happened", ("what happened",))
@@ -60,3 +70,35 @@ def test_a_text_that_is_cut_in_a_character(pad: str) -> None:
 
     mine, theirs = run_local(2, body)
     assert mine.endswith(pad + "\u00fc" * 2000) and "aborted by rank 0: " + pad + "\u00fc" * 400 in theirs
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_during_a_call_that_fails_is_not_lost() -> None:
+    """Making the error runs Python code, and so the handler of a signal that came meanwhile."""
+    with Communicator(backend="local") as comm:
+        comm.stream.pause(0.5)
+        handle = all_gather(torch.empty(4), torch.ones(4), comm)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                handle.synchronize(0.2)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        handle.synchronize()
+
+
+def test_a_deadline_of_the_caller_says_of_what() -> None:
+    with Communicator(backend="local", name="slow") as comm:
+        comm.stream.pause(0.3)
+        handle = all_gather(torch.empty(4), torch.ones(4), comm)
+        with pytest.raises(CommTimeout) as caught:
+            handle.synchronize(0.01)
+        error = caught.value
+        assert str(error) == "[bucketwheel rank 0/1 comm 'slow' seq 1] " + error.reason
+        assert error.reason == "all_gather of 16 bytes was still running at the deadline given to synchronize()"
+        assert (error.op, error.seq, error.last_seqs) == ("all_gather", 1, ())
