@@ -33,7 +33,7 @@ class Fate {
 
 class Handle {
  public:
-  // What the operation keeps alive: tensors (DLPack owners), leases, events. Freed after completion, on any thread,
+  // What the operation keeps alive: tensors, leases, events. Freed after completion, on any thread,
   // without the GIL.
   using Keepalive = std::shared_ptr<void>;
 
