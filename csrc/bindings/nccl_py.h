@@ -17,6 +17,7 @@
 
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
+#include "bindings/error_py.h"
 #include "comm/comm_nccl.h"
 #include "comm/host_comm.h"
 #include "comm/nccl_api.h"
@@ -142,17 +143,22 @@ inline StorePeers::Agreement agreement_of(const py::object& post, const py::obje
 // Kind, text, rank, seq, NCCL's code, NCCL's words, the last operation of each rank.
 using Report = std::tuple<int, std::string, int, uint64_t, int, std::string, LastSeqs>;
 
-inline std::optional<Report> report_of(const std::optional<Failure>& failure) {
+// A Report, or None.
+inline py::object report_of(const std::optional<Failure>& failure) {
   if (!failure) {
-    return std::nullopt;
+    return py::none();
   }
-  return Report{static_cast<int>(failure->kind),
-                failure->text,
-                failure->rank,
-                failure->seq,
-                failure->nccl_code,
-                failure->last_error,
-                failure->last_seqs};
+  return py::make_tuple(static_cast<int>(failure->kind), text_of_bytes(failure->text), failure->rank, failure->seq,
+                        failure->nccl_code, text_of_bytes(failure->last_error), failure->last_seqs);
+}
+
+inline py::object take_report(StorePeers& peers, double timeout) {
+  std::optional<Failure> failure;
+  {
+    const py::gil_scoped_release unlocked;
+    failure = peers.take_report(deadline_of(timeout));
+  }
+  return report_of(failure);
 }
 
 inline void deliver(StorePeers& peers, const Report& report) {
@@ -206,10 +212,7 @@ inline void bind_store_peers(py::module_& m) {
            }),
            py::arg("name"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("post"),
            py::arg("collect"))
-      .def(
-          "take_report",
-          [](StorePeers& self, double timeout) { return report_of(self.take_report(deadline_of(timeout))); },
-          py::arg("timeout"), Unlocked())
+      .def("take_report", &take_report, py::arg("timeout"))
       .def("deliver", &deliver, py::arg("report"), Unlocked())
       .def("lose", &StorePeers::lose, py::arg("rank"), Unlocked())
       .def("await_leave", &StorePeers::await_leave, Unlocked())
@@ -229,11 +232,17 @@ inline void bind_store_peers(py::module_& m) {
       .def_property_readonly("has_failed", [](StorePeers& self) { return self.health().has_failed(); });
 }
 
-inline std::string trouble_of(Peers& peers) {
-  if (const auto failure = peers.trouble(0, [](int) { return true; }, "the operation")) {
-    return failure->text;
+inline py::str trouble_of(Peers& peers) {
+  std::string text;
+  {
+    const py::gil_scoped_release unlocked;
+    if (const auto failure = peers.trouble(0, [](int) { return true; }, "the operation")) {
+      text = failure->text;
+    } else if (peers.health().has_failed()) {
+      text = "this rank has failed";
+    }
   }
-  return peers.health().has_failed() ? "this rank has failed" : "";
+  return text_of_bytes(text);
 }
 
 inline void bind_peers(py::module_& m) {
@@ -247,7 +256,7 @@ inline void bind_peers(py::module_& m) {
           },
           py::arg("timeout"), Unlocked())
       // Why what needs every rank cannot come to its end; empty where nothing is known against it.
-      .def("trouble", &trouble_of, Unlocked());
+      .def("trouble", &trouble_of);
   bind_store_peers(m);
   m.def(
       "peers_of",
