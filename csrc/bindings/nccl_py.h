@@ -181,7 +181,7 @@ inline void deliver(StorePeers& peers, const Report& report) {
   std::rethrow_exception(error);
 }
 
-// Who has not posted `round`; None: they are being asked, and will have answered in a second.
+// Who has not posted `round`; None: they are being asked, and will have answered within kAnswerPatience.
 inline std::optional<std::string> late_in_round(StorePeers& peers, uint64_t round) {
   const auto last = peers.last_rounds();
   return last ? std::optional(peers.late_text(*last, round, "posted")) : std::nullopt;
@@ -194,11 +194,18 @@ inline void bind_progress(py::class_<StorePeers, Peers, std::shared_ptr<StorePee
       .def("progress", &StorePeers::progress, Unlocked())
       .def(
           "answer",
-          [](StorePeers& self, std::vector<std::optional<StorePeers::Progress>> progress) {
-            self.answer(std::move(progress));
+          [](StorePeers& self, StorePeers::Answers answers) {
+            self.answer(std::move(answers));
             wake_watchdog();
           },
-          py::arg("progress"), Unlocked());
+          py::arg("answers"), Unlocked())
+      .def(
+          "ask_nobody",
+          [](StorePeers& self) {
+            self.ask_nobody();
+            wake_watchdog();
+          },
+          Unlocked());
 }
 
 inline void bind_store_peers(py::module_& m) {

@@ -12,7 +12,9 @@ namespace {
 // A process that ends right after leave() would look dead to a peer that has not had its goodbye.
 constexpr std::chrono::seconds kGoodbyePatience{2};
 // Whoever asks later wants to know it anew.
-constexpr std::chrono::seconds kAnswersLast{3};
+constexpr std::chrono::seconds kAnswersLast{2};
+// Why nobody can be asked is mostly that a rank has failed: who waits for answers is to hear of that first.
+constexpr std::chrono::milliseconds kNewsPatience{500};
 
 }  // namespace
 
@@ -84,18 +86,25 @@ StorePeers::Progress StorePeers::progress() const {
 std::optional<LastSeqs> StorePeers::last_seqs(int path) {
   const auto now = Clock::now();
   std::lock_guard lock(mutex_);
-  if (!asked_at_ || now - *asked_at_ > kAnswersLast) {
-    asked_at_ = now;
+  if (answers_ && now - answered_at_ > kAnswersLast) {
     answers_.reset();
-    is_asking_ = true;
-    changed_.notify_all();
-    return {};
+    asked_at_.reset();
   }
-  if (!answers_ && now - *asked_at_ < kAnswerPatience) {
+  const bool is_over = asked_at_ && now - *asked_at_ >= kAnswerPatience;
+  const bool is_alone = asks_nobody_since_ && now - *asks_nobody_since_ >= kNewsPatience;
+  if (!answers_ && (is_over || is_alone)) {
+    take_answers({}, now);
+  }
+  if (!answers_) {
+    if (!asked_at_) {
+      asked_at_ = now;
+      is_asking_ = !asks_nobody_since_;
+      changed_.notify_all();
+    }
     return {};
   }
   LastSeqs last(is_gone_.size());
-  for (size_t r = 0; answers_ && r < last.size(); ++r) {
+  for (size_t r = 0; r < last.size(); ++r) {
     if (const auto& theirs = (*answers_)[r]) {
       last[r] = (*theirs)[static_cast<size_t>(path)];
     }
@@ -109,10 +118,23 @@ bool StorePeers::take_question() {
   return std::exchange(is_asking_, false);
 }
 
-void StorePeers::answer(std::vector<std::optional<Progress>> progress) {
+void StorePeers::answer(Answers answers) {
   std::lock_guard lock(mutex_);
-  progress.resize(is_gone_.size());
-  answers_ = std::move(progress);
+  take_answers(std::move(answers), Clock::now());
+}
+
+void StorePeers::ask_nobody() {
+  std::lock_guard lock(mutex_);
+  if (!asks_nobody_since_) {
+    asks_nobody_since_ = Clock::now();
+  }
+  is_asking_ = false;
+}
+
+void StorePeers::take_answers(Answers answers, Clock::time_point now) {
+  answers.resize(is_gone_.size());
+  answers_ = std::move(answers);
+  answered_at_ = now;
 }
 
 void StorePeers::deliver(const Failure& failure) {

@@ -45,10 +45,13 @@ class StorePeers final : public Peers {
   static constexpr int kCounts = kPaths + 1;
   using Progress = std::array<uint64_t, kCounts>;
   Progress progress() const;
+  // By rank; nothing for one that has not said so in time.
+  using Answers = std::vector<std::optional<Progress>>;
   // Whether this rank wants to know how far all have come; once.
   bool take_question();
-  // By rank; nothing for one that has not said so in time.
-  void answer(std::vector<std::optional<Progress>> progress);
+  void answer(Answers answers);
+  // Nobody can be asked any more: whoever wants to know is told soon that nobody answers.
+  void ask_nobody();
 
   // The failure that this rank has to tell its peers, once; nothing at the deadline, when there is a question, or when
   // there will be none.
@@ -68,6 +71,7 @@ class StorePeers final : public Peers {
   void leave(Deadline deadline) override;
   std::string describe(int) const override { return ""; }
   Agreement agreement() const;
+  void take_answers(Answers answers, Clock::time_point now);
 
   Health health_;
   const std::chrono::nanoseconds timeout_;
@@ -81,7 +85,9 @@ class StorePeers final : public Peers {
   std::array<std::atomic<uint64_t>, kCounts> progress_{};
   std::optional<Clock::time_point> asked_at_;  // the last question, and what came of it
   bool is_asking_ = false;
-  std::optional<std::vector<std::optional<Progress>>> answers_;
+  std::optional<Clock::time_point> asks_nobody_since_;
+  std::optional<Answers> answers_;
+  Clock::time_point answered_at_{};
 };
 
 }  // namespace bucketwheel

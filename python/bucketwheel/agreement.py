@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import struct
 import threading
 import time
@@ -48,8 +49,13 @@ _Report = tuple[int, str, int, int, int, str, list[int | None]]
 _NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 _EXIT_S = 2.0  # how long the end of the process waits for threads
-_ANSWERS_S = 0.8  # how long ranks are given to say how far they have come: less than the native kAnswerPatience
-_LOOK_S = 0.05  # how often one looks whether they have
+
+
+def _times_s(size: int) -> tuple[float, float]:
+    """How often a rank looks for news, for thousands of them ask one Store; and how long all together are given to say
+    how far they have come, which is less than the native kAnswerPatience."""
+    period_s = min(max(0.1, size * 5e-4), 1.0)
+    return period_s, 0.65 + 1.5 * period_s
 
 
 def make_peers(meeting: Meeting, name: str, timeout_s: float) -> Any:
@@ -118,12 +124,11 @@ class _Agreement:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
                 raise CommTimeout(f"round {self._round} of agreement was not over after {timeout} s")
-            if waited >= self._timeout_s and (late := self.peers.late_in_round(self._round)) is not None:
-                self.peers.fail("timeout", f"timeout in collect() of round {self._round}{late}")
-            pause = next(pauses)
             if waited >= _NEWS_S:  # a rank may have posted and gone, its payload still on the way
                 self.peers.expect_peers(f"collect() of round {self._round}")
-            time.sleep(pause)
+            if waited >= self._timeout_s and (late := self.peers.late_in_round(self._round)) is not None:
+                self.peers.fail("timeout", f"timeout in collect() of round {self._round}{late}")
+            time.sleep(next(pauses))
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -256,80 +261,103 @@ def _next_report(peers: Any, timeout_s: float) -> tuple[bool, _Report | None]:
     return has_left, peers.take_report(timeout_s)
 
 
-class _Progress:
-    """How far the ranks have come, which nobody writes to the Store before somebody asks: from then on every rank does,
-    when it looks for news and has come further."""
+class _News:
+    """What ranks tell each other through the Store, one after the other: that one has failed, or asks how far all have
+    come. To look for more is to look for one key.
 
-    def __init__(self, peers: Any, store: dist.Store, size: int) -> None:
-        self._peers, self._store = peers, store
-        self._keys = [f"progress/{rank}" for rank in range(size)]
-        self._told: list[int] | None = None
-        self._until: float | None = None
+    Every rank that reads a question answers it, whoever does last says so, and whoever wants to know looks for that:
+    a few operations of the Store for each rank, however many there are."""
+
+    def __init__(self, peers: Any, store: Any, size: int) -> None:
+        self._peers, self._store, self._size = peers, store, size
+        self._period_s, self._answers_s = _times_s(size)
+        self._next = 0
+        self._question, self._read_at = -1, -math.inf  # the last question
+        self._awaited, self._until = -1, math.inf  # the one whose answers this rank waits for
+        self.failure: tuple[int, _Report] | None = None  # the first one, and who told it
 
     @property
-    def is_asked(self) -> bool:
-        return self._until is not None
+    def pause_s(self) -> float:
+        return self._period_s if self._until == math.inf else self._period_s / 2
 
-    def ask(self) -> None:
-        self._store.set("news", "")
-        self._until = time.monotonic() + _ANSWERS_S
+    def tell(self, report: _Report) -> None:
+        while self.failure is None:
+            self._put(report)
 
-    def tell(self) -> None:
-        mine = self._peers.progress()
-        if mine != self._told:
-            self._store.set(self._keys[self._peers.rank], json.dumps(mine))
-            self._told = mine
+    def look(self) -> None:
+        if self._peers.take_question():
+            self._ask()
+        while self.failure is None and self._store.check([self._key]):
+            self._read(self._store.get(self._key))
+        if self.failure is None and self._until < math.inf:
+            self._collect()
 
-    def read(self) -> None:
+    def _ask(self) -> None:
+        """Anew, unless this rank has just read of another question: ranks ask when a time limit passes on all of them."""
+        if time.monotonic() - self._read_at >= self._answers_s:
+            self._put(None)
+        self._awaited, self._until = self._question, time.monotonic() + self._answers_s
+
+    def answer(self, question: int) -> None:
+        mine = json.dumps([self._peers.rank, self._peers.progress()])
+        self._store.append(f"answers/{question}", mine + ",")
+        if self._store.add(f"answered/{question}", 1) == self._size:
+            self._store.set(f"all answered/{question}", "")
+
+    def _collect(self) -> None:
         """Once all have answered, or the time is over."""
-        if self._until is None or (time.monotonic() < self._until and not self._store.check(self._keys)):
+        if time.monotonic() < self._until and not self._store.check([f"all answered/{self._awaited}"]):
             return
-        self._until = None
-        there = self._present(self._keys)
-        answers = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-        self._peers.answer([json.loads(answers[key]) if key in answers else None for key in self._keys])
+        self._until = math.inf
+        answers = dict(json.loads(b"[%b]" % self._store.get(f"answers/{self._awaited}").rstrip(b",")))
+        self._peers.answer([answers.get(rank) for rank in range(self._size)])
 
-    def _present(self, keys: list[str]) -> list[str]:
-        if self._store.check(keys):
-            return keys
-        half = len(keys) // 2
-        return self._present(keys[:half]) + self._present(keys[half:]) if half else []
+    @property
+    def _key(self) -> str:
+        return f"news/{self._next}"
+
+    def _put(self, report: _Report | None) -> None:
+        """As the next, unless another rank was first; reads what is. Nothing: a question."""
+        self._read(self._store.compare_set(self._key, "", json.dumps([self._peers.rank, report])))
+
+    def _read(self, news: bytes) -> None:
+        number, self._next = self._next, self._next + 1
+        rank, report = json.loads(news)
+        if report is None:
+            self._question, self._read_at = number, time.monotonic()
+            self.answer(number)
+        else:
+            self.failure = rank, report
 
 
 def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
     """Tells the others what this rank failed with, and this rank what another one did; the first failure counts."""
-    period_s = min(max(0.1, size * 5e-4), 1.0)  # thousands of ranks ask one Store
-    progress = _Progress(peers, store, size)
-    has_left, report = _next_report(peers, period_s)
+    news = _News(peers, store, size)
+    has_left, report = False, None
     try:
-        while True:
+        while news.failure is None and not has_left:
+            has_left, report = _next_report(peers, news.pause_s)
             if report is not None:
-                mine = json.dumps(report)
-                if store.compare_set("failure", "", mine) == mine.encode():
-                    store.set("news", "")
-                    ring.pass_on(report)  # the Store may be gone before the others look
-            if has_left:
-                break
-            if peers.take_question():
-                progress.ask()
-            if store.check(["news"]):
-                if store.check(["failure"]):
-                    peers.deliver(json.loads(store.get("failure")))
-                    break
-                progress.tell()
-                progress.read()
-            has_left, report = _next_report(peers, _LOOK_S if progress.is_asked else period_s)
+                news.tell(report)
+            elif not has_left:
+                news.look()
+        if news.failure is not None:
+            rank, first = news.failure
+            if rank == peers.rank:
+                ring.pass_on(first)  # the Store may be gone before the others look
+            else:
+                peers.deliver(first)
     except RuntimeError:  # the Store is gone
-        peers.answer([])
+        peers.ask_nobody()
         while report is None and not has_left:
-            if peers.take_question():
-                peers.answer([])
             has_left, report = _next_report(peers, _NEWS_S)
-        if report is not None:
+    finally:
+        if report is not None and news.failure is None:
             ring.pass_on(report)
-    ring.news_is_out.set()
-    peers.await_leave()
-    peers.finish()
+        peers.ask_nobody()
+        ring.news_is_out.set()
+        peers.await_leave()
+        peers.finish()
 
 
 def _watch(peers: Any, ring: _Ring) -> None:

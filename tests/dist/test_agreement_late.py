@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,7 +25,6 @@ from nccl_failure_cases import (
 from simulated_cuda import posing
 
 from bucketwheel import agreement
-from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.ops import reduce_scatter
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.dist
 
 
 def one_never_comes(rank: int, size: int, where: str, is_silent: bool) -> tuple[Error, Facts, float]:
-    silent = mock.patch.object(agreement._Progress, "tell", lambda _: None)
+    silent = mock.patch.object(agreement._News, "answer", lambda *_: None)
     with apart("lonely", timeout_s=1.0) as (comm, _), silent if rank == size - 1 and is_silent else nullcontext():
         gather(comm)[1].synchronize()
         comm.exchange(b"")
@@ -61,7 +58,7 @@ def test_a_rank_that_never_comes(world, where, is_silent, rank_pool):
     results = rank_pool(world).run(one_never_comes, where, is_silent, timeout_s=30)
     last = world - 1
     for rank, (error, facts, took_s) in enumerate(results):
-        # A second at most for the answers, beside the time limit.
+        # Less than a second for the answers, beside the time limit.
         assert error[0] == "CommTimeout" and 0.8 < took_s < 1 + SOON_S, (rank, error, took_s)
         expect_prefix(error[1], rank, world, "lonely")
         done, seq = ("posted", 1) if where == "round" else ("issued", 2)
@@ -106,80 +103,3 @@ def test_a_report_fits_in_a_message_of_the_ring(text, ranks):
     assert (what, kind, numbers) == (3, 3, [1, 7, 6])
     assert text.startswith(cut) and text.startswith(last_error) and len(cut) >= min(len(text), 1000)
     assert last_seqs == ([0, None] if ranks == 2 and text == "short" else [])
-
-
-def goes(*_: Any) -> Any:
-    raise RuntimeError("the connection was closed")
-
-
-def asked(peers: Any, world: int) -> tuple[dict[str, str], Any]:
-    """What the thread of rank 0 does, step by step, with a Store of one dict."""
-    stored: dict[str, str] = {}
-    store = mock.Mock(
-        set=stored.__setitem__,
-        check=lambda keys: all(key in stored for key in keys),
-        multi_get=lambda keys: [stored[key].encode() for key in keys],
-    )
-    return stored, agreement._Progress(peers, store, world)
-
-
-def peers_of(world: int) -> Any:
-    return native().StorePeers("asked", 0, world, 20.0, lambda _: None, lambda _: [])
-
-
-def test_ranks_tell_how_far_they_are_once_somebody_asks():
-    peers = peers_of(3)
-    stored, progress = asked(peers, 3)
-    assert peers.late_in_round(1) is None, "nobody has answered"
-    assert peers.take_question() and not peers.take_question()
-    progress.ask()
-    progress.tell()
-    assert stored == {"news": "", "progress/0": "[0, 0, 0]"}
-    stored.update({"progress/1": "[5, 0, 0]"})
-    progress.read()
-    assert progress.is_asked and peers.late_in_round(1) is None, "one has not answered, and there is time"
-    stored.update({"progress/2": "[5, 0, 1]"})
-    progress.read()
-    assert not progress.is_asked
-    assert peers.late_in_round(1) == ". Not arrived: rank 0 (last posted 0), rank 1 (last posted 0)"
-    stored.clear()
-    progress.tell()
-    assert stored == {}, "nothing has changed"
-
-
-def test_ranks_that_do_not_answer_are_unknown():
-    peers = peers_of(6)
-    stored, progress = asked(peers, 6)
-    assert peers.late_in_round(1) is None
-    with mock.patch.object(agreement, "_ANSWERS_S", 0.0):
-        progress.ask()
-        progress.tell()
-        stored.update({"progress/2": "[0, 0, 1]", "progress/3": "[0, 0, 0]"})
-        progress.read()
-    late = "Not arrived: rank 0 (last posted 0), rank 3 (last posted 0). Unknown (no answer): rank 1, rank 4, rank 5"
-    assert peers.late_in_round(1) == f". {late}"
-
-
-def test_without_a_thread_that_answers_nothing_waits_longer_than_a_second():
-    peers = peers_of(2)
-    begin = time.monotonic()
-    while (late := peers.late_in_round(1)) is None:
-        assert time.monotonic() - begin < 1.5
-        time.sleep(0.01)
-    assert late == ". Not arrived: rank 0 (last posted 0). Unknown (no answer): rank 1"
-
-
-def test_without_a_store_the_answer_is_that_nobody_answers():
-    rank, ring = peers_of(3), mock.Mock()
-    assert rank.late_in_round(1) is None
-    thread = threading.Thread(
-        target=agreement._carry_failures, args=(rank, mock.Mock(set=goes, check=goes), ring, 3), daemon=True
-    )
-    thread.start()
-    begin = time.monotonic()
-    while (late := rank.late_in_round(0)) is None:
-        time.sleep(0.01)
-    assert late == ". Unknown (no answer): rank 1, rank 2" and time.monotonic() - begin < 0.9
-    rank.leave(0.0)
-    thread.join(5)
-    assert not thread.is_alive()
