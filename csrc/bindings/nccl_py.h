@@ -235,6 +235,7 @@ inline void bind_store_peers(py::module_& m) {
           py::arg("what"), Unlocked())
       .def("fail", &fail_peers, py::arg("kind"), py::arg("text"), py::arg("rank") = -1, Unlocked())
       .def_property_readonly("rank", [](StorePeers& self) { return self.health().rank(); })
+      .def_property_readonly("prefix", [](StorePeers& self) { return self.health().prefix(0); })
       .def_property_readonly("has_left", &StorePeers::has_left)
       .def_property_readonly("has_failed", [](StorePeers& self) { return self.health().has_failed(); });
 }

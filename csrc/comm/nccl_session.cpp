@@ -136,12 +136,13 @@ struct Patience {
 std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what, int device,
                                      std::function<void(Attempt&)> make) {
   auto made = std::make_shared<Attempt>();
-  const CommTimeout late(std::string(what) +
-                         " was not over at its deadline: a rank has not come, or cannot be reached");
+  // A text for each thread: what() is shared by copies of an error, in ways that the thread sanitizer does not see.
+  const std::string late =
+      std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached";
   try {
     std::function<void()> task = [made, late, deadline = patience.deadline, device, make = std::move(make)] {
       if (has_passed(deadline)) {
-        throw late;  // the thread has run too late: NCCL is not asked for what nobody waits for any more
+        throw CommTimeout(late);  // the thread has run too late: NCCL is not asked for what nobody waits for any more
       }
       CudaGuard guard(device);
       const RelaxedCapture relaxed;  // somebody may be capturing a graph
@@ -155,7 +156,7 @@ std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what,
     throw;
   }
   made->give_up();
-  throw late;
+  throw CommTimeout(late);
 }
 
 // The strings are those of `settings`.

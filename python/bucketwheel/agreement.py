@@ -123,7 +123,8 @@ class _Agreement:
         while not self._work.is_completed():
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
-                raise CommTimeout(f"round {self._round} of agreement was not over after {timeout} s")
+                reason = f"round {self._round} of agreement was not over after {timeout} s"
+                raise CommTimeout(self.peers.prefix + reason, reason=reason)
             if waited >= _NEWS_S:  # a rank may have posted and gone, its payload still on the way
                 self.peers.expect_peers(f"collect() of round {self._round}")
             if waited >= self._timeout_s and (late := self.peers.late_in_round(self._round)) is not None:
