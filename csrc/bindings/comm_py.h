@@ -66,14 +66,17 @@ class TensorSegments {
                  const Comm& comm)
       : device_(comm.device()) {
     const int world = comm.world();
-    const size_t count = py::len(fulls);
-    BW_EXPECTS(count == py::len(shards), std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
-                                             shard_list + " has " + std::to_string(py::len(shards)));
+    const py::object full_items = items_of(fulls);
+    const py::object shard_items = items_of(shards);
+    const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(full_items.ptr()));
+    const auto shard_count = static_cast<size_t>(PySequence_Fast_GET_SIZE(shard_items.ptr()));
+    BW_EXPECTS(count == shard_count, std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
+                                         shard_list + " has " + std::to_string(shard_count));
     segments_.reserve(count);
     held_->reserve(2 * count);
     for (size_t i = 0; i < count; ++i) {
-      const py::object full_object = fulls[i];
-      const py::object shard_object = shards[i];
+      const py::handle full_object = PySequence_Fast_GET_ITEM(full_items.ptr(), static_cast<Py_ssize_t>(i));
+      const py::handle shard_object = PySequence_Fast_GET_ITEM(shard_items.ptr(), static_cast<Py_ssize_t>(i));
       const dlpack::Name full_name{full_list, static_cast<int64_t>(i)};
       const dlpack::Name shard_name{shard_list, static_cast<int64_t>(i)};
       const View full = hold(full_object, full_name);
@@ -98,7 +101,15 @@ class TensorSegments {
   }
 
  private:
-  View hold(const py::object& object, dlpack::Name name) {
+  // A list or tuple: `sequence` itself where it is one.
+  static py::object items_of(const py::sequence& sequence) {
+    auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence of tensors"));
+    if (!items) {
+      throw py::error_already_set();
+    }
+    return items;
+  }
+  View hold(py::handle object, dlpack::Name name) {
     dlpack::TensorAbi tensor;
     View view;
     if (!held_->hold(object, &tensor) || !dlpack::is_dense_on(tensor, device_, &view.data, &view.numel)) {
@@ -112,13 +123,13 @@ class TensorSegments {
     return view;
   }
 
-  [[noreturn]] void throw_unfit(const py::object& object, dlpack::Name name) const {
+  [[noreturn]] void throw_unfit(py::handle object, dlpack::Name name) const {
     const dlpack::Described tensor = dlpack::describe_item(object, name, device_);  // says what is wrong, but for gaps
     throw ValueError(name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
                      dlpack::text_of(tensor.strides));
   }
-  [[noreturn]] static void throw_unequal(const py::object& full_object, dlpack::Name full_name,
-                                         const py::object& shard_object, dlpack::Name shard_name, int world) {
+  [[noreturn]] static void throw_unequal(py::handle full_object, dlpack::Name full_name, py::handle shard_object,
+                                         dlpack::Name shard_name, int world) {
     const dlpack::Described full = dlpack::describe(full_object);
     const dlpack::Described shard = dlpack::describe(shard_object);
     dlpack::expect_dtype(full, shard.dtype, full_name);
@@ -143,6 +154,9 @@ inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, con
 // "sum", "avg", or a number: the factor of PreMulSum.
 inline Reduction reduction_of(py::handle op) {
   if (py::isinstance<py::str>(op)) {
+    if (PyUnicode_CompareWithASCIIString(op.ptr(), "sum") == 0) {
+      return {};
+    }
     const auto name = op.cast<std::string>();
     BW_EXPECTS(name == "sum" || name == "avg", "op '" + name + "' is not supported: 'sum', 'avg' and PreMulSum are");
     return {name == "sum" ? ReduceOp::kSum : ReduceOp::kAvg, 1.0};

@@ -153,6 +153,10 @@ class CudaStream final : public Stream {
 
   void* native() const { return native_; }
   int device_index() const { return device_.index_; }
+  // Whether it is open, and a borrowed one of this.
+  bool is_borrowed(const CudaDevice& device, void* native) const {
+    return &device == &device_ && native == native_ && !is_owned_ && is_open_.load(std::memory_order_relaxed);
+  }
 
   // For tests and for poison: a host function of the driver, which must not call CUDA.
   void run(std::function<void()> task) override {
@@ -261,7 +265,14 @@ StreamRef CudaDevice::new_stream(std::string name) {
   return std::make_shared<CudaStream>(*this, native, std::move(name), true);
 }
 
-StreamRef CudaDevice::borrow(void* native) { return std::make_shared<CudaStream>(*this, native, "borrowed", false); }
+// Callers borrow the same stream again and again: each thread keeps the last one.
+StreamRef CudaDevice::borrow(void* native) {
+  thread_local std::shared_ptr<CudaStream> last;
+  if (last == nullptr || !last->is_borrowed(*this, native)) {
+    last = std::make_shared<CudaStream>(*this, native, "borrowed", false);
+  }
+  return last;
+}
 
 int CudaDevice::fill_blocks(int threads) const {
   constexpr int kWaves = 4;

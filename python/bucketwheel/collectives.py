@@ -8,16 +8,20 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from bucketwheel.comm import Communicator
 from bucketwheel.device import native_stream
 from bucketwheel.handle import Handle
+
+# Without the public function's look at its argument: 0.15 us of every call.
+increment_version: Callable[[list[torch.Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
 
 __all__ = ["PreMulSum", "all_gather", "reduce_scatter"]
 

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from bucketwheel._build import native
-from bucketwheel.collectives import PreMulSum, by_bytes, listed, native_op_of, warn_of_many, warn_of_rounded_average
+from bucketwheel.collectives import (
+    PreMulSum,
+    by_bytes,
+    increment_version,
+    listed,
+    native_op_of,
+    warn_of_many,
+    warn_of_rounded_average,
+)
 from bucketwheel.comm import Communicator
 from bucketwheel.device import native_stream
 from bucketwheel.handle import Handle
