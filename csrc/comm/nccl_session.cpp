@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <map>
 #include <thread>
@@ -11,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "comm/run_until.h"
 #include "device/cuda_buffer.h"
 #include "device/device_cuda.h"
 
@@ -20,7 +20,6 @@ namespace {
 // How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
 constexpr std::chrono::seconds kAbortPatience{1};
 constexpr std::chrono::microseconds kPoll{100};
-constexpr std::chrono::milliseconds kSlice{50};
 
 // [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
 // when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
@@ -42,7 +41,7 @@ std::shared_ptr<std::mutex> mutex_of(NcclCommRef comm) {
     std::mutex mutex;
     std::map<NcclCommRef, std::weak_ptr<std::mutex>> by_comm;
   };
-  static auto* const all = new All();  // never freed, like the next
+  static auto* const all = new All();  // never freed: sessions may go while the process ends
   std::lock_guard lock(all->mutex);
   std::erase_if(all->by_comm, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<std::mutex>& known = all->by_comm[comm];
@@ -51,48 +50,6 @@ std::shared_ptr<std::mutex> mutex_of(NcclCommRef comm) {
     known = found = std::make_shared<std::mutex>();
   }
   return found;
-}
-
-// Runs `task` in a thread of its own. False when it has not ended at the deadline: it goes on. Rethrows what it threw.
-// `poll`, if given, is called meanwhile and may throw, which ends the waiting likewise.
-bool run_until(Deadline deadline, std::function<void()> task, const std::function<void()>& poll = {}) {
-  struct Run {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool is_over = false;
-    std::exception_ptr error;
-  };
-  auto run = std::make_shared<Run>();
-  std::thread([run, task = std::move(task)]() mutable {
-    own_cuda_thread();
-    std::exception_ptr error;
-    try {
-      task();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    task = nullptr;  // what it holds goes before anybody hears of the end
-    std::lock_guard lock(run->mutex);
-    run->error = std::move(error);
-    run->is_over = true;
-    run->changed.notify_all();
-  }).detach();
-  std::unique_lock lock(run->mutex);
-  const auto is_over = [&] { return run->is_over; };
-  while (!run->changed.wait_until(lock, *earlier(deadline, Clock::now() + kSlice), is_over)) {
-    if (has_passed(deadline)) {
-      return false;
-    }
-    if (poll) {
-      lock.unlock();
-      poll();
-      lock.lock();
-    }
-  }
-  if (run->error) {
-    std::rethrow_exception(run->error);
-  }
-  return true;
 }
 
 // The making of a session, which may be given up while it goes on.
