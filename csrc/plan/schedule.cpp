@@ -194,8 +194,11 @@ std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const do
 Agreement Schedule::agree(std::span<const std::string_view> notes) const {
   Agreement agreement;
   const int buckets = static_cast<int>(params_of_.size());
+  agreement.is_dirty_on_all = true;
   for (const std::string_view note : notes) {
-    agreement.is_dirty = agreement.is_dirty || NoteReader(note, param_count(), buckets).is_dirty();
+    const bool is_dirty = NoteReader(note, param_count(), buckets).is_dirty();
+    agreement.is_dirty = agreement.is_dirty || is_dirty;
+    agreement.is_dirty_on_all = agreement.is_dirty_on_all && is_dirty;
   }
   agree_on_flags(notes, &agreement);
   agree_on_factors(notes, &agreement);
@@ -294,7 +297,7 @@ void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* firs
       due_[param] = arrived_[param];
     }
   }
-  if (is_static_ && !is_learnt_) {
+  if (is_static_ && !is_learnt_ && agreement.is_dirty_on_all) {
     static_own_ = stored_;
     static_held_ = agreement.held;
     is_learnt_ = true;

@@ -27,7 +27,8 @@
 // [Note: whose factor].
 //
 // [Note: static graph] Where every window has the gradients of the first one, there is nothing to agree on: after the
-// first window each rank knows all the notes. `find_deviation` tells the parameter that breaks the promise.
+// first window (in which every rank has some: a rank without any could not tell a window that others have begun) each
+// rank knows what all the notes say. `find_deviation` tells the parameter that breaks the promise.
 #pragma once
 
 #include <cstdint>
@@ -63,6 +64,7 @@ struct Actions {
 // What all ranks know when a window closes.
 struct Agreement {
   bool is_dirty = false;          // some rank has new gradients
+  bool is_dirty_on_all = false;   // every rank has
   bool is_uneven = false;         // a parameter of `held` had no gradient on some rank, which could not list it
   std::vector<uint8_t> held;      // per parameter: has any rank a gradient
   std::vector<int> voided;        // parameters whose first round is dropped

@@ -281,8 +281,9 @@ class GradSync:
             agreement = self._schedule.agree(self._exchange(why, notes))
         if agreement.conflicts:
             raise RuntimeError(
-                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not; drop "
-                "gradients on all ranks with optimizer.zero_grad(), or on none"
+                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not, or had "
+                "none to drop yet; drop gradients on all ranks with optimizer.zero_grad(), or on none, and call optimizer.grad_sync() "
+                "before that where some ranks skip backward"
             )
         if agreement.scaled_apart:
             raise RuntimeError(

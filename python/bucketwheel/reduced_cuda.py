@@ -81,7 +81,9 @@ class ReducedGradsCuda(ReducedGrads):
         if len(chosen) == len(self._params):
             self._on_device.mul_(factor)
         else:
-            self._on_device.mul_(torch.where(self._uploads.mask("scale", len(self._params), chosen).bool(), factor, 1.0))
+            self._on_device.mul_(
+                torch.where(self._uploads.mask("scale", len(self._params), chosen).bool(), factor, 1.0)
+            )
         self._scaled.update(chosen)
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:

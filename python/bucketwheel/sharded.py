@@ -46,6 +46,7 @@ class ShardedOptions:
     overlap_grad_sync: bool
     overlap_param_sync: bool
     max_inflight_buckets: int
+    static_graph: bool
 
 
 _engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
@@ -138,6 +139,7 @@ class ShardedEngine:
             slots=slots,
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
+            is_static=options.static_graph,
         )
         self._gathers = gather.Gathers(comm, self.infos)
         self._versions = [info.param._version for info in self.infos]
