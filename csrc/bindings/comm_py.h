@@ -286,6 +286,7 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("world", &Comm::world)
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("backend", &Comm::backend)
+      .def_property_readonly("sees_peers", &Comm::sees_peers)
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))

@@ -77,6 +77,9 @@ class Comm {
   virtual int world() const = 0;
   virtual const std::string& name() const = 0;
   virtual const char* backend() const = 0;
+  // Whether Handle::is_ordered() tells that the peers have issued the operation. If not, a stream that waits for one
+  // may wait there for a peer that has not.
+  virtual bool sees_peers() const { return true; }
   virtual DeviceId device() const { return {}; }
   // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
   virtual const PoolRef& pool() const = 0;
