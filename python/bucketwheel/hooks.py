@@ -28,6 +28,7 @@ from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import ParamInfo
 from .grad import ShardedGrad
+from .grid import Grid
 from .inflight import Inflight
 from .pool import Lease, Pool
 from .reduced import ReducedGrads
@@ -41,7 +42,7 @@ class GradSync:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | Grid,
         infos: Sequence[ParamInfo],
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from . import state_dict as states
 from .arguments import (
     DTYPES,
     collect_params,
-    communicator_for,
+    communicators_for,
     expect_hyperparameters,
     expect_implemented,
     group_texts,
@@ -57,8 +58,13 @@ class ShardedAdamW(Optimizer):
         process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
             `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
             ``torch.distributed`` is initialised, else this process alone.
-        gradient_average: mean over the ranks (True) or sum.
-        broadcast_params: take rank 0's parameters at construction.
+        replicate_group: with a ``process_group`` of S ranks, replicate what they shard over R such groups (HSDP): the
+            R ranks that are at this rank's place in theirs. Gradients are reduced over the ``process_group`` first,
+            and only this rank's part of them over the ``replicate_group``; parameters are gathered within the
+            ``process_group``. Collective calls are those of all S x R ranks. ValueError on all ranks unless the groups
+            are a grid.
+        gradient_average: mean over all ranks (True) or sum.
+        broadcast_params: take rank 0's parameters at construction; of a grid, those of its first rank.
         master_weights: ``"auto"``: an fp32 master shard for bfloat16 parameters.
         reduce_dtype: of gradients in buckets; None: the parameter's. Sums are accumulated in fp32 in any case.
         bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
@@ -96,7 +102,7 @@ class ShardedAdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None,
-        replicate_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | Communicator | None = None,
         gradient_average: bool = True,
         broadcast_params: bool = True,
         master_weights: str = "auto",
@@ -113,7 +119,6 @@ class ShardedAdamW(Optimizer):
         expect_hyperparameters(lr, betas, eps, weight_decay)
         expect_implemented(
             amsgrad=(amsgrad, False),
-            replicate_group=(replicate_group, None),
             state_dtype=(state_dtype, None, torch.float32),
             accum_dtype=(accum_dtype, None, torch.float32),
             master_weights=(master_weights, "auto", "fp32"),
@@ -144,9 +149,9 @@ class ShardedAdamW(Optimizer):
         super().__init__(params, defaults)
         infos = collect_params(self.param_groups)
         device = infos[0].device if infos else torch.device("cpu")
-        comm = communicator_for(process_group, device)
+        comm, replicate = communicators_for(process_group, replicate_group, device)
         self._is_closed = False
-        self._owns_comm = comm is not None and comm is not process_group
+        self._owned = [c for c in (comm, replicate) if c is not None and c not in (process_group, replicate_group)]
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
         if capturable and not is_on_cuda:
@@ -168,10 +173,9 @@ class ShardedAdamW(Optimizer):
                 max_inflight_buckets=max_inflight_buckets,
             )
             try:
-                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options)
+                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options, replicate)
             except BaseException:
-                if self._owns_comm:
-                    _close_both(comm, 0.0)
+                _close_all(self._owned, 0.0)
                 raise
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
@@ -352,8 +356,7 @@ class ShardedAdamW(Optimizer):
         try:
             self._made_engine.close()
         finally:
-            if self._owns_comm and isinstance(self._made_engine, ShardedEngine):
-                _close_both(self._made_engine.comm)
+            _close_all(self._owned)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
@@ -362,11 +365,12 @@ class ShardedAdamW(Optimizer):
         raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
 
 
-def _close_both(comm: Communicator, timeout: float | None = None) -> None:
-    try:
-        comm.gathers.close(timeout)
-    finally:
-        comm.close(timeout)
+def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
+    """Each, and the other of its pair."""
+    with contextlib.ExitStack() as stack:  # every one, whichever fails
+        for comm in reversed(comms):
+            stack.callback(comm.close, timeout)
+            stack.callback(comm.gathers.close, timeout)
 
 
 def _bucket_cap_bytes(cap_mb: float | None, comm: Communicator) -> int:

@@ -48,9 +48,12 @@ class _State:
 class ReducedGrads:
     """The gradients of all parameters after reduction. Methods marked collective are called by all ranks in one order."""
 
-    def __init__(self, comm: Communicator, average: float) -> None:
+    def __init__(self, comm: Communicator, average: float, replicate: Communicator | None = None) -> None:
+        """``replicate``: to the ranks whose shards hold the same sums. Norms need only ``comm``; what ranks say of
+        themselves is asked of both."""
         self.comm = comm
         self.average = average
+        self.replicate = replicate
         self._states: list[_State] = []
         self._sums: list[float] | None = None
 
@@ -245,6 +248,9 @@ class ReducedGrads:
     def found_inf(self, found: Tensor) -> Tensor:
         """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d. Collective."""
         everyone = max(values[0] for values in self._exchange([float(found)]))
+        if self.replicate is not None:
+            others = self.replicate.exchange(array.array("d", [everyone]).tobytes())
+            everyone = max(array.array("d", other)[0] for other in others)
         has_nonfinite = not all(map(math.isfinite, self.sums_of_squares()))
         return torch.tensor(max(everyone, float(has_nonfinite)), dtype=found.dtype)
 

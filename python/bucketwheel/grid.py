@@ -1,0 +1,342 @@
+"""Grid: ranks that shard in one direction and replicate in the other (HSDP), and what they all do together.
+
+The *shard group* of a rank is its row, the *replicate group* its column: the ranks that own the same shard. A bucket is
+reduced in three operations, [Note: over a grid]:
+
+1. reduce-scatter over the row: this rank's part of the row's sum, in fp32, into a *part buffer*;
+2. reduce-scatter over the column, in place: an R-th of that part, summed over the R ranks of the column;
+3. all-gather over the column, in place, whose sink is the gradient shard: it takes the whole part and its norm.
+
+So every element is summed by one rank, in rank order, and the replicas receive its bits: they cannot drift apart,
+whatever order NCCL adds in. An all-gather of whole parts with a sum on every rank would save an operation, but has
+each rank receive R - 1 parts instead of 2 (R - 1) / R: as much for two replicas, and more for every other number. The
+column's sums travel in fp32 whatever the dtype of the buckets: only gradients are rounded, never sums.
+
+What is agreed between hosts is exchanged along the row and then along the column.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm_nccl
+from ._build import native
+from .collectives import reduce_scatter
+from .comm import Communicator
+from .device import CPU, torch_device
+from .handle import Handle, wait_all
+from .pool import Lease, Pool
+
+__all__ = ["Grid", "GridReduction"]
+
+
+class Grid:
+    """All ranks of a grid, in row order; ``rank`` is ``replicate.rank * shard.size + shard.rank``.
+
+    It stands where a `Communicator` of all of them would, in the methods that it has. Made by all of them together:
+    ValueError on every rank unless each row meets each column in one rank, which comes at the same place in its row as
+    all of its column do, and the other way round. What fails one of its communicators fails both.
+    """
+
+    def __init__(self, shard: Communicator, replicate: Communicator) -> None:
+        for comm in (shard, replicate):
+            if comm.is_registered:
+                raise ValueError(
+                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: gradients are "
+                    "reduced through part buffers of plain memory; make it without"
+                )
+        self.shard = shard
+        self.replicate = replicate
+        self.size = shard.size * replicate.size
+        self.rank = replicate.rank * shard.size + shard.rank
+        self.device = shard.device
+        self._parts: list[_Part] = []
+        self._waiting: collections.deque[GridReduction] = collections.deque()  # not yet issued to the end, in order
+        self._last: Handle | None = None
+        # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
+        # a hook must not, for they may be waiting for this rank.
+        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
+        self._takes_turns = not self._expect_grid()
+
+    def _expect_grid(self) -> bool:
+        """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
+        shard, replicate = self.shard, self.replicate
+        has_order = comm_nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
+        mine = [secrets.token_hex(8), shard.rank, replicate.rank, has_order]
+        row = shard.exchange(json.dumps(mine).encode())
+        table = [[json.loads(one) for one in _unpacked(other)] for other in self._along_column(_packed(row))]  # by rows
+        problem = self._problem(table)
+        # Who finds its rows and columns in order, and its neighbours with the same table, is in a grid of that table,
+        # and everybody in it hears what anybody has found.
+        digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+        everyone = [json.loads(one) for one in self._spread(shard.exchange(json.dumps([problem, digest]).encode()))]
+        problems = [found for found, _ in everyone if found]
+        if not problems and len({theirs for _, theirs in everyone}) > 1:
+            problems.append("ranks of one row have columns in different rows")
+        if problems:
+            raise ValueError(
+                f"process_group and replicate_group are not a grid: {problems[0]}. With S ranks to shard over and R replicas, "
+                "rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of the replicate_group "
+                "[s, S + s, ..., (R - 1) * S + s]"
+            )
+        return all(has_order for row_of in table for *_, has_order in row_of)
+
+    def _problem(self, table: list[list[list[Any]]]) -> str:
+        """What this rank sees to be wrong with the rows of the ranks in its column; empty if nothing is."""
+        s, r = self.shard.rank, self.replicate.rank
+        for number, row in enumerate(table):
+            if len(row) != self.shard.size:
+                return (
+                    f"rank {number} of a replicate_group shards over {len(row)} ranks, rank {r} over {self.shard.size}"
+                )
+            for place, (_, shard_rank, replicate_rank, _) in enumerate(row):
+                if (shard_rank, replicate_rank) != (place, number):
+                    return (
+                        f"rank {shard_rank} of a process_group is rank {replicate_rank} of its replicate_group, where "
+                        f"rank {s} is rank {r} of its own and meets rank {number} there"
+                    )
+        tokens = {token for row in table for token, *_ in row}
+        if len(tokens) != self.size:
+            return f"{self.size} places of the grid are taken by {len(tokens)} ranks"
+        return ""
+
+    # --- what a communicator has -------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard.name} x {self.replicate.name}"
+
+    @property
+    def pool(self) -> Pool:
+        """Where buckets are read from by the row."""
+        return self.shard.pool
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.shard.max_payload_bytes
+
+    def post(self, payload: bytes) -> None:
+        """`Communicator.post`."""
+        with self._failing_as_one():
+            self.shard.post(payload)
+
+    def collect(self) -> list[bytes]:
+        """`Communicator.collect`, of all ranks of the grid."""
+        with self._failing_as_one():
+            return self._spread(self.shard.collect())
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """`Communicator.exchange`, of all ranks of the grid."""
+        with self._failing_as_one():
+            return self._spread(self.shard.exchange(payload))
+
+    def _spread(self, row: Sequence[bytes]) -> list[bytes]:
+        """The payloads of all rows by rank, from those of this one."""
+        return [payload for other in self._along_column(_packed(row)) for payload in _unpacked(other)]
+
+    def _along_column(self, payload: bytes) -> list[bytes]:
+        """Everyone's in the column, of any length: in as many rounds as the longest takes."""
+        most = self.replicate.max_payload_bytes - _LENGTH.size
+        first = self.replicate.exchange(_LENGTH.pack(len(payload)) + payload[:most])
+        sizes = [_LENGTH.unpack_from(other)[0] for other in first]
+        everyone = [bytearray(other[_LENGTH.size :]) for other in first]
+        for begin in range(most, max(sizes), most):
+            for own, other in zip(everyone, self.replicate.exchange(payload[begin : begin + most]), strict=True):
+                own += other
+        return [bytes(own) for own in everyone]
+
+    def broadcast_into(self, tensor: Tensor, root: int) -> GridBroadcast:
+        """Makes ``tensor`` on every rank what it is on rank 0, the only root there is."""
+        assert root == 0
+        first = self.shard.broadcast_into(tensor, 0)  # in every row; then the first row's is everybody's
+        return GridBroadcast([first, self.replicate.broadcast_into(tensor, 0, after=[first])])
+
+    def abort(self, reason: str) -> None:
+        """Fails both communicators, and so, rank by rank, all of the grid's."""
+        self.shard.abort(reason)
+        self.replicate.abort(reason)
+
+    @contextlib.contextmanager
+    def _failing_as_one(self) -> Iterator[None]:
+        """Where one communicator fails the other one's ranks would wait for this rank until their time limit."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} in the other direction of the grid: {error}")
+            raise
+
+    # --- reducing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, shard_numels: Iterable[int], count: int) -> None:
+        """Memory for ``count`` buckets on their way at once, whose parts have these numbers of elements."""
+        self._numels = sorted(set(shard_numels))
+        self._parts = [self._new_part() for _ in range(count)] if self._numels else []
+
+    def _new_part(self) -> _Part:
+        numel = self._padded(self._numels[-1])
+        lease = self.replicate.pool.acquire("", numel * torch.float32.itemsize)
+        memory = lease.tensor(torch.float32, (numel,))
+        return _Part(lease, memory, {n: _storing_sink(memory.narrow(0, 0, n), self.device) for n in self._numels})
+
+    def _padded(self, numel: int) -> int:
+        """The elements of a part and padding: a multiple of the replicas."""
+        return -(-numel // self.replicate.size) * self.replicate.size
+
+    def _free_part(self) -> _Part:
+        """The one that has been in use for longest; the reduce-scatter waits for its last use, this thread does not."""
+        self._advance()
+        part = self._parts[0]
+        if part.is_busy or (self._defers and part.used_by is not None and not part.used_by.is_ordered()):
+            part = self._new_part()
+        else:
+            del self._parts[0]
+        self._parts.append(part)
+        return part
+
+    def reduce_scatter_into(self, full: Tensor, sink: Any) -> GridReduction:
+        """Sums ``full`` over all ranks of the grid and feeds this rank's part to ``sink``; [Note: over a grid]."""
+        numel = full.numel() // self.shard.size
+        part = self._free_part()
+        part.is_busy = True
+        after = [handle for handle in (part.used_by, self._last if self._takes_turns else None) if handle is not None]
+        with self._failing_as_one():
+            row = self.shard.reduce_scatter_into(full, part.sinks[numel], after=after)
+            reduction = GridReduction(self, row, part, sink, numel)
+            self._waiting.append(reduction)
+            self._advance()
+        return reduction
+
+    def _advance(self, until: GridReduction | None = None) -> None:
+        """Issues what can be, and, by waiting where it must, all of ``until``; in the order of the buckets."""
+        while self._waiting:
+            reduction = self._waiting[0]
+            if self._defers and not reduction.steps[-1].is_ordered():
+                if until is None or until.is_issued:
+                    return
+                reduction.steps[-1].wait()
+            reduction._issue_next()
+            if reduction.is_issued:
+                self._last = reduction.steps[-1]
+                self._waiting.popleft()
+
+    def release(self) -> None:
+        """Gives the part buffers back."""
+        self._waiting.clear()
+        for part in self._parts:
+            part.lease.release(after=part.used_by)
+        self._parts.clear()
+
+
+@dataclass
+class _Part:
+    """A part buffer. ``sinks``: what stores the sums of a bucket here, by the elements of its part."""
+
+    lease: Lease
+    memory: Tensor
+    sinks: dict[int, Any]
+    used_by: Handle | None = None  # the last operation that reads or writes it
+    is_busy: bool = False  # its reduction is not issued to the end
+
+
+class GridReduction(Handle):
+    """The handle of one bucket's three operations, and its way from one to the next."""
+
+    __slots__ = ("_grid", "_numel", "_part", "_sink", "steps")
+
+    def __init__(self, grid: Grid, row: Handle, part: _Part, sink: Any, numel: int) -> None:
+        super().__init__(row._native, grid.shard)  # of which `event` is: when the bucket's memory is nobody's any more
+        self.steps = [row]
+        self._grid = grid
+        self._part = part
+        self._sink = sink
+        self._numel = numel
+
+    @property
+    def is_issued(self) -> bool:
+        return len(self.steps) == 3
+
+    def _issue_next(self) -> None:
+        column, part = self._grid.replicate, self._part
+        full = part.memory.narrow(0, 0, self._grid._padded(self._numel))
+        after = [self.steps[-1]]  # in: the part is summed; out: by `used_by`, which the next bucket in it waits for
+        if len(self.steps) == 1:
+            own = full.narrow(0, column.rank * (full.numel() // column.size), full.numel() // column.size)
+            self.steps.append(reduce_scatter([own], [full], column, after=after))
+        else:
+            self.steps.append(column.all_gather_to_sink(full, self._sink, self._numel, after=after))
+            part.used_by, part.is_busy = self.steps[-1], False
+
+    def wait(self, stream: Any = None) -> GridReduction:
+        """`Handle.wait`, of all three."""
+        with self._grid._failing_as_one():
+            self._grid._advance(self)
+            wait_all(self.steps, stream)
+        return self
+
+    def synchronize(self, timeout: float | None = None) -> GridReduction:
+        """`Handle.synchronize`, of all three."""
+        with self._grid._failing_as_one():
+            self._grid._advance(self)
+            for step in self.steps:
+                step.synchronize(timeout)
+        return self
+
+    def query(self) -> bool:
+        """`Handle.query`, of all three."""
+        self._grid._advance()
+        return self.is_issued and all(step.query() for step in self.steps)
+
+    def is_ordered(self) -> bool:
+        """`Handle.is_ordered`, of all three."""
+        self._grid._advance()
+        return self.is_issued and self.steps[-1].is_ordered()
+
+    def await_order(self, timeout: float) -> bool:
+        """`Handle.await_order`, where nothing is deferred; else at once."""
+        return self.steps[-1].await_order(timeout) if self.is_issued else self.is_ordered()
+
+
+@dataclass(frozen=True)
+class GridBroadcast:
+    steps: list[Handle] = field(default_factory=list)
+
+    def wait(self) -> None:
+        wait_all(self.steps)
+
+
+_LENGTH = struct.Struct("<q")
+
+
+def _packed(payloads: Sequence[bytes]) -> bytes:
+    return _LENGTH.pack(len(payloads)) + b"".join(_LENGTH.pack(len(one)) + one for one in payloads)
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    out = []
+    at = _LENGTH.size
+    for _ in range(_LENGTH.unpack_from(packed)[0]):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(packed, at)[0]
+        out.append(packed[begin:at])
+    return out
+
+
+def _storing_sink(to: Tensor, device: int) -> Any:
+    """Stores the sums of a reduce-scatter in ``to``, in fp32."""
+    if device == CPU:
+        return native().StoringSink(to)
+    sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
+    return native().ShardSinkCuda(native().ShardAccumulatorCuda(to, [], sums))
