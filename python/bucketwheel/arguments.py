@@ -137,7 +137,17 @@ def communicators_for(
         raise ValueError(
             "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to replicate only)"
         )
-    replicate = communicator_for(replicate_group, device, argument="replicate_group")
-    if replicate is not None and replicate.size == 1:
-        replicate = None
-    return communicator_for(process_group, device, needs_one=replicate is not None), replicate
+    if _size_of(process_group) == _size_of(replicate_group) == 1:
+        return communicator_for(process_group, device), None
+    # A group of one rank too: whether others have more in theirs is found when they are compared.
+    shard = communicator_for(process_group, device, needs_one=True)
+    try:
+        return shard, communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
+    except BaseException:
+        if shard is not None and shard is not process_group:
+            shard.close(0.0)
+        raise
+
+
+def _size_of(group: dist.ProcessGroup | Communicator) -> int:
+    return group.size if isinstance(group, Communicator) else dist.get_world_size(group)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm import Communicator
 from .flat import ParamInfo
-from .grid import Grid
+from .grid import GRID_MARK, Grid
 from .handle import Handle
 from .plan import Packing
 
@@ -45,6 +45,8 @@ def expect_equal_layout(
     everyone = comm.exchange(payload)
     if all(other == payload for other in everyone):
         return
+    if any(other.startswith(GRID_MARK) for other in everyone):
+        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
     numbers = [struct.unpack_from("<qq", other) for other in everyone]
     if len(set(numbers)) > 1:
         raise RuntimeError(

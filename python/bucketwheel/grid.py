@@ -35,10 +35,11 @@ from ._build import native
 from .collectives import reduce_scatter
 from .comm import Communicator
 from .device import CPU, torch_device
+from .errors import Error
 from .handle import Handle, wait_all
 from .pool import Lease, Pool
 
-__all__ = ["Grid", "GridReduction"]
+__all__ = ["GRID_MARK", "Grid", "GridReduction"]
 
 
 class Grid:
@@ -67,20 +68,30 @@ class Grid:
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
-        self._takes_turns = not self._expect_grid()
+        with self._failing_as_one():
+            self._takes_turns = not self._expect_grid()
 
     def _expect_grid(self) -> bool:
         """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
         shard, replicate = self.shard, self.replicate
         has_order = comm_nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
         mine = [secrets.token_hex(8), shard.rank, replicate.rank, has_order]
-        row = shard.exchange(json.dumps(mine).encode())
-        table = [[json.loads(one) for one in _unpacked(other)] for other in self._along_column(_packed(row))]  # by rows
-        problem = self._problem(table)
+        said = shard.exchange(GRID_MARK + json.dumps(mine).encode())
+        row = [json.loads(one[len(GRID_MARK) :]) for one in said if one.startswith(GRID_MARK)]
+        column = [json.loads(one) for one in self._along_column(json.dumps([shard.rank, row]).encode())]
+        table = [of_peer for _, of_peer in column]  # by rows
+        problem = self._problem([place for place, _ in column], table)
         # Who finds its rows and columns in order, and its neighbours with the same table, is in a grid of that table,
         # and everybody in it hears what anybody has found.
         digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
-        everyone = [json.loads(one) for one in self._spread(shard.exchange(json.dumps([problem, digest]).encode()))]
+        verdict = json.dumps([problem, digest]).encode()
+        try:
+            verdicts = [verdict] if len(row) < shard.size else shard.exchange(verdict)  # those without a grid are gone
+            everyone = [json.loads(one) for one in self._spread(verdicts)]
+        except Error:  # and others went with them
+            if not problem:
+                raise
+            everyone = [(problem, digest)]
         problems = [found for found, _ in everyone if found]
         if not problems and len({theirs for _, theirs in everyone}) > 1:
             problems.append("ranks of one row have columns in different rows")
@@ -92,13 +103,17 @@ class Grid:
             )
         return all(has_order for row_of in table for *_, has_order in row_of)
 
-    def _problem(self, table: list[list[list[Any]]]) -> str:
-        """What this rank sees to be wrong with the rows of the ranks in its column; empty if nothing is."""
+    def _problem(self, places: list[int], table: list[list[list[Any]]]) -> str:
+        """What this rank sees to be wrong with the rows of the ranks in its column, where these have ``places``; empty
+        if nothing is."""
         s, r = self.shard.rank, self.replicate.rank
+        if set(places) != {s}:
+            return f"the ranks of a replicate_group have the places {places} in their process_groups"
         for number, row in enumerate(table):
             if len(row) != self.shard.size:
                 return (
-                    f"rank {number} of a replicate_group shards over {len(row)} ranks, rank {r} over {self.shard.size}"
+                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(row)} ranks of the "
+                    f"process_group of rank {number} have a replicate_group"
                 )
             for place, (_, shard_rank, replicate_rank, _) in enumerate(row):
                 if (shard_rank, replicate_rank) != (place, number):
@@ -317,6 +332,7 @@ class GridBroadcast:
         wait_all(self.steps)
 
 
+GRID_MARK = b"replicate_group:"  # how the first thing begins that ranks of a grid tell each other
 _LENGTH = struct.Struct("<q")
 
 

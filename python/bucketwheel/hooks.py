@@ -179,6 +179,20 @@ class GradSync:
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
 
+    def start(self, indices: Sequence[int]) -> None:
+        """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
+        if self._no_sync_depth:
+            raise RuntimeError(
+                "grad_sync(parameters) inside no_sync(), which may bring more gradients: leave that first"
+            )
+        with self._lock, torch.no_grad():
+            for index in indices:
+                kept = self._kept.pop(index, None)
+                if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
+                    self._arrive(index, kept, add=True, launch=True)
+            for launch in self._schedule.complete(indices):
+                self._launch(launch)
+
     # --- the end of a window -----------------------------------------------------------------------------------------
 
     def close(self, why: str) -> Agreement:

@@ -28,6 +28,7 @@ from .device import CPU, device_index
 from .errors import ClosedError
 from .local import LocalEngine
 from .local_cuda import LocalEngineCuda
+from .reduced import clip_coefficient
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
@@ -225,13 +226,24 @@ class ShardedAdamW(Optimizer):
         """
         return self._engine.no_sync()
 
-    def grad_sync(self) -> None:
-        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should."""
-        self._engine.close_window()
+    def grad_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should.
+        Collective.
 
-    def param_sync(self) -> None:
-        """Waits until the parameters are those of the last step. Does nothing unless ``overlap_param_sync``."""
-        self._engine.param_sync()
+        With ``parameters`` it only starts, and is local: these have all the gradients that the window will bring, kept
+        by `no_sync` so far, so buckets that are complete are launched, in the order that is the same on all ranks. The
+        next collective call finishes. That is what pipeline schedules expect of a ``grad_sync_func``. RuntimeError
+        inside `no_sync`.
+        """
+        if parameters is None:
+            self._engine.close_window()
+        else:
+            self._engine.start_window(self._indices(parameters) or ())
+
+    def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
+        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers."""
+        self._engine.param_sync(self._indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
@@ -269,8 +281,36 @@ class ShardedAdamW(Optimizer):
         return self._engine.clip(indices, float(max_norm), float(norm_type))
 
     def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
-        """The norm that `clip_grad_norm_` would return, without clipping. Collective."""
+        """The norm that `clip_grad_norm_` would return, without clipping. Collective.
+
+        Of this optimizer's gradients (or ``parameters``') alone, each element counted once: whole gradients, averaged
+        over the data-parallel ranks, and equal on all of them. Where a model is spread over several optimizers, as its
+        parts are with tensor parallelism, take the 2-norm of their norms (the maximum, for inf) over the ranks that
+        hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
+        must be left out of ``parameters`` in all but one of them.
+        """
         return self._engine.total_norm(self._indices(parameters), float(norm_type))
+
+    def clip_grads_with_norm_(
+        self,
+        max_norm: float,
+        total_norm: float | Tensor,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[Parameter] | None = None,
+    ) -> None:
+        """Clips all gradients (or ``parameters``') as if ``total_norm`` were their norm. Collective.
+
+        As `torch.nn.utils.clip_grads_with_norm_`: the factor is ``max_norm / (total_norm + 1e-6)``, at most 1, applied
+        inside the next `step`. Ranks must give the same norm: a number, or a tensor of one element; on the parameters'
+        CUDA device nothing waits for it.
+        """
+        if isinstance(total_norm, Tensor) and total_norm.numel() != 1:
+            raise ValueError(
+                f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
+            )
+        norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
+        self._engine.clip_with(self._indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param``, fp32, on every rank; None if no rank has one. Collective."""

@@ -21,7 +21,12 @@ from .comm import Communicator
 from .flat import ParamInfo
 from .plan import Packing
 
-__all__ = ["ReducedGrads", "ShardPiece"]
+__all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
+
+
+def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
+    """What torch multiplies gradients by to clip them; on the device of ``norm``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ class ReducedGrads:
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
         """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
         norm = self.total_norm_tensor(indices, ord)
-        self.scale(indices, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.scale(indices, clip_coefficient(max_norm, norm))
         return norm
 
     def found_inf(self, found: Tensor) -> Tensor:

@@ -135,6 +135,15 @@ class Schedule:
             actions += self._launches(lambda b: self._missing[b] == 0)
         return actions
 
+    def complete(self, params: Sequence[int]) -> list[Launch]:
+        """Nothing more will come for ``params`` in this window. None without a gradient on this rank: others may have
+        none either, and then nobody launches."""
+        if not self.is_dirty:
+            return []
+        for param in params:
+            self._count(param)
+        return self._launches(lambda b: self._missing[b] == 0)
+
     def discard(self) -> None:
         """All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter.
 

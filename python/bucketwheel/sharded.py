@@ -22,7 +22,7 @@ from ._build import native
 from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
 from .comm import Communicator
-from .device import CPU, torch_device
+from .device import CPU, index_of, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
 from .grid import Grid
 from .hooks import GradSync
@@ -111,8 +111,10 @@ class ShardedEngine:
         replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
-        self.grid = comm if replicate is None else Grid(comm, replicate)
         self._comms = [comm] if replicate is None else [comm, replicate]
+        self.grid = comm if replicate is None else Grid(comm, replicate)
+        if replicate is not None and replicate.size == 1:  # on every rank
+            self.grid, replicate = comm, None
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
@@ -324,8 +326,11 @@ class ShardedEngine:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
         self._versions = [_UNKNOWN_VERSION] * len(self.infos)
 
-    def param_sync(self) -> None:
-        self._gathers.wait_all()
+    def param_sync(self, indices: Sequence[int] | None = None) -> None:
+        if indices is None:
+            self._gathers.wait_all()
+        else:
+            self._gathers.wait_for(set(indices))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         return self._gathers.attach(model)
@@ -335,6 +340,9 @@ class ShardedEngine:
     def close_window(self) -> None:
         self.grads.close("grad_sync")
 
+    def start_window(self, indices: Sequence[int]) -> None:
+        self.grads.start(indices)
+
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.total_norm_tensor(self._held(indices), ord)
@@ -342,6 +350,11 @@ class ShardedEngine:
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.clip(self._held(indices), max_norm, ord)
+
+    def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
+        self.grads.close("clip_grads_with_norm_")
+        is_on_device = self.device != CPU and index_of(coefficient) == self.device
+        self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
