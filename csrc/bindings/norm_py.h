@@ -4,9 +4,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -79,6 +83,41 @@ class PyShardAccumulator {
   std::optional<ShardAccumulator> accumulator_;
 };
 
+// The sums of squares of whole parameters, out of those of their pieces.
+class PyParamSums {
+ public:
+  using Piece = std::pair<std::shared_ptr<PyShardAccumulator>, int64_t>;  // and the segment of it
+
+  void add(std::vector<Piece> pieces) {
+    for (const auto& [accumulator, segment] : pieces) {
+      const size_t count = accumulator->accumulator().results().size();
+      BW_EXPECTS(segment >= 0 && segment < static_cast<int64_t>(count),
+                 "segment " + std::to_string(segment) + " of " + std::to_string(count));
+    }
+    params_.push_back(std::move(pieces));
+  }
+
+  // One double for each parameter, as bytes: NaN or infinite if any element is not finite; 0 where `has` is 0.
+  py::bytes sums(std::string_view has) const {
+    BW_EXPECTS(has.size() == params_.size(),
+               std::to_string(has.size()) + " flags for " + std::to_string(params_.size()) + " parameters");
+    std::vector<double> out(params_.size(), 0.0);
+    for (size_t param = 0; param < params_.size(); ++param) {
+      if (has[param] == 0) {
+        continue;
+      }
+      for (const auto& [accumulator, segment] : params_[param]) {
+        const SumSquares& piece = accumulator->accumulator().results()[static_cast<size_t>(segment)];
+        out[param] += piece.bad && std::isfinite(piece.sumsq) ? std::numeric_limits<double>::quiet_NaN() : piece.sumsq;
+      }
+    }
+    return py::bytes(reinterpret_cast<const char*>(out.data()), out.size() * sizeof(double));
+  }
+
+ private:
+  std::vector<std::vector<Piece>> params_;
+};
+
 inline void bind_norm(py::module_& m) {
   m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
   m.def(
@@ -101,6 +140,10 @@ inline void bind_norm(py::module_& m) {
       .def("start", &PyShardAccumulator::start, py::arg("add"))
       .def("consume", &PyShardAccumulator::consume, py::arg("begin"), py::arg("values"))
       .def("results", &PyShardAccumulator::results);
+  py::class_<PyParamSums>(m, "ParamSums")
+      .def(py::init<>())
+      .def("add", &PyParamSums::add, py::arg("pieces"))
+      .def("sums", &PyParamSums::sums, py::arg("has"));
 }
 
 }  // namespace bucketwheel

@@ -39,7 +39,7 @@ from .errors import Error
 from .handle import Handle, wait_all
 from .pool import Lease, Pool
 
-__all__ = ["GRID_MARK", "Grid", "GridReduction"]
+__all__ = ["GRID_MARK", "Grid", "GridReduction", "grid_of"]
 
 
 class Grid:
@@ -259,6 +259,12 @@ class _Partial:
     sinks: dict[int, Any]
     used_by: Handle | None = None  # the last operation that reads or writes it
     is_busy: bool = False  # its reduction is not issued to the end
+
+
+def grid_of(shard: Communicator, replicate: Communicator) -> Communicator | Grid:
+    """All ranks of both; ``shard`` itself where no rank has replicas."""
+    grid = Grid(shard, replicate)
+    return shard if replicate.size == 1 else grid
 
 
 class GridReduction(Handle):

@@ -69,7 +69,7 @@ class LocalEngine:
 
     def _expect_static(self, used: list[bool]) -> None:
         """RuntimeError naming a parameter if ``static_graph`` was promised and other parameters have gradients than before."""
-        if not self._is_static:
+        if not self._is_static or not any(used):  # a step without any gradient does nothing
             return
         if self._static_used is None:
             self._static_used = used

@@ -72,8 +72,10 @@ class ShardedAdamW(Optimizer):
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
             parameters, or `prefetch_params(model)` once.
-        static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process
-            only, so far).
+        static_graph: a promise that every step has gradients of the same parameters, on each rank its own. Ranks then
+            agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
+            backward or from the end of the window; the communicator is aborted, so that the other ranks raise
+            `PeerError` with the same text.
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
             learning rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
         max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
@@ -157,8 +159,6 @@ class ShardedAdamW(Optimizer):
         is_on_cuda = device_index(device) != CPU
         if capturable and not is_on_cuda:
             raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
-        if comm is not None:
-            expect_implemented(static_graph=(static_graph, False))
         if comm is None:
             cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
             engine = LocalEngineCuda if is_on_cuda else LocalEngine
@@ -172,6 +172,7 @@ class ShardedAdamW(Optimizer):
                 overlap_grad_sync=overlap_grad_sync,
                 overlap_param_sync=overlap_param_sync,
                 max_inflight_buckets=max_inflight_buckets,
+                static_graph=static_graph,
             )
             try:
                 self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options, replicate)

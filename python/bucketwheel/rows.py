@@ -104,7 +104,7 @@ class AdamRows:
         self,
         param_groups: Sequence[dict[str, Any]],
         used: Sequence[bool],
-        factors: Sequence[float],
+        factors: Sequence[float] | Tensor,
         average: float = 1.0,
     ) -> None:
         """Counts a step for the parameters ``used`` and fixes the scalars of this step.
@@ -115,12 +115,12 @@ class AdamRows:
         native().use_torch_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
-        is_used = torch.tensor(used, dtype=torch.uint8)
+        is_used = torch.tensor(list(used), dtype=torch.uint8)
         self.steps += is_used
         self._scalars = (
             self.steps[self._index],
             is_used[self._index],
-            torch.tensor([average * factor for factor in factors], dtype=torch.float64)[self._index],
+            (torch.as_tensor(factors, dtype=torch.float64) * average)[self._index],
         )
         self._groups = [native_group(group, float(group["lr"])) for group in param_groups]
         self._flags = flags

@@ -24,7 +24,7 @@ from .bucket_slots import BucketSlots
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
-from .grid import Grid
+from .grid import Grid, grid_of
 from .hooks import GradSync
 from .plan import Segment
 from .pool import Pool
@@ -47,6 +47,7 @@ class ShardedOptions:
     overlap_grad_sync: bool
     overlap_param_sync: bool
     max_inflight_buckets: int
+    static_graph: bool
 
 
 _engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
@@ -112,9 +113,7 @@ class ShardedEngine:
     ) -> None:
         self.comm = comm
         self._comms = [comm] if replicate is None else [comm, replicate]
-        self.grid = comm if replicate is None else Grid(comm, replicate)
-        if replicate is not None and replicate.size == 1:  # on every rank
-            self.grid, replicate = comm, None
+        self.grid = comm if replicate is None else grid_of(comm, replicate)
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
@@ -156,6 +155,7 @@ class ShardedEngine:
             slots=slots,
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
+            is_static=options.static_graph,
         )
         self._gathers = gather.Gathers(comm, self.infos)
         self._versions = [info.param._version for info in self.infos]

@@ -275,7 +275,7 @@ def test_factors_of_many_parameters_are_reset_at_once() -> None:
         params = [torch.nn.Parameter(torch.ones(5)) for _ in range(40)]
         opt = bw.ShardedAdamW(params, process_group=comm)
         for step in range(3):
-            with FillsOf(opt._engine.reduced._factors) as fills:
+            with FillsOf(opt._engine.reduced._on_device) as fills:
                 torch.stack([(p * p).sum() for p in params]).sum().backward()
                 opt.clip_grad_norm_(0.1)
                 opt.step()

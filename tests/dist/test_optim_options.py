@@ -255,11 +255,6 @@ def test_options_of_later_name_themselves(name: str) -> None:
         ShardedAdamW(make_params(), **{name: LATER[name]})
 
 
-def test_a_static_graph_over_ranks_names_itself() -> None:
-    with Communicator(LocalWorld(2).rank(0)) as comm, pytest.raises(NotImplementedError, match="static_graph=True"):
-        ShardedAdamW(make_params(), process_group=comm, static_graph=True)
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
