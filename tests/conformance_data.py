@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from comm_cases import (
     MEMORIES,
@@ -128,6 +129,36 @@ def sinks(comm: Communicator) -> None:
         assert sum_of_squares() == float(total.double().square().sum())
 
 
+def gathered_to_a_sink(comm: Communicator) -> None:
+    """What is gathered goes to a gradient shard as it is, in the order of its elements and without the padding."""
+    for numel in (1, 4096, 12_301):
+        shard = filled(comm, numel)
+        if comm.device >= 0:
+            sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+            sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        else:
+            sink = native().ShardSink(native().ShardAccumulator(shard, [(0, numel)]))
+        part = -(-numel // comm.size)
+        for dtype in (F32, BF16):
+            for in_pool in (True, False):
+                lease = comm.pool.acquire("", part * comm.size * dtype.itemsize)
+                full = (
+                    lease.tensor(dtype, (part * comm.size,)) if in_pool else filled(comm, part * comm.size, dtype=dtype)
+                )
+                full.fill_(float("nan"))
+                full[comm.rank * part :][:part] = on_device(comm, exact(comm.rank, part, dtype))
+                sink.begin(False)
+                comm.all_gather_to_sink(full, sink, numel).wait()
+                wanted = torch.cat([exact(rank, part, dtype) for rank in range(comm.size)])
+                assert_bitwise_equal(full, wanted, f"gathered {dtype}")
+                assert_bitwise_equal(shard, wanted[:numel].float(), f"taken {dtype}")
+                lease.release()
+    with pytest.raises(ValueError, match="full has"):
+        comm.all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
+    with pytest.raises(ValueError, match="all_gather of int32 is not supported"):
+        comm.all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
+
+
 CASES = (
     every_size_in_every_memory,
     sums,
@@ -137,4 +168,5 @@ CASES = (
     broadcasts,
     flat_buffer,
     sinks,
+    gathered_to_a_sink,
 )

@@ -70,9 +70,15 @@ class TorchTwin(torch.optim.AdamW):
     def no_sync(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def grad_sync(self) -> None: ...
+    def grad_sync(self, parameters: Collection[Parameter] | None = None) -> None: ...
 
-    def param_sync(self) -> None: ...
+    def param_sync(self, parameters: Collection[Parameter] | None = None) -> None: ...
+
+    def clip_grads_with_norm_(
+        self, max_norm: float, total_norm: float | Tensor, *, parameters: Collection[Parameter] | None = None
+    ) -> None:
+        chosen = [p for group in self.param_groups for p in group["params"]] if parameters is None else parameters
+        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, torch.as_tensor(total_norm).reshape(()))
 
     def clip_grad_norm_(
         self,

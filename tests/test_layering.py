@@ -47,6 +47,7 @@ PYTHON_LAYERS = [
         "reduced",
         "reduced_cuda",
         "gather",
+        "grid",
         "rows",
         "rows_cuda",
     ],

@@ -90,6 +90,15 @@ inline void bind_schedule(py::module_& m) {
           },
           py::arg("param"), py::arg("replaces") = false, py::arg("launch") = true)
       .def("ready", &Schedule::ready)
+      .def(
+          "complete",
+          [](Schedule& self, const std::vector<int>& params) {
+            for (const int param : params) {
+              expect_param(self, param);
+            }
+            return self.complete(params);
+          },
+          py::arg("params"))
       .def("discard", &Schedule::discard)
       .def(
           "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(self, held)); },

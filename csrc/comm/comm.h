@@ -47,7 +47,7 @@ struct Reduction {
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
 // operation in ascending order, never concurrently. `sum` holds fp32 sums of elements [begin, begin + numel) of the
-// shard of item `segment`.
+// shard of item `segment`; of an all-gather, those elements of its full buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard.
 inline constexpr int64_t kSinkBlockNumel = 4096;
 class ReduceSink {
@@ -55,7 +55,8 @@ class ReduceSink {
   virtual ~ReduceSink() = default;
   virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
   // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank
-  // order, each of `numel` elements of `dtype` in device memory. TypeError from a sink that is for host memory.
+  // order, each of `numel` elements of `dtype` in device memory (one source, of an all-gather). TypeError from a sink
+  // that is for host memory.
   virtual void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t numel,
                        Stream& stream);
 };
@@ -86,7 +87,8 @@ class Comm {
   // The stream that operations run in; made at the first one on CUDA, null before.
   virtual StreamRef stream() const = 0;
 
-  HandleRef all_gather(std::vector<Segment> segments, IssueOptions options);
+  // A sink takes the gathered full buffers as well, which are floats of 32 or 16 bits then.
+  HandleRef all_gather(std::vector<Segment> segments, IssueOptions options, std::shared_ptr<ReduceSink> sink = nullptr);
   // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; kSum only).
   HandleRef reduce_scatter(std::vector<Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
                            IssueOptions options);

@@ -61,6 +61,9 @@ void Exchange::run() {
     reduce_all();
   }
   finish();
+  if (op_.sink && copies()) {
+    feed_gathered();  // peers need nothing of ours any more
+  }
 }
 
 void Exchange::enter() {
@@ -253,6 +256,20 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
     const size_t element_bytes = size_of(segment.shard.dtype);
     std::byte* to = place_of(rank, piece->segment) + static_cast<size_t>(piece->begin) * element_bytes;
     std::memcpy(to, slot + piece->offset_bytes, static_cast<size_t>(piece->numel) * element_bytes);
+  }
+}
+
+void Exchange::feed_gathered() {
+  for (size_t i = 0; i < op_.segments.size(); ++i) {
+    const View& full = op_.segments[i].full;
+    const auto* from = static_cast<const std::byte*>(full.data);
+    alignas(kCacheLineBytes) float block[kSinkBlockNumel];
+    for (int64_t begin = 0; begin < full.numel; begin += kSinkBlockNumel) {
+      const int64_t count = std::min(kSinkBlockNumel, full.numel - begin);
+      const void* const source = from + static_cast<size_t>(begin) * size_of(full.dtype);
+      reduce_sum_fp32(&source, 1, full.dtype, count, block);
+      op_.sink->consume(i, begin, block, count);
+    }
   }
 }
 

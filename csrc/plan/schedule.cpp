@@ -151,6 +151,21 @@ std::vector<LaunchAction> Schedule::launches(bool all) {
   return found;
 }
 
+std::vector<LaunchAction> Schedule::complete(std::span<const int> params) {
+  if (!is_dirty_) {
+    return {};
+  }
+  for (const int param : params) {
+    if (expected_[param] && arrived_[param] < due_[param]) {
+      for (const int bucket : buckets_of_[param]) {
+        --missing_[bucket];
+      }
+      expected_[param] = 0;
+    }
+  }
+  return launches(false);
+}
+
 void Schedule::discard() {
   if (is_dirty_) {
     std::fill(void_.begin(), void_.end(), uint8_t{1});

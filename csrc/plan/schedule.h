@@ -100,6 +100,10 @@ class Schedule {
   // The buckets that can go.
   std::vector<LaunchAction> ready();
 
+  // Nothing more will come for `params` in this window: the buckets that can go now. None if this rank has no gradient
+  // at all: others may have none either, and then nobody launches.
+  std::vector<LaunchAction> complete(std::span<const int> params);
+
   // All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter. The
   // caller drops its late memory.
   void discard();

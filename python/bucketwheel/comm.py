@@ -328,6 +328,11 @@ class Communicator:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
         return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
 
+    def all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
+        """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
+
     def abort(self, reason: str) -> None:
         """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others
         `PeerError` with this rank. Never blocks."""

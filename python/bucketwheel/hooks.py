@@ -31,6 +31,7 @@ from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import ParamInfo
 from .grad import ShardedGrad
+from .grid import Grid
 from .inflight import Inflight
 from .pool import Lease, Pool
 from .reduced import ReducedGrads
@@ -47,7 +48,7 @@ class GradSync:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | Grid,
         infos: Sequence[ParamInfo],
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,
@@ -214,6 +215,20 @@ class GradSync:
             memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
+
+    def start(self, indices: Sequence[int]) -> None:
+        """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
+        if self._no_sync_depth:
+            raise RuntimeError(
+                "grad_sync(parameters) inside no_sync(), which may bring more gradients: leave that first"
+            )
+        with self._lock, torch.no_grad():
+            for index in indices:
+                kept = self._kept.pop(index, None)
+                if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
+                    self._arrive(index, kept, add=True, launch=True)
+            for launch in self._schedule.complete(indices):
+                self._launch(launch)
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .flat import ParamInfo, expect_same_memory_kind
 from .ops import l2_norm
+from .reduced import clip_coefficient
 from .rows import AdamRows
 
 __all__ = ["LocalEngine"]
@@ -113,10 +114,13 @@ class LocalEngine:
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         norm = self.total_norm(indices, ord)
-        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.clip_with(indices, clip_coefficient(max_norm, norm))
+        return norm
+
+    def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
+        factor = float(coefficient)
         if factor != 1.0:
             self._scale(indices, factor)
-        return norm
 
     def _total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
         grads = [(i, self.infos[i].param.grad) for i in (range(len(self.infos)) if indices is None else indices)]
@@ -175,10 +179,13 @@ class LocalEngine:
     def close_window(self) -> None:
         """Nothing is pending in one process."""
 
+    def start_window(self, indices: Sequence[int]) -> None:
+        """Nor is there anything to start."""
+
     def no_sync(self) -> nullcontext[None]:
         return nullcontext()
 
-    def param_sync(self) -> None:
+    def param_sync(self, indices: Sequence[int] | None = None) -> None:
         """Parameters are never behind in one process."""
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from .device import Uploads, index_of
 from .errors import CaptureError
 from .flat import ParamInfo
 from .local import LocalEngine
+from .reduced import clip_coefficient
 from .rows_cuda import AdamRowsCuda
 
 __all__ = ["LocalEngineCuda"]
@@ -120,14 +121,30 @@ class LocalEngineCuda(LocalEngine):
             norm = self._measure(held, max_norm)
         else:
             norm = self.total_norm(indices, ord)
-            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float64)
-            chosen = self._uploads.mask("chosen", len(self.infos), held).bool()
-            self._factors.mul_(torch.where(chosen, coefficient, 1.0))
+            self._multiply(held, clip_coefficient(max_norm, norm))
+        self._note_clipped(held)
+        return norm
+
+    def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
+        self._begin_capture()
+        held = self._held(indices)
+        if not self._drop_stale_clips():
+            self._factors.fill_(1.0)
+        self._multiply(held, coefficient)
+        self._note_clipped(held)
+
+    def _multiply(self, held: Sequence[int], coefficient: Tensor) -> None:
+        """Factors that are all valid; ``coefficient`` is on the device, or on the host, which nothing has to wait for."""
+        chosen = self._uploads.mask("chosen", len(self.infos), held).bool()
+        if index_of(coefficient) != self._device:
+            coefficient = self._factors.new_full((), float(coefficient))
+        self._factors.mul_(torch.where(chosen, coefficient.to(torch.float64), 1.0))
+
+    def _note_clipped(self, held: Sequence[int]) -> None:
         for i in held:
             grad = self.infos[i].param.grad
             assert grad is not None
             self._clips[i] = (grad, grad._version, 1.0)
-        return norm
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad

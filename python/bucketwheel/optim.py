@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from . import state_dict as states
 from .arguments import (
     DTYPES,
     collect_params,
-    communicator_for,
+    communicators_for,
     expect_hyperparameters,
     expect_implemented,
     group_texts,
@@ -27,6 +28,7 @@ from .device import CPU, device_index
 from .errors import ClosedError
 from .local import LocalEngine
 from .local_cuda import LocalEngineCuda
+from .reduced import clip_coefficient
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
@@ -57,8 +59,13 @@ class ShardedAdamW(Optimizer):
         process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
             `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
             ``torch.distributed`` is initialised, else this process alone.
-        gradient_average: mean over the ranks (True) or sum.
-        broadcast_params: take rank 0's parameters at construction.
+        replicate_group: with a ``process_group`` of S ranks, replicate what they shard over R such groups (HSDP): the
+            R ranks that are at this rank's place in theirs. Gradients are reduced over the ``process_group`` first,
+            and only this rank's part of them over the ``replicate_group``; parameters are gathered within the
+            ``process_group``. Collective calls are those of all S x R ranks. ValueError on all ranks unless the groups
+            are a grid.
+        gradient_average: mean over all ranks (True) or sum.
+        broadcast_params: take rank 0's parameters at construction; of a grid, those of its first rank.
         master_weights: ``"auto"``: an fp32 master shard for bfloat16 parameters.
         reduce_dtype: of gradients in buckets; None: the parameter's. Sums are accumulated in fp32 in any case.
         bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
@@ -98,7 +105,7 @@ class ShardedAdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None,
-        replicate_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | Communicator | None = None,
         gradient_average: bool = True,
         broadcast_params: bool = True,
         master_weights: str = "auto",
@@ -115,7 +122,6 @@ class ShardedAdamW(Optimizer):
         expect_hyperparameters(lr, betas, eps, weight_decay)
         expect_implemented(
             amsgrad=(amsgrad, False),
-            replicate_group=(replicate_group, None),
             state_dtype=(state_dtype, None, torch.float32),
             accum_dtype=(accum_dtype, None, torch.float32),
             master_weights=(master_weights, "auto", "fp32"),
@@ -146,9 +152,9 @@ class ShardedAdamW(Optimizer):
         super().__init__(params, defaults)
         infos = collect_params(self.param_groups)
         device = infos[0].device if infos else torch.device("cpu")
-        comm = communicator_for(process_group, device)
+        comm, replicate = communicators_for(process_group, replicate_group, device)
         self._is_closed = False
-        self._owns_comm = comm is not None and comm is not process_group
+        self._owned = [c for c in (comm, replicate) if c is not None and c not in (process_group, replicate_group)]
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
         if capturable and not is_on_cuda:
@@ -169,10 +175,9 @@ class ShardedAdamW(Optimizer):
                 static_graph=static_graph,
             )
             try:
-                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options)
+                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options, replicate)
             except BaseException:
-                if self._owns_comm:
-                    _close_both(comm, 0.0)
+                _close_all(self._owned, 0.0)
                 raise
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         self._publish_state()
@@ -222,13 +227,24 @@ class ShardedAdamW(Optimizer):
         """
         return self._engine.no_sync()
 
-    def grad_sync(self) -> None:
-        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should."""
-        self._engine.close_window()
+    def grad_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should.
+        Collective.
 
-    def param_sync(self) -> None:
-        """Waits until the parameters are those of the last step. Does nothing unless ``overlap_param_sync``."""
-        self._engine.param_sync()
+        With ``parameters`` it only starts, and is local: these have all the gradients that the window will bring, kept
+        by `no_sync` so far, so buckets that are complete are launched, in the order that is the same on all ranks. The
+        next collective call finishes. That is what pipeline schedules expect of a ``grad_sync_func``. RuntimeError
+        inside `no_sync`.
+        """
+        if parameters is None:
+            self._engine.close_window()
+        else:
+            self._engine.start_window(self._indices(parameters) or ())
+
+    def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
+        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers."""
+        self._engine.param_sync(self._indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
@@ -266,8 +282,36 @@ class ShardedAdamW(Optimizer):
         return self._engine.clip(indices, float(max_norm), float(norm_type))
 
     def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
-        """The norm that `clip_grad_norm_` would return, without clipping. Collective."""
+        """The norm that `clip_grad_norm_` would return, without clipping. Collective.
+
+        Of this optimizer's gradients (or ``parameters``') alone, each element counted once: whole gradients, averaged
+        over the data-parallel ranks, and equal on all of them. Where a model is spread over several optimizers, as its
+        parts are with tensor parallelism, take the 2-norm of their norms (the maximum, for inf) over the ranks that
+        hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
+        must be left out of ``parameters`` in all but one of them.
+        """
         return self._engine.total_norm(self._indices(parameters), float(norm_type))
+
+    def clip_grads_with_norm_(
+        self,
+        max_norm: float,
+        total_norm: float | Tensor,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[Parameter] | None = None,
+    ) -> None:
+        """Clips all gradients (or ``parameters``') as if ``total_norm`` were their norm. Collective.
+
+        As `torch.nn.utils.clip_grads_with_norm_`: the factor is ``max_norm / (total_norm + 1e-6)``, at most 1, applied
+        inside the next `step`. Ranks must give the same norm: a number, or a tensor of one element; on the parameters'
+        CUDA device nothing waits for it.
+        """
+        if isinstance(total_norm, Tensor) and total_norm.numel() != 1:
+            raise ValueError(
+                f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
+            )
+        norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
+        self._engine.clip_with(self._indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param``, fp32, on every rank; None if no rank has one. Collective."""
@@ -353,8 +397,7 @@ class ShardedAdamW(Optimizer):
         try:
             self._made_engine.close()
         finally:
-            if self._owns_comm and isinstance(self._made_engine, ShardedEngine):
-                _close_both(self._made_engine.comm)
+            _close_all(self._owned)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
@@ -363,11 +406,12 @@ class ShardedAdamW(Optimizer):
         raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
 
 
-def _close_both(comm: Communicator, timeout: float | None = None) -> None:
-    try:
-        comm.gathers.close(timeout)
-    finally:
-        comm.close(timeout)
+def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
+    """Each, and the other of its pair."""
+    with contextlib.ExitStack() as stack:  # every one, whichever fails
+        for comm in reversed(comms):
+            stack.callback(comm.close, timeout)
+            stack.callback(comm.gathers.close, timeout)
 
 
 def _bucket_cap_bytes(cap_mb: float | None, comm: Communicator) -> int:

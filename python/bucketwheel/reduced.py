@@ -24,7 +24,12 @@ from .comm import Communicator
 from .flat import ParamInfo
 from .plan import Packing
 
-__all__ = ["ReducedGrads", "ShardPiece"]
+__all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
+
+
+def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
+    """What torch multiplies gradients by to clip them; on the device of ``norm``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class ReducedGrads:
     Flags are bytes, one for each parameter.
     """
 
-    def __init__(self, comm: Communicator, average: float) -> None:
+    def __init__(self, comm: Communicator, average: float, replicate: Communicator | None = None) -> None:
+        """``replicate``: to the ranks whose shards hold the same sums. Norms need only ``comm``; what ranks say of
+        themselves is asked of both."""
         self.comm = comm
         self.average = average
+        self.replicate = replicate
         self._params: list[_Param] = []
         self._content = bytearray()  # the shards hold a gradient of an earlier window
         self._zeroed = bytearray()  # the content is zeros, by a local decision
@@ -283,12 +291,15 @@ class ReducedGrads:
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
         """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
         norm = self.total_norm_tensor(indices, ord)
-        self.scale(indices, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.scale(indices, clip_coefficient(max_norm, norm))
         return norm
 
     def found_inf(self, found: Tensor) -> Tensor:
         """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d. Collective."""
         others = torch.stack(self._exchange(array.array("d", [float(found)]).tobytes())).amax()
+        if self.replicate is not None:
+            of_replicas = self.replicate.exchange(array.array("d", [float(others)]).tobytes())
+            others = torch.stack([self._vector(found) for found in of_replicas]).amax()
         has_nonfinite = not bool(torch.isfinite(self.sums_of_squares()).all())
         return torch.clamp(others, min=float(has_nonfinite)).to(found.dtype)
 

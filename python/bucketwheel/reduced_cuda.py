@@ -25,8 +25,15 @@ class ReducedGradsCuda(ReducedGrads):
     """The gradients of ``param_count`` parameters. ``row_sums``: float64; reduce-scatters write the sums of squares of
     shard spans there, and `ShardPiece.row` is the place of a piece's."""
 
-    def __init__(self, comm: Communicator, average: float, param_count: int, spans: int) -> None:
-        super().__init__(comm, average)
+    def __init__(
+        self,
+        comm: Communicator,
+        average: float,
+        param_count: int,
+        spans: int,
+        replicate: Communicator | None = None,
+    ) -> None:
+        super().__init__(comm, average, replicate)
         self._device = comm.device
         self.torch_device = torch_device(comm.device)
         self.row_sums = self._new(spans).zero_()
@@ -143,9 +150,11 @@ class ReducedGradsCuda(ReducedGrads):
             self._gathered = self._gather(own)
         return self._gathered
 
-    def _gather(self, own: Tensor) -> Tensor:
-        gathered = self._new(self.comm.size, own.numel(), dtype=own.dtype)
-        self.comm.all_gather_into(gathered, own).wait()
+    def _gather(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
+        """[ranks, numel]: every rank's ``own``; of those of ``comm``, or among whom gradients are sharded."""
+        comm = self.comm if comm is None else comm
+        gathered = self._new(comm.size, own.numel(), dtype=own.dtype)
+        comm.all_gather_into(gathered, own).wait()
         return gathered
 
     def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
@@ -215,4 +224,6 @@ class ReducedGradsCuda(ReducedGrads):
     def found_inf(self, found: Tensor) -> Tensor:
         """1 where any value of any gradient is inf or NaN on any rank or any rank's ``found`` is not 0; 0-d. Collective."""
         others = self._gather(found.reshape(1)).amax()
+        if self.replicate is not None:
+            others = self._gather(others.reshape(1), self.replicate).amax()
         return torch.maximum(others, (~torch.isfinite(self._sums_by_rank()).all()).to(found.dtype))

@@ -22,8 +22,9 @@ from ._build import native
 from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
 from .comm import Communicator
-from .device import CPU, torch_device
+from .device import CPU, index_of, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
+from .grid import Grid, grid_of
 from .hooks import GradSync
 from .plan import Segment
 from .pool import Pool
@@ -57,25 +58,28 @@ def _is_taken(by: weakref.ref[ShardedEngine] | None) -> bool:
     return by is not None and by() is not None
 
 
-def _take(comm: Communicator, infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
-    """ValueError if a live optimizer has the communicator or a parameter.
+def _take(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
+    """ValueError if a live optimizer has one of the communicators or a parameter.
 
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
     """
-    if _is_taken(_engine_of_comm.get(comm)):
-        raise ValueError(
-            f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-        )
+    for comm in comms:
+        if _is_taken(_engine_of_comm.get(comm)):
+            raise ValueError(
+                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
+            )
     for info in infos:
         if _is_taken(_engine_of_param.get(info.param)):
             raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    _engine_of_comm[comm] = weakref.ref(engine)
+    for comm in comms:
+        _engine_of_comm[comm] = weakref.ref(engine)
     for info in infos:
         _engine_of_param[info.param] = weakref.ref(engine)
 
 
-def _give_back(comm: Communicator, infos: Sequence[ParamInfo]) -> None:
-    _engine_of_comm.pop(comm, None)
+def _give_back(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
+    for comm in comms:
+        _engine_of_comm.pop(comm, None)
     for info in infos:
         _engine_of_param.pop(info.param, None)
 
@@ -94,45 +98,57 @@ class _Space:
 
 
 class ShardedEngine:
-    """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order."""
+    """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
+
+    States are sharded over ``comm``; with ``replicate`` so many times over: the ranks of both are those of ``grid``.
+    """
 
     def __init__(
-        self, comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: ShardedOptions
+        self,
+        comm: Communicator,
+        infos: Sequence[ParamInfo],
+        groups: Sequence[str],
+        options: ShardedOptions,
+        replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
+        self._comms = [comm] if replicate is None else [comm, replicate]
+        self.grid = comm if replicate is None else grid_of(comm, replicate)
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
         self.device = comm.device
         self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=torch_device(comm.device))
         self.states: list[dict[str, Tensor]] = []
-        _take(comm, self.infos, self)
-        gather.expect_equal_layout(comm, self.infos, groups, options)
+        _take(self._comms, self.infos, self)
+        gather.expect_equal_layout(self.grid, self.infos, groups, options)
         expect_dense(self.infos)
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
-        gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
+        gather.expect_equal_packings(self.grid, [space.flat.packing for space in self._spaces])
         if options.broadcast_params:
             for space in self._spaces:
-                gather.broadcast_flat(comm, space.flat.flat)
+                gather.broadcast_flat(self.grid, space.flat.flat)
             torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
             if space.master is not None:
                 self._read_master(space, space.first_param)
-        average = 1.0 / comm.size if options.gradient_average else 1.0
+        average = 1.0 / self.grid.size if options.gradient_average else 1.0
         self._rows: AdamRows | AdamRowsCuda
         if self.device == CPU:
             self._rows = AdamRows(self.steps)
-            self.reduced = ReducedGrads(comm, average)
+            self.reduced = ReducedGrads(comm, average, replicate)
         else:
             self._rows = AdamRowsCuda(self.steps, self.device)
-            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count())
+            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count(), replicate)
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
         slots = self._make_slots() if comm.is_registered else None
+        if isinstance(self.grid, Grid):
+            self.grid.prepare((bucket.own.numel() for bucket in self._buckets), options.max_inflight_buckets)
         self.grads = GradSync(
-            comm,
+            self.grid,
             self.infos,
             [bucket.grads for bucket in self._buckets],
             self.reduced,
@@ -310,8 +326,11 @@ class ShardedEngine:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
         self._versions = [_UNKNOWN_VERSION] * len(self.infos)
 
-    def param_sync(self) -> None:
-        self._gathers.wait_all()
+    def param_sync(self, indices: Sequence[int] | None = None) -> None:
+        if indices is None:
+            self._gathers.wait_all()
+        else:
+            self._gathers.wait_for(set(indices))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         return self._gathers.attach(model)
@@ -321,6 +340,9 @@ class ShardedEngine:
     def close_window(self) -> None:
         self.grads.close("grad_sync")
 
+    def start_window(self, indices: Sequence[int]) -> None:
+        self.grads.start(indices)
+
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.total_norm_tensor(self._held(indices), ord)
@@ -328,6 +350,11 @@ class ShardedEngine:
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.clip(self._held(indices), max_norm, ord)
+
+    def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
+        self.grads.close("clip_grads_with_norm_")
+        is_on_device = self.device != CPU and index_of(coefficient) == self.device
+        self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
@@ -368,7 +395,8 @@ class ShardedEngine:
             if t is not None
         )
         # Two of one pair have one pool, unless each registers its own.
-        pools = {pool._native: pool for pool in (self.grads.pool, self.comm.pool, self.comm.gathers.pool)}.values()
+        comms = [each for comm in self._comms for each in (comm, comm.gathers)]
+        pools = {pool._native: pool for pool in (self.grads.pool, *(comm.pool for comm in comms))}.values()
         return {
             "params": params,
             "grads": sum(space.grad.numel() * 4 for space in self._spaces),
@@ -378,6 +406,8 @@ class ShardedEngine:
 
     def describe(self) -> list[str]:
         lines = []
+        if isinstance(self.grid, Grid):
+            lines.append(f"sharded over {self.comm.size} ranks, replicated {self.grid.replicate.size} times")
         for bucket in self._buckets:
             names = [self.infos[i].name for i in bucket.grads.parts]
             size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
@@ -395,7 +425,9 @@ class ShardedEngine:
             self._gathers.detach()
             for space in self._spaces:
                 space.flat.release()
-            _give_back(self.comm, self.infos)
+            if isinstance(self.grid, Grid):
+                self.grid.release()
+            _give_back(self._comms, self.infos)
 
 
 @dataclass(frozen=True)
