@@ -50,6 +50,7 @@ PYTHON_LAYERS = [
         "gather",
         "rows",
         "rows_cuda",
+        "space",
     ],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],
