@@ -18,7 +18,8 @@ class ShardSink final : public ReduceSink {
  public:
   explicit ShardSink(std::shared_ptr<PyShardAccumulator> accumulator) : accumulator_(std::move(accumulator)) {}
   void begin(bool add) { accumulator_->start(add); }
-  void consume(size_t, int64_t begin, const float* sum, int64_t numel) override {
+  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
     accumulator_->accumulator().consume(begin, sum, numel);
   }
 
