@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from . import state_dict as states
 from .arguments import (
-    DTYPES,
     collect_params,
     communicator_for,
     expect_hyperparameters,
@@ -27,6 +26,7 @@ from .device import CPU, device_index
 from .errors import ClosedError
 from .local import LocalEngine
 from .local_cuda import LocalEngineCuda
+from .precision import Precision
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
@@ -95,6 +95,7 @@ class ShardedAdamW(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
         process_group: dist.ProcessGroup | Communicator | None = None,
         replicate_group: dist.ProcessGroup | None = None,
         gradient_average: bool = True,
@@ -112,13 +113,8 @@ class ShardedAdamW(Optimizer):
     ) -> None:
         expect_hyperparameters(lr, betas, eps, weight_decay)
         expect_implemented(
-            amsgrad=(amsgrad, False),
             replicate_group=(replicate_group, None),
-            state_dtype=(state_dtype, None, torch.float32),
-            accum_dtype=(accum_dtype, None, torch.float32),
-            master_weights=(master_weights, "auto", "fp32"),
             on_external_update=(on_external_update, "resync"),
-            reduce_dtype=(reduce_dtype, None, *DTYPES),
         )
         if capturable and not static_graph:
             raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
@@ -139,10 +135,14 @@ class ShardedAdamW(Optimizer):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
-            decoupled_weight_decay=True,
+            decoupled_weight_decay=decoupled_weight_decay,
         )
         super().__init__(params, defaults)
         infos = collect_params(self.param_groups)
+        precision = Precision(
+            master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
+        )
+        precision.expect_fits({info.dtype for info in infos})
         device = infos[0].device if infos else torch.device("cpu")
         comm = communicator_for(process_group, device)
         self._is_closed = False
@@ -156,12 +156,12 @@ class ShardedAdamW(Optimizer):
         if comm is None:
             cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
             engine = LocalEngineCuda if is_on_cuda else LocalEngine
-            self._made_engine = engine(infos, is_static=static_graph, **cuda_options)
+            self._made_engine = engine(infos, precision=precision, is_static=static_graph, **cuda_options)
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,
                 broadcast_params=broadcast_params,
-                reduce_dtype=reduce_dtype,
+                precision=precision,
                 bucket_cap_bytes=_bucket_cap_bytes(bucket_cap_mb, comm),
                 overlap_grad_sync=overlap_grad_sync,
                 overlap_param_sync=overlap_param_sync,

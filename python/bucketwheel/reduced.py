@@ -20,6 +20,7 @@ from ._build import native
 from .comm import Communicator
 from .flat import ParamInfo
 from .plan import Packing
+from .precision import norm_dtype_of
 
 __all__ = ["ReducedGrads", "ShardPiece"]
 
@@ -28,7 +29,7 @@ __all__ = ["ReducedGrads", "ShardPiece"]
 class ShardPiece:
     """One segment of a parameter on this rank. ``row``: its place among the segments of ``accumulator``."""
 
-    grad: Tensor  # fp32, 1-D: a view into the gradient shard
+    grad: Tensor  # 1-D: a view into the gradient shard
     accumulator: Any
     row: int
 
@@ -53,9 +54,11 @@ class ReducedGrads:
         self.average = average
         self._states: list[_State] = []
         self._sums: list[float] | None = None
+        self.norm_dtype = torch.float32
 
     def add_param(self, info: ParamInfo, packing: Packing, packed: int, pieces: list[ShardPiece]) -> None:
         assert info.index == len(self._states)
+        self.norm_dtype = norm_dtype_of((self.norm_dtype, info.dtype))
         self._states.append(_State(info, packing, packed, pieces))
 
     # --- content -----------------------------------------------------------------------------------------------------
@@ -229,12 +232,12 @@ class ReducedGrads:
         return sum(norm**ord for norm in norms) ** (1.0 / ord)
 
     def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`norms`, float32, on the parameters' device. Collective."""
-        return torch.tensor(self.norms(indices, ord), dtype=torch.float32)
+        """`norms`, of `norm_dtype`, on the parameters' device. Collective."""
+        return torch.tensor(self.norms(indices, ord), dtype=self.norm_dtype)
 
     def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`total_norm`, float32 and 0-d, on the parameters' device. Collective."""
-        return torch.tensor(self.total_norm(indices, ord), dtype=torch.float32)
+        """`total_norm`, of `norm_dtype` and 0-d, on the parameters' device. Collective."""
+        return torch.tensor(self.total_norm(indices, ord), dtype=self.norm_dtype)
 
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
         """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
@@ -258,12 +261,14 @@ class ReducedGrads:
         self.mark_edited([index])
 
     def full(self, index: int) -> Tensor:
-        """The whole gradient as everybody sees it: fp32, the parameter's shape and strides. Collective."""
+        """The whole gradient as everybody sees it: float32 (float64 for a float64 parameter), the parameter's shape and
+        strides. Collective."""
         state = self._states[index]
         info, packing, world = state.info, state.packing, self.comm.size
         owned = [packing.owned(state.packed, rank) for rank in range(world)]
         longest = max(sum(s.numel for s in segments) for segments in owned)
-        mine = torch.zeros(longest, device=info.param.device)
+        dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
+        mine = torch.zeros(longest, dtype=dtype, device=info.param.device)
         if state.pieces:
             local = torch.cat([piece.grad for piece in state.pieces])
             mine[: local.numel()] = local

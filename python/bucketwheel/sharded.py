@@ -1,7 +1,7 @@
 """Sharded: flat parameters, gradient buckets and state shards of one rank, put together (ZeRO-2).
 
-Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of
-what arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
+Every bucket goes the same way: gradients are packed, reduce-scattered into the gradient shard (with the norm of what
+arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .flat import ParamInfo, expect_dense
 from .hooks import GradSync
 from .plan import Segment
 from .pool import Pool
+from .precision import Precision
 from .reduced import ReducedGrads, ShardPiece
 from .reduced_cuda import ReducedGradsCuda
 from .rows import AdamRows
@@ -42,7 +43,7 @@ _UNKNOWN_VERSION = -1
 class ShardedOptions:
     gradient_average: bool
     broadcast_params: bool
-    reduce_dtype: torch.dtype | None
+    precision: Precision
     bucket_cap_bytes: int
     overlap_grad_sync: bool
     overlap_param_sync: bool
@@ -109,10 +110,10 @@ class ShardedEngine:
         average = 1.0 / comm.size if options.gradient_average else 1.0
         self._rows: AdamRows | AdamRowsCuda
         if self.device == CPU:
-            self._rows = AdamRows(self.steps)
+            self._rows = AdamRows(self.steps, amsgrad=options.precision.amsgrad)
             self.reduced = ReducedGrads(comm, average)
         else:
-            self._rows = AdamRowsCuda(self.steps, self.device)
+            self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=options.precision.amsgrad)
             self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count())
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
@@ -137,7 +138,7 @@ class ShardedEngine:
             [info for info in self.infos if info.dtype == dtype],
             rank=self.comm.rank,
             world=self.world,
-            wire_dtype=self.options.reduce_dtype or dtype,
+            precision=self.options.precision,
             bucket_cap_bytes=self.options.bucket_cap_bytes,
             param_pool=self.comm.gathers.pool,
             state_pool=self._state_pool,
@@ -289,6 +290,10 @@ class ShardedEngine:
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         """This rank's part of a parameter: [begin, end) in its memory order, ascending."""
         return [(s.param_begin, s.param_begin + s.numel) for s in self._space_of(index).owned(index)]
+
+    def values_of(self, index: int) -> Tensor:
+        """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
+        return self._space_of(index).values_of(index)
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradient shards, states, and what the communication pool has reserved beside them."""

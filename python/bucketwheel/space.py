@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .flat import FlatParams, ParamInfo
+from .master import follow_param, has_master
 from .plan import Packing, Segment
 from .pool import Pool
+from .precision import Precision
 from .rows import AdamRows
 
 __all__ = ["Space"]
@@ -28,24 +30,22 @@ class Space:
         *,
         rank: int,
         world: int,
-        wire_dtype: torch.dtype,
+        precision: Precision,
         bucket_cap_bytes: int,
         param_pool: Pool,
         state_pool: Pool,
     ) -> None:
         self.rank = rank
         self.dtype = infos[0].dtype
-        self.wire_dtype = wire_dtype
-        bucket_numel = max(1, bucket_cap_bytes // wire_dtype.itemsize)
+        self.wire_dtype = precision.wire_of(self.dtype)
+        bucket_numel = max(1, bucket_cap_bytes // self.wire_dtype.itemsize)
         self.flat = FlatParams(infos, world=world, bucket_numel=bucket_numel, pool=param_pool)
         self.indices = [info.index for info in self.flat.infos]
         self._infos = self.flat.infos
         self._packed_at = {index: packed for packed, index in enumerate(self.indices)}
         self._state_pool = state_pool
-        self.grad = self._new_shard("grad", torch.float32)
-        self.states = {name: self._new_shard(name, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-        if self.dtype != torch.float32:
-            self.states["master_param"] = self._new_shard("master_param", torch.float32)
+        self.grad = self._new_shard("grad", precision.accum_of(self.dtype))
+        self.states = {name: self._new_shard(name, dtype) for name, dtype in precision.kept_of(self.dtype).items()}
 
     def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
@@ -58,7 +58,7 @@ class Space:
 
     @property
     def has_master(self) -> bool:
-        return "master_param" in self.states
+        return has_master(self.states)
 
     def __contains__(self, index: int) -> bool:
         return index in self._packed_at
@@ -78,31 +78,39 @@ class Space:
         numel = sum(s.numel for s in segments)
         return {name: shard.narrow(0, begin, numel) for name, shard in self.states.items()}
 
+    def _states_in(self, segment: Segment) -> dict[str, Tensor]:
+        return {name: shard.narrow(0, segment.shard_begin, segment.numel) for name, shard in self.states.items()}
+
+    def _own(self, segment: Segment) -> Tensor:
+        return self.flat.flat.narrow(0, segment.flat_begin, segment.numel)
+
+    def values_of(self, index: int) -> Tensor:
+        """This rank's part of the parameter ``index``, in the order of `state_of`; a copy."""
+        parts = [self._own(segment) for segment in self.owned(index)]
+        return torch.cat(parts) if parts else self.flat.flat[:0].clone()
+
     def add_row(self, rows: AdamRows, segment: Segment) -> None:
         """Adds the kernel's row for ``segment``."""
         info = self._infos[segment.param]
-        cut = {name: shard.narrow(0, segment.shard_begin, segment.numel) for name, shard in self.states.items()}
+        cut = self._states_in(segment)
         rows.add(
             info.index,
             info.group,
-            self.flat.flat.narrow(0, segment.flat_begin, segment.numel),
+            self._own(segment),
             self.grad.narrow(0, segment.shard_begin, segment.numel),
             cut["exp_avg"],
             cut["exp_avg_sq"],
             cut.get("master_param"),
+            max_exp_avg_sq=cut.get("max_exp_avg_sq"),
+            remainder=cut.get("remainder"),
             param_begin=segment.param_begin,
         )
 
     def read_master(self, indices: Collection[int]) -> None:
-        """Takes this rank's part of the parameters ``indices`` into the fp32 master shard.
-
-        A master that rounds to the parameter as it is stays: it knows more digits of the same value.
-        """
+        """`follow_param` for this rank's part of the parameters ``indices``."""
         for index in self.indices:
             for s in self.owned(index) if index in indices else ():
-                own = self.flat.flat.narrow(0, s.flat_begin, s.numel)
-                master = self.states["master_param"].narrow(0, s.shard_begin, s.numel)
-                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+                follow_param(self._own(s), self._states_in(s))
 
     def memory(self) -> dict[str, int]:
         """Bytes of the parameters, the gradient shard and the states."""

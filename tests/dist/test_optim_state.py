@@ -217,7 +217,7 @@ BROKEN = [
     (with_another_split, ValueError, "doesn't match the size of optimizer's group"),
     (with_another_shape, ValueError, "group 1 parameter 4.*shape"),
     (with_a_state_missing, ValueError, "group 1 parameter 4.*no 'exp_avg'"),
-    (with_amsgrad, NotImplementedError, "amsgrad"),
+    (with_amsgrad, ValueError, "has amsgrad=True, this optimizer was made with amsgrad=False"),
     (with_maximize_in_one_group, ValueError, "maximize must be the same"),
 ]
 
