@@ -101,6 +101,8 @@ def test_schedulers(name: str, tensor_lr: bool) -> None:
 @pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_100_steps_stay_with_torch(world: int, stock_options: dict[str, Any]) -> None:
+    """N1 of the optimizer's test rows."""
+
     def gradients(params: list[Parameter], step: int, rank: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
