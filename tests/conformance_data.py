@@ -112,7 +112,7 @@ def sinks(comm: Communicator) -> None:
 
 def few_bits(rank: int, numel: int) -> torch.Tensor:
     """`exact`, but so small that sums of all turns are exact in bfloat16."""
-    return (exact(rank, numel, F32) * 2).trunc() / 16
+    return (exact(rank, numel, F32) * 2).trunc() / 16 + 0.0  # no -0, which zeros add up to 0 with
 
 
 def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:

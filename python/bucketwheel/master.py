@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["follow_param", "has_master", "join_master", "load_master", "master_of", "split_master"]
+__all__ = ["follow_param", "forget_master", "has_master", "join_master", "load_master", "master_of", "split_master"]
 
 
 def has_master(state: dict[str, Tensor]) -> bool:
@@ -65,6 +65,14 @@ def master_of(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
     if "master_param" in state:
         return state["master_param"].clone()
     return join_master(param, state["remainder"]) if "remainder" in state else None
+
+
+def forget_master(param: Tensor, state: dict[str, Tensor]) -> None:
+    """Makes ``param`` itself the weight."""
+    if "master_param" in state:
+        state["master_param"].copy_(param)
+    elif "remainder" in state:
+        state["remainder"].zero_()
 
 
 def load_master(param: Tensor, state: dict[str, Tensor], master: Tensor) -> None:

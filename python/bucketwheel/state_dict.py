@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .flat import ParamInfo
-from .master import load_master, master_of
+from .master import forget_master, load_master, master_of
 from .rows import expect_uniform_flags
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
     for info, step, loaded in plans:
         engine.steps[info.index] = step
         state = engine.states[info.index]
+        if "master_param" not in loaded:
+            forget_master(engine.values_of(info.index), state)
         for name, value in loaded.items():
             like = state["exp_avg"]
             laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
@@ -129,7 +131,7 @@ def _plan(
     for name in _saved_names(tensors):
         value = entry.get(name)
         if value is None:
-            if name != "master_param":  # the master is read from the parameter
+            if name != "master_param":  # then the parameter is the weight
                 raise ValueError(f"the state of {info.name!r} has no {name!r}; it has {sorted(entry)}")
             continue
         if "ranges" in entry:

@@ -121,8 +121,15 @@ def test_without_masters_one_is_ignored_and_none_is_saved(world: int | None, dty
         none_saved = none.state_dict()
         again = copies(plain)
         none.close()
-        kept = make(again, comm)
+        kept = make(again, comm, master_weights="bf16_remainder" if dtype == BF16 else "fp32")
+        steps(kept, again, range(2), comm)
+        with torch.no_grad():
+            for p, value in zip(again, before, strict=True):
+                p.copy_(value)
         kept.load_state_dict(none_saved)
+        for group in kept.param_groups:
+            group["lr"] = 0.0
+        steps(kept, again, range(2, 3), comm)
         return kept.state_dict(), [p.detach().float() for p in again]
 
     ranks = in_ranks(world, body)
