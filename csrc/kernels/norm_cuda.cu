@@ -153,11 +153,10 @@ __global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_co
 
 // ---- accumulate
 
-// What a bucket of kType is summed in: what elements of the shard are computed in, too.
+// The elements [first, first + kFour * kRows ...) of the shard in rows of kNormLanes: sums over ranks, in rank order.
 template <DType kType, int kRows>
 __device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_t first,
                                           RealOf<kType> (&sum)[kRows][kFour]) {
-  // The elements [first, first + kFour * kRows ...) of the shard in rows of kNormLanes, in rank order.
 #pragma unroll 1  // else the reads of several ranks take all registers
   for (int rank = 0; rank < launch.world; ++rank) {
     const char* from = static_cast<const char*>(launch.sources[rank]) + first * kSizeOf<kType>;
@@ -181,7 +180,7 @@ __device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_
 template <DType kShard, DType kType>
 __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch, int64_t first, int numel,
                                                  bool is_aligned, double (&lanes)[kFour]) {
-  constexpr int kRows = 2;
+  constexpr int kRows = kType == DType::kFloat64 ? 1 : 2;  // two rows of doubles do not fit into the registers
   using Real = RealOf<kType>;
   const auto take_one = [&](int i, int lane) {
     Real sum = load_element<kType>(launch.sources[0], first + i);
