@@ -93,7 +93,7 @@ class TorchTwin(torch.optim.AdamW):
         return torch.nn.utils.clip_grad_norm_(not_empty, max_norm, norm_type, **options)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        return None if param.grad is None else param.grad.float()
+        return None if param.grad is None else param.grad.to(torch.promote_types(param.dtype, torch.float32))
 
     def close(self) -> None: ...
 
@@ -159,8 +159,12 @@ Make = Callable[[list[Parameter]], Any]  # what to give an optimizer for the par
 
 
 def outcome_of_torch(script: Script, make: Make = list, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
+    """``decoupled_weight_decay=False``: `torch.optim.Adam`."""
     params = make_params(dtype)
+    decoupled = options.pop("decoupled_weight_decay", True)
     run = Run(TorchTwin(make(params), **options), params)
+    for group in run.opt.param_groups:
+        group["decoupled_weight_decay"] = decoupled
     script(run)
     fresh = [
         {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in params
@@ -206,7 +210,7 @@ def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> 
         joined: dict[str, Tensor] = {"step": entries[0]["step"]}
         assert all(torch.equal(entry["step"], joined["step"]) for entry in entries), "ranks count steps differently"
         for name in entries[0].keys() - {"step", "ranges"}:
-            flat = torch.full((param.numel(),), float("nan"))
+            flat = torch.full((param.numel(),), float("nan"), dtype=entries[0][name].dtype)
             covered = torch.zeros(param.numel(), dtype=torch.int64)
             for entry in entries:
                 at = 0
@@ -256,10 +260,10 @@ def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, ato
             p, q.to(p.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}"
         )
     for i, (state, theirs) in enumerate(zip(outcome.states, expected.states, strict=True)):
-        for name in ("step", "exp_avg", "exp_avg_sq"):
+        for name in {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & state.keys() & theirs.keys():
             torch.testing.assert_close(
                 state[name],
-                theirs[name].float(),
+                theirs[name].to(state[name].dtype),
                 rtol=rtol,
                 atol=atol,
                 equal_nan=True,

@@ -36,7 +36,7 @@ MAY_INCLUDE = {
 PYTHON_LAYERS = [
     ["_version", "errors"],
     ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
-    ["device", "nccl"],
+    ["device", "nccl", "precision", "master"],
     ["plan", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm"],
     ["collectives", "ops", "ops_cuda", "request"],
     [
@@ -50,6 +50,7 @@ PYTHON_LAYERS = [
         "grid",
         "rows",
         "rows_cuda",
+        "space",
     ],
     ["foreign_step", "grad", "grad_owner", "hooks"],
     ["local", "local_cuda", "sharded", "arguments"],

@@ -226,7 +226,8 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
 class FirstElements final : public ReduceSink {
  public:
   FirstElements(std::shared_ptr<ReduceSink> sink, int64_t numel) : sink_(std::move(sink)), numel_(numel) {}
-  void consume(size_t segment, int64_t begin, const float* values, int64_t numel) override {
+  bool takes(DType dtype) const override { return sink_->takes(dtype); }
+  void consume(size_t segment, int64_t begin, const void* values, int64_t numel) override {
     if (begin < numel_) {
       sink_->consume(segment, begin, values, std::min(numel, numel_ - begin));
     }

@@ -46,14 +46,17 @@ struct Reduction {
 };
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
-// operation in ascending order, never concurrently. `sum` holds fp32 sums of elements [begin, begin + numel) of the
-// shard of item `segment`; of an all-gather, those elements of its full buffer, as they were gathered.
+// operation in ascending order, never concurrently. `sum` holds the sums of elements [begin, begin + numel) of the
+// shard of item `segment`: float, or double where the buckets are float64; of an all-gather, those elements of its full
+// buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard.
 inline constexpr int64_t kSinkBlockNumel = 4096;
 class ReduceSink {
  public:
   virtual ~ReduceSink() = default;
-  virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
+  // Asked before an operation is issued: whether sums of buckets of `dtype` can be taken.
+  virtual bool takes(DType dtype) const = 0;
+  virtual void consume(size_t segment, int64_t begin, const void* sum, int64_t numel) = 0;
   // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank
   // order, each of `numel` elements of `dtype` in device memory (one source, of an all-gather). TypeError from a sink
   // that is for host memory.

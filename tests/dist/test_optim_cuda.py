@@ -113,8 +113,36 @@ def test_ranks_on_one_device_have_the_bits_of_the_cpu(world: int, dtype: torch.d
                 assert torch.equal(a, b), f"rank {rank}, delays {delays}"
 
 
-def test_other_norms_agree_with_the_cpu() -> None:
-    body = lambda rank, comm: trained(rank, comm, torch.float32, "three")  # noqa: E731
+PRECISIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {"state_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16, "decoupled_weight_decay": False}),
+    (torch.bfloat16, {"master_weights": "bf16_remainder", "state_dtype": torch.bfloat16, "amsgrad": True}),
+    (torch.bfloat16, {"master_weights": "none", "reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16}),
+    (torch.float16, {"reduce_dtype": torch.float16, "accum_dtype": torch.bfloat16}),
+    (torch.float64, {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize("clip", ["own", "stock", "inf"])
+@pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("world", [None, 1, 3])
+def test_every_precision_has_the_bits_of_the_cpu(
+    world: int | None, dtype: torch.dtype, options: dict[str, Any], clip: str
+) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, clip, **options)  # noqa: E731
+    expected = in_world(world, False, body) if world else [body(0, None)]
+    if world:
+        got = in_world(world, True, body)
+    else:
+        with posing():
+            got = [body(0, None)]
+    for mine, theirs in zip(got, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_norms_agree_with_the_cpu(dtype: torch.dtype) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, "three")  # noqa: E731
     for rank, (got, expected) in enumerate(zip(in_world(2, True, body), in_world(2, False, body), strict=True)):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"rank {rank}")

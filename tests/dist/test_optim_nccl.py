@@ -49,6 +49,13 @@ CASES: list[tuple[torch.dtype, str, dict[str, Any]]] = [
     (torch.float32, "stock", {"overlap_grad_sync": False}),
     (torch.float32, "inf", {"gradient_average": False}),
     (torch.bfloat16, "own", {"reduce_dtype": torch.float32}),
+    (torch.float16, "none", {"state_dtype": torch.bfloat16}),
+    (torch.float64, "own", {"amsgrad": True}),
+    (
+        torch.bfloat16,
+        "own",
+        {"reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16, "master_weights": "bf16_remainder"},
+    ),
 ]
 
 
