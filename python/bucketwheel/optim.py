@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -145,7 +146,9 @@ class ShardedAdamW(Optimizer):
         infos = collect_params(self.param_groups)
         device = infos[0].device if infos else torch.device("cpu")
         comm = communicator_for(process_group, device)
-        self._is_closed = False
+        # [Note: frameworks' wrappers] Lightning and Fabric make a class of theirs and ours and call our methods with the
+        # wrapper as ``self``: attributes are read from the optimizer then, but set on the wrapper. None is set after this.
+        self._closed = threading.Event()
         self._owns_comm = comm is not None and comm is not process_group
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
@@ -178,7 +181,7 @@ class ShardedAdamW(Optimizer):
 
     @property
     def _engine(self) -> LocalEngine | ShardedEngine:
-        if self._is_closed:  # its memory may be somebody else's by now
+        if self._closed.is_set():  # its memory may be somebody else's by now
             raise ClosedError("the optimizer is closed; make a new one for these parameters")
         return self._made_engine
 
@@ -346,9 +349,9 @@ class ShardedAdamW(Optimizer):
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent.
         """
-        if self._is_closed:
+        if self._closed.is_set():
             return
-        self._is_closed = True
+        self._closed.set()
         try:
             self._made_engine.close()
         finally:
