@@ -1,5 +1,7 @@
 """Two ranks for all frameworks: their imports take seconds, and nothing of them stays in the ranks of other tests."""
 
+import importlib
+
 import pytest
 
 from bucketwheel._build import native
@@ -18,8 +20,15 @@ ENV = {
 }
 
 
+def import_all(rank: int, world: int) -> None:
+    """Once, and not within the time limit of a training: on a busy machine it may take half a minute."""
+    for name in ("accelerate", "lightning.fabric", "lightning.pytorch", "peft", "transformers.trainer"):
+        importlib.import_module(name)
+
+
 @pytest.fixture(scope="package")
 def ranks():
     native()  # built here if need be, not within the ranks' time limits
     with RankPool(2, env=ENV) as pool:
+        pool.run(import_all, timeout_s=200)
         yield pool

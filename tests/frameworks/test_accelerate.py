@@ -14,6 +14,8 @@ from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch, make_data, make_net, make_optimizer, make_schedule
 
+pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
+
 
 def make_accelerator(rank: int, precision: str = "no") -> Any:
     training.join(rank)

@@ -13,6 +13,8 @@ from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch, make_data, make_net, make_optimizer, make_schedule
 
+pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
+
 
 def make_fabric(rank: int, precision: str) -> Any:
     training.join(rank)
@@ -108,6 +110,7 @@ def close_through_the_wrapper(rank: int, world: int) -> None:
         with pytest.raises(ClosedError, match="the optimizer is closed"):
             optimizer.step()
     plain.close()
+    assert not vars(wrapped).keys() & vars(plain).keys()
 
 
 def test_the_wrapper_of_an_optimizer_has_its_methods_and_its_end(ranks: RankPool) -> None:

@@ -12,6 +12,8 @@ from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch
 
+pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
+
 
 def make_module(kind: str, left: Training) -> Any:
     import lightning.pytorch as pl
@@ -75,12 +77,7 @@ def train(
     return left.end(module)
 
 
-HOW = {
-    "norm": ("ddp",),
-    "bf16": ("ddp", "bf16-mixed"),
-    "value": ("ddp", "32-true", "value"),
-    "unused": ("ddp_find_unused_parameters_true",),
-}
+HOW = {"norm": ("ddp",), "bf16, value": ("ddp", "bf16-mixed", "value")}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
@@ -100,3 +97,51 @@ def test_a_saved_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_
     for left, all_of_it in zip(rest, whole, strict=True):
         assert_bitwise_equal(left.params, all_of_it.params)
         assert_bitwise_equal(left.seen, all_of_it.seen[len(left.seen) :])
+
+
+def train_two_in_turns(rank: int, world: int, kind: str) -> Training:
+    """Manual optimization of two nets by two optimizers in turns; the one whose turn it is not is frozen meanwhile."""
+    training.join(rank)
+    import lightning.pytorch as pl
+
+    left = Training()
+
+    class Module(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = training.make_net(), training.make_net()
+
+        def configure_optimizers(self) -> Any:
+            return [training.make_optimizer(kind, net.parameters()) for net in (self.first, self.second)]
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer = self.optimizers()[index % 2]
+            self.toggle_optimizer(optimizer)
+            loss = training.loss_of(lambda x: self.first(x) + self.second(x), batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            left.see(loss)
+            left.wrapper = type(self.trainer.strategy.model).__name__
+
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp_find_unused_parameters_true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(training.make_data(), batch_size=4))
+    return left.end(module)
+
+
+def test_two_optimizers_in_turns_train_as_under_ddp(ranks: RankPool) -> None:
+    expect_as_torch(ranks, train_two_in_turns)

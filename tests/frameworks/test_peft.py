@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,8 @@ from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.test_trainer import make_llama
 from tests.frameworks.training import OPTIONS, Training, expect_as_torch
+
+pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
 
 ADAPTERS = ["default", "second"]
 

@@ -13,6 +13,8 @@ from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch
 
+pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
+
 
 def make_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,11 +92,7 @@ def train(
 
 
 def train_bf16(rank: int, world: int, kind: str, folder: str) -> Training:
-    return train(rank, world, kind, folder, bf16=True)
-
-
-def train_with_unused_allowed(rank: int, world: int, kind: str, folder: str) -> Training:
-    return train(rank, world, kind, folder, True, ddp_find_unused_parameters=True)
+    return train(rank, world, kind, folder, True, bf16=True, ddp_find_unused_parameters=True)
 
 
 def train_with_checkpointing(rank: int, world: int, kind: str, folder: str) -> Training:
@@ -103,21 +101,14 @@ def train_with_checkpointing(rank: int, world: int, kind: str, folder: str) -> T
     )
 
 
-HOW = [train, train_bf16, train_with_unused_allowed, train_with_checkpointing]
-
-
-@pytest.mark.parametrize("how", HOW, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", [train_bf16, train_with_checkpointing], ids=lambda how: how.__name__)
 def test_training_is_that_of_ddp(ranks: RankPool, tmp_path: Path, how: Any) -> None:
     expect_as_torch(ranks, how, str(tmp_path), atol=1e-4 if how is train_bf16 else 1e-6)
 
 
-def test_trainer_makes_its_parameter_groups(ranks: RankPool, tmp_path: Path) -> None:
-    for left in ranks.run(train, "ours", str(tmp_path)):
-        assert left.extra == [0.1, 0.0]
-
-
 def test_a_saved_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
     whole = ranks.run(train, "ours, all parts", str(tmp_path))
+    assert whole[0].extra == [0.1, 0.0]  # weight decay, in the groups that Trainer makes
     rest = ranks.run(train, "ours, all parts", str(tmp_path), False, True)
     assert_bitwise_equal([left.params for left in rest], [left.params for left in whole])
     assert_bitwise_equal([left.seen for left in rest], [left.seen for left in whole])
