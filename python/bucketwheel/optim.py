@@ -146,9 +146,7 @@ class ShardedAdamW(Optimizer):
         infos = collect_params(self.param_groups)
         device = infos[0].device if infos else torch.device("cpu")
         comm = communicator_for(process_group, device)
-        # [Note: frameworks' wrappers] Lightning and Fabric make a class of theirs and ours and call our methods with the
-        # wrapper as ``self``: attributes are read from the optimizer then, but set on the wrapper. None is set after this.
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         self._owns_comm = comm is not None and comm is not process_group
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
@@ -342,6 +340,10 @@ class ShardedAdamW(Optimizer):
     def memory_summary(self) -> dict[str, int]:
         """Bytes on this rank: ``params``, ``grads``, ``states``, ``pool`` (communication memory beside the parameters)."""
         return self._engine.memory()
+
+    # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an
+    # object of it as ``self``: attributes are read from the optimizer then, but would be set on the wrapper. So none is
+    # set after construction; what changes lies in objects that both see.
 
     def close(self) -> None:
         """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
