@@ -8,6 +8,7 @@ A *script* is a function of a `Run`. It says what a training loop does, in the w
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,7 @@ class Run:
     world: int = 1
     seen: list[Any] = field(default_factory=list)
     clips: bool = False
+    clips_by_torch: bool = False  # `clip` is torch.nn.utils.clip_grad_norm_, not the optimizer's method
 
     def loss(self, seed: int, used: Collection[int] | None = None, on: Collection[int] | None = None) -> Tensor:
         """A loss whose mean gradient over the ranks is ``dyadic(params, seed)`` for the parameters ``used`` (None:
@@ -133,7 +135,10 @@ class Run:
 
     def clip(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> None:
         self.clips = True
-        self.see(self.opt.clip_grad_norm_(max_norm, norm_type, **options))
+        clip = (
+            functools.partial(TorchTwin.clip_grad_norm_, self.opt) if self.clips_by_torch else self.opt.clip_grad_norm_
+        )
+        self.see(clip(max_norm, norm_type, **options))
 
     def see(self, value: Any) -> None:
         """Records a value that the twins must see too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -165,7 +166,7 @@ class ShardedAdamW(Optimizer):
         precision.expect_fits({info.dtype for info in infos})
         device = infos[0].device if infos else torch.device("cpu")
         comm, replicate = communicators_for(process_group, replicate_group, device)
-        self._is_closed = False
+        self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         self._owned = [c for c in (comm, replicate) if c is not None and c not in (process_group, replicate_group)]
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
@@ -196,7 +197,7 @@ class ShardedAdamW(Optimizer):
 
     @property
     def _engine(self) -> LocalEngine | ShardedEngine:
-        if self._is_closed:  # its memory may be somebody else's by now
+        if self._closed.is_set():  # its memory may be somebody else's by now
             raise ClosedError("the optimizer is closed; make a new one for these parameters")
         return self._made_engine
 
@@ -402,15 +403,19 @@ class ShardedAdamW(Optimizer):
         """Bytes on this rank: ``params``, ``grads``, ``states``, ``pool`` (communication memory beside the parameters)."""
         return self._engine.memory()
 
+    # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an
+    # object of it as ``self``: attributes are read from the optimizer then, but would be set on the wrapper. So none is
+    # set after construction; what changes lies in objects that both see.
+
     def close(self) -> None:
         """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
         Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent.
         """
-        if self._is_closed:
+        if self._closed.is_set():
             return
-        self._is_closed = True
+        self._closed.set()
         try:
             self._made_engine.close()
         finally:
