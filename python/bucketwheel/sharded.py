@@ -139,7 +139,8 @@ class ShardedEngine:
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
         )
-        self._gathers = gather.Gathers(comm, self.infos)
+        parts = [list(bucket.grads.parts) for bucket in self._buckets]
+        self._gathers = gather.Gathers(comm, self.infos, parts, overlaps=options.overlap_param_sync)
         self._versions = [info.param._version for info in self.infos]
 
     # --- construction ------------------------------------------------------------------------------------------------
@@ -283,16 +284,18 @@ class ShardedEngine:
         self.param_sync()
         self._follow_edits()
         used = self.grads.held
-        with torch.no_grad():
-            self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
-            for bucket in reversed(self._buckets):  # what the next forward needs first goes first
-                if any(used[index] for index in bucket.grads.parts):
-                    self._rows.step(bucket.first_row, bucket.last_row)
-                    self._gathers.start(bucket.full, bucket.own, bucket.grads.parts)
-        torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
-        self._versions = [info.param._version for info in self.infos]
-        if not self.options.overlap_param_sync:
-            self.param_sync()
+        order = self._gathers.order()  # what the next forward needs first goes first
+        try:
+            with torch.no_grad():
+                self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
+                for bucket in (self._buckets[number] for number in order):
+                    if any(used[index] for index in bucket.grads.parts):
+                        self._rows.step(bucket.first_row, bucket.last_row)
+                        self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
+            self._versions = [info.param._version for info in self.infos]
+        finally:  # what has been started must be waited for, whatever happened then
+            self._gathers.leave_running()
 
     def _follow_edits(self) -> None:
         """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
