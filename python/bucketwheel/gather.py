@@ -112,6 +112,8 @@ class Gathers:
         self._prefetches: list[Prefetch] = []
         self._thread = threading.get_ident()  # that of the last step
         on_unseen_read(self)
+        if overlaps:
+            watch_compilations(self)
 
     def order(self) -> list[int]:
         """The buckets in the order in which the step should bring them. Collective, once a step."""
@@ -127,7 +129,7 @@ class Gathers:
         if not self._overlaps:
             self.wait_all()
             return
-        watch_compilations(self)
+        watch_compilations(self)  # again: torch._dynamo.reset() forgets
         self._thread = threading.get_ident()
         handles: dict[int, list[Handle]] = {}
         for gather, bucket in self._running:
