@@ -25,7 +25,7 @@ from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import FlatParams, ParamInfo, expect_dense
 from .hooks import GradSync
-from .plan import Segment
+from .plan import Segment, plan_buckets
 from .pool import Pool
 from .reduced import ReducedGrads, ShardPiece
 from .reduced_cuda import ReducedGradsCuda
@@ -172,23 +172,13 @@ class ShardedEngine:
 
     def _make_buckets(self) -> None:
         """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
-        plans = [(space, bucket) for space in self._spaces for bucket in space.flat.packing.buckets]
-        arrival = {info.index: place for place, info in enumerate(reversed(self.infos))}
-        parts: dict[int, list[list[Part]]] = {}
-        owned: dict[int, list[list[Segment]]] = {}
-        for space in self._spaces:
-            packing = space.flat.packing
-            parts[id(space)] = [[] for _ in packing.buckets]
-            owned[id(space)] = [[] for _ in packing.buckets]
-            for packed, index in enumerate(space.first_param):
-                for f in packing.fragments(packed):
-                    parts[id(space)][f.bucket].append(Part(index, f.bucket_begin, f.param_begin, f.numel))
-            for segment in packing.segments(self.comm.rank):
-                owned[id(space)][segment.bucket].append(segment)
-        plans.sort(key=lambda plan: max((arrival[p.param] for p in parts[id(plan[0])][plan[1].index]), default=0))
+        packings = [space.flat.packing for space in self._spaces]
+        plans = plan_buckets(packings, [space.first_param for space in self._spaces], self.comm.rank)
         pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
-        for number, (space, bucket) in enumerate(plans):
-            segments = owned[id(space)][bucket.index]
+        for number, plan in enumerate(plans):
+            space, bucket, segments = self._spaces[plan.space], plan.bucket, plan.segments
+            params = space.first_param
+            parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
             shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
             ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
             accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
@@ -198,7 +188,7 @@ class ShardedEngine:
                 pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, place))
             numel = self.world * bucket.shard_numel
             full = space.flat.flat.narrow(0, bucket.begin, numel)
-            grads = GradBucket(number, numel, space.wire_dtype, parts[id(space)][bucket.index], accumulator)
+            grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
             own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
