@@ -43,22 +43,28 @@ class ForwardOrder:
     def _agrees_next(self) -> bool:
         return self._steps & (self._steps + 1) == 0
 
-    def next_step(self, exchange: Callable[[bytes], list[bytes]], max_bytes: int) -> list[int]:
-        """The buckets in the order in which this step gathers them, equal on all ranks. Every rank calls it at every step."""
+    def next_step(self, rank: int, exchange: Callable[[bytes], list[bytes]], max_bytes: int) -> list[int]:
+        """The buckets in the order in which this step gathers them, equal on all ranks. Every rank calls it at every step.
+
+        ``exchange``: this rank's payload of at most ``max_bytes`` for those of all ranks. Who has seen a forward is asked
+        first, so that one rank sends an order, however many there are.
+        """
         agrees, own = self._agrees_next(), self._proposal()
         self._steps += 1
         self._needed = None
-        if agrees and self.buckets:
-            per_round = max_bytes // 4
-            everyone: list[list[int]] = []
-            for begin in range(0, len(self.buckets), per_round):
-                some = own[begin : begin + per_round]
-                answers = exchange(struct.pack(f"<{len(some)}I", *some))
-                everyone = everyone or [[] for _ in answers]
-                for numbers, answer in zip(everyone, answers, strict=True):
-                    numbers += struct.unpack(f"<{len(answer) // 4}I", answer)
-            self.buckets = next((numbers for numbers in everyone if numbers), self.buckets)
-        return self.buckets
+        if not (agrees and self.buckets):
+            return self.buckets
+        leader = next((other for other, has_seen in enumerate(exchange(b"\1" if own else b"")) if has_seen), None)
+        if leader is None:
+            return self.buckets
+        order: list[int] = []
+        per_round = max_bytes // 4
+        while len(order) < len(self.buckets):
+            some = own[len(order) : len(order) + per_round] if rank == leader else []
+            answer = exchange(struct.pack(f"<{len(some)}I", *some))[leader]
+            order += struct.unpack(f"<{len(answer) // 4}I", answer)
+        self.buckets = order
+        return order
 
     def _proposal(self) -> list[int]:
         """Buckets by the first of their parameters that was needed, then those of which none was; empty if none at all was."""

@@ -119,7 +119,7 @@ class Gathers:
         """The buckets in the order in which the step should bring them. Collective, once a step."""
         if not self._overlaps:
             return self._order.buckets
-        return self._order.next_step(self._comm.exchange, self._comm.max_payload_bytes)
+        return self._order.next_step(self._comm.rank, self._comm.exchange, self._comm.max_payload_bytes)
 
     def start(self, bucket: int, full: Tensor, own: Tensor) -> None:
         self._running.append((self._comm.all_gather_into(full, own), bucket))

@@ -63,8 +63,8 @@ class ShardedAdamW(Optimizer):
         reduce_dtype: of gradients in buckets; None: the parameter's. Sums are accumulated in fp32 in any case.
         bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
         overlap_grad_sync: reduce buckets during backward.
-        overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
-            parameters, or `prefetch_params(model)` once.
+        overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
+            waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
         static_graph: every step uses the same parameters; RuntimeError naming one where a step does not (one process
             only, so far).
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
@@ -226,13 +226,31 @@ class ShardedAdamW(Optimizer):
         self._engine.close_window()
 
     def param_sync(self) -> None:
-        """Waits until the parameters are those of the last step. Does nothing unless ``overlap_param_sync``."""
+        """Waits until the parameters are those of the last step. Does nothing unless ``overlap_param_sync``.
+
+        Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
+        forwards that `prefetch_params` knows: a C++ extension bound with pybind11, TorchScript, `torch.func.grad`, ``jvp``
+        and the like of parameters as they are, a tensor subclass that handles torch functions itself, or a view, ``p.data``
+        or address taken before `step`. Everything else waits by itself: forwards, ``model.state_dict()``, moving averages,
+        ``p.data``, NumPy, ``print``, copies, saving. On CUDA the current stream waits, and that in which `step` was called;
+        code in others needs an edge behind one of them, as with any tensor.
+        """
         self._engine.param_sync()
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
-        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
+        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
+        gathers them in the order of these forwards. Does nothing otherwise.
 
-        Returns a function that removes the hooks again.
+        Without it a forward waits as well, wherever torch uses a parameter, but not for code that torch does not see, and
+        parameters come in the reverse order of registration. The order is that of the forwards before the steps 1, 2, 4,
+        8 and so on, of the first rank that has called the model. ``model`` may be any part of what is trained; call it for
+        each model of several.
+
+        Compiled code is entered when all it uses has arrived, so it is never compiled again because of this. Pass what is
+        called from Python: ``torch.compile(model)`` rather than ``model``, or a model whose blocks are compiled. Where
+        hooks are inside of compiled code only (``model.compile()``), `step` waits.
+
+        Returns a function that removes the hooks again; `close` does too.
         """
         return self._engine.prefetch_params(model)
 

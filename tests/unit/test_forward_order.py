@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import random
+import threading
 
 from bucketwheel.forward_order import ForwardOrder
+from bucketwheel.testing import run_threads
 
 
-def step(ranks: list[ForwardOrder], max_bytes: int = 1 << 20) -> tuple[list[list[int]], int]:
-    """A step of all ranks; the orders, and how many rounds of exchange it took."""
-    rounds: list[list[bytes]] = []
-    answers: list[list[bytes]] = []
-    sent: list[bytes] = []
+def step(ranks: list[ForwardOrder], max_bytes: int = 1 << 20) -> tuple[list[list[int]], list[list[bytes]]]:
+    """A step of all ranks, which are threads; the orders, and the payloads of each exchange by rank."""
+    sent: list[list[bytes]] = [[] for _ in ranks]
+    barrier = threading.Barrier(len(ranks), timeout=10)
 
-    def collect(payload: bytes) -> list[bytes]:
-        assert len(payload) <= max_bytes
-        sent.append(payload)
-        return [payload]
+    def body(rank: int, _: int) -> list[int]:
+        def exchange(payload: bytes) -> list[bytes]:
+            assert len(payload) <= max_bytes
+            sent[rank].append(payload)
+            barrier.wait()
+            answers = [payloads[-1] for payloads in sent]
+            barrier.wait()
+            return answers
 
-    for rank in ranks:  # what each would send
-        sent = []
-        copied = ForwardOrder(rank._params_of_bucket)
-        copied.__dict__.update({**rank.__dict__, "buckets": list(rank.buckets)})
-        copied.next_step(collect, max_bytes)
-        rounds.append(sent)
-    assert len({len(one) for one in rounds}) == 1  # the same calls on all ranks
-    answers = [list(one) for one in zip(*rounds, strict=True)]
-    orders = []
-    for rank in ranks:
-        left = iter(answers)
-        orders.append(list(rank.next_step(lambda _, left=left: next(left), max_bytes)))
-    return orders, len(answers)
+        return list(ranks[rank].next_step(rank, exchange, max_bytes))
+
+    orders = run_threads(body, len(ranks), timeout_s=20)
+    return orders, [list(payloads) for payloads in zip(*sent, strict=True)]
 
 
 def needs(order: ForwardOrder, params: list[int]) -> None:
@@ -81,8 +77,17 @@ def test_long_orders_go_in_several_rounds() -> None:
     ranks = [ForwardOrder([{i} for i in range(50)]) for _ in range(2)]
     needs(ranks[1], numbers)
     orders, rounds = step(ranks, max_bytes=64)
-    assert orders == [numbers] * 2 and rounds == 4
+    assert orders == [numbers] * 2 and len(rounds) == 1 + 4
 
 
 def test_nothing_to_train() -> None:
-    assert step([ForwardOrder([]), ForwardOrder([])]) == ([[], []], 0)
+    assert step([ForwardOrder([]), ForwardOrder([])]) == ([[], []], [])
+
+
+def test_one_rank_sends_its_order() -> None:
+    ranks = [ForwardOrder([{i} for i in range(402)]) for _ in range(5)]
+    for rank in ranks[2:]:
+        needs(rank, [7])
+    _, (first, second) = step(ranks)
+    assert first == [b"", b"", b"\1", b"\1", b"\1"]
+    assert [len(payload) for payload in second] == [0, 0, 4 * 402, 0, 0]
