@@ -235,6 +235,8 @@ def copy_and_forget(comm: Communicator) -> None:
     for made in (copy.deepcopy(t.params[1]), pickle.loads(pickle.dumps(t.params[2])), type(p)(torch.ones(2), False)):
         assert type(made) is Parameter and not made.__dict__
     assert type(p) is PendingParameter
+    early = pickle.dumps(p)
+    assert early == pickle.dumps(p) and b"arrival" not in early  # nothing of the gather goes with it
     t.step()
     t.opt.close()
     assert all(type(p) is Parameter and not p.__dict__ for p in t.params)
@@ -296,3 +298,28 @@ def read_by_lists(comm: Communicator) -> None:
 
 def test_lists_of_any_class_are_walked() -> None:
     run_local(2, read_by_lists)
+
+
+class Holder:
+    def __init__(self, param: Parameter) -> None:
+        self.param = param
+
+
+def doubled(holder: Holder) -> Tensor:
+    """A torch function whose argument does not show what is in it."""
+    if torch.overrides.has_torch_function_unary(holder.param):
+        return torch.overrides.handle_torch_function(doubled, (holder.param,), holder)  # type: ignore[no-any-return]
+    return holder.param.detach() * 2
+
+
+def read_unseen(comm: Communicator) -> None:
+    t = Trained(comm)
+    t.step()
+    early = [doubled(Holder(p)) for p in t.params]
+    assert not pending(t.opt)
+    assert_bitwise_equal(early, [2 * p.detach() for p in t.params])
+    t.opt.close()
+
+
+def test_where_a_parameter_cannot_be_seen_all_arrive() -> None:
+    run_local(2, read_unseen)

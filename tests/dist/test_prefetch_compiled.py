@@ -221,6 +221,37 @@ def test_a_model_that_is_compiled_and_called_as_it_is(rank_pool: Any) -> None:
     assert all(1 <= graphs <= 1 + MAX_COMPILATIONS for graphs in rank_pool(2).run(train_by_turns, timeout_s=60))
 
 
+def train_then_compile(rank: int, world: int) -> tuple[list[int], int]:
+    """Called as it is for two steps; then its blocks are compiled, in place."""
+    torch._dynamo.reset()
+    model, backend = Model(), Backend()
+    start_at(model.parameters())
+    graphs = []
+    with Communicator(timeout_s=30) as comm:
+        opt = ShardedAdamW(
+            model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=True, bucket_cap_mb=1e-4
+        )
+        delay_gathers(opt)
+        opt.prefetch_params(model)
+        for step in range(STEPS):
+            if step == 2:
+                opt.param_sync()
+                for block in model.blocks:
+                    block.compile(backend=backend, fullgraph=True)
+            model(inputs(rank, step)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            graphs.append(backend.graphs)
+        left = len(pending(opt))
+        opt.close()
+    return graphs, left
+
+
+def test_modules_that_are_compiled_later(rank_pool: Any) -> None:
+    for graphs, left in rank_pool(2).run(train_then_compile, timeout_s=60):
+        assert 0 < graphs[2] == graphs[-1] and left > 0, f"{graphs} graphs by step, {left} pending"
+
+
 def train_with_inductor(rank: int, world: int) -> None:
     expected, _, _ = train(rank, None, None)
     for compile in (the_compiled_one, whole_after):
