@@ -83,8 +83,8 @@ class ShardedAdamW(Optimizer):
             are float64 throughout, whatever these options say; docs/numerics.md has it all in a table.
         bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
         overlap_grad_sync: reduce buckets during backward.
-        overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
-            parameters, or `prefetch_params(model)` once.
+        overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
+            waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
         static_graph: a promise that every step has gradients of the same parameters, on each rank its own. Ranks then
             agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
             backward or from the end of the window; the communicator is aborted, so that the other ranks raise
@@ -256,13 +256,31 @@ class ShardedAdamW(Optimizer):
 
     def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
-        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers."""
+        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
+
+        Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
+        forwards that `prefetch_params` knows: a C++ extension bound with pybind11, TorchScript, `torch.func.grad`, ``jvp``
+        and the like of parameters as they are, a tensor subclass that handles torch functions itself, or a view, ``p.data``
+        or address taken before `step`. Everything else waits by itself: forwards, ``model.state_dict()``, moving averages,
+        ``p.data``, NumPy, ``print``, copies, saving. On CUDA the current stream waits, and that in which `step` was called;
+        code in others needs an edge behind one of them, as with any tensor.
+        """
         self._engine.param_sync(self._indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
-        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
+        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
+        gathers them in the order of these forwards. Does nothing otherwise.
 
-        Returns a function that removes the hooks again.
+        Without it a forward waits as well, wherever torch uses a parameter, but not for code that torch does not see, and
+        parameters come in the reverse order of registration. The order is that of the forwards before the steps 1, 2, 4,
+        8 and so on, of the first rank that has called the model. ``model`` may be any part of what is trained; call it for
+        each model of several.
+
+        Compiled code is entered when all it uses has arrived, so it is never compiled again because of this. Pass what is
+        called from Python: ``torch.compile(model)`` rather than ``model``, or a model whose blocks are compiled. Where
+        hooks are inside of compiled code only (``model.compile()``), `step` waits.
+
+        Returns a function that removes the hooks again; `close` does too.
         """
         return self._engine.prefetch_params(model)
 

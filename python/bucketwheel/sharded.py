@@ -26,7 +26,7 @@ from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
 from .hooks import GradSync
-from .plan import Segment
+from .plan import plan_buckets
 from .pool import Pool
 from .precision import Precision
 from .reduced import ReducedGrads, ShardPiece
@@ -148,7 +148,8 @@ class ShardedEngine:
             max_inflight=options.max_inflight_buckets,
             is_static=options.static_graph,
         )
-        self._gathers = gather.Gathers(comm, self.infos)
+        parts = [list(bucket.grads.parts) for bucket in self._buckets]
+        self._gathers = gather.Gathers(comm, self.infos, parts, overlaps=options.overlap_param_sync)
         self._versions = [info.param._version for info in self.infos]
 
     # --- construction ------------------------------------------------------------------------------------------------
@@ -166,23 +167,13 @@ class ShardedEngine:
 
     def _make_buckets(self) -> None:
         """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
-        plans = [(space, bucket) for space in self._spaces for bucket in space.packing.buckets]
-        arrival = {info.index: place for place, info in enumerate(reversed(self.infos))}
-        parts: dict[int, list[list[Part]]] = {}
-        owned: dict[int, list[list[Segment]]] = {}
-        for space in self._spaces:
-            packing = space.packing
-            parts[id(space)] = [[] for _ in packing.buckets]
-            owned[id(space)] = [[] for _ in packing.buckets]
-            for packed, index in enumerate(space.indices):
-                for f in packing.fragments(packed):
-                    parts[id(space)][f.bucket].append(Part(index, f.bucket_begin, f.param_begin, f.numel))
-            for segment in packing.segments(self.comm.rank):
-                owned[id(space)][segment.bucket].append(segment)
-        plans.sort(key=lambda plan: max((arrival[p.param] for p in parts[id(plan[0])][plan[1].index]), default=0))
+        packings = [space.packing for space in self._spaces]
+        plans = plan_buckets(packings, [space.indices for space in self._spaces], self.comm.rank)
         pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
-        for number, (space, bucket) in enumerate(plans):
-            segments = owned[id(space)][bucket.index]
+        for number, plan in enumerate(plans):
+            space, bucket, segments = self._spaces[plan.space], plan.bucket, plan.segments
+            params = space.indices
+            parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
             shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
             ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
             accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
@@ -194,7 +185,7 @@ class ShardedEngine:
                 pieces[space.indices[s.param]].append(ShardPiece(piece, accumulator, place))
             numel = self.world * bucket.shard_numel
             full = space.flat.flat.narrow(0, bucket.begin, numel)
-            grads = GradBucket(number, numel, space.wire_dtype, parts[id(space)][bucket.index], accumulator)
+            grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
             own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
@@ -244,16 +235,18 @@ class ShardedEngine:
         self.param_sync()
         self._follow_edits()
         used = self.grads.held
-        with torch.no_grad():
-            self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
-            for bucket in reversed(self._buckets):  # what the next forward needs first goes first
-                if any(used[index] for index in bucket.grads.parts):
-                    self._rows.step(bucket.first_row, bucket.last_row)
-                    self._gathers.start(bucket.full, bucket.own, bucket.grads.parts)
-        torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
-        self._versions = [info.param._version for info in self.infos]
-        if not self.options.overlap_param_sync:
-            self.param_sync()
+        order = self._gathers.order()  # what the next forward needs first goes first
+        try:
+            with torch.no_grad():
+                self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
+                for bucket in (self._buckets[number] for number in order):
+                    if any(used[index] for index in bucket.grads.parts):
+                        self._rows.step(bucket.first_row, bucket.last_row)
+                        self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
+            self._versions = [info.param._version for info in self.infos]
+        finally:  # what has been started must be waited for, whatever happened then
+            self._gathers.leave_running()
 
     def _follow_edits(self) -> None:
         """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
