@@ -43,6 +43,8 @@ PYTHON_LAYERS = [
         "bucket_slots",
         "bucket",
         "inflight",
+        "launcher",
+        "grad_agreement",
         "flat",
         "reduced",
         "reduced_cuda",

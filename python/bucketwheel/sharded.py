@@ -326,7 +326,7 @@ class ShardedEngine:
             memory.update(space.memory())
         # Two of one pair have one pool, unless each registers its own.
         comms = [each for comm in self._comms for each in (comm, comm.gathers)]
-        pools = {pool._native: pool for pool in (self.grads.pool, *(comm.pool for comm in comms))}.values()
+        pools = {pool._native: pool for pool in (self.grads.launcher.pool, *(comm.pool for comm in comms))}.values()
         reserved = sum(pool.stats().reserved_bytes for pool in pools)
         return {name: memory[name] for name in ("params", "grads", "states")} | {"pool": reserved - memory["params"]}
 
