@@ -3,7 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstring>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/norm_py.h"
@@ -18,7 +21,8 @@ class ShardSink final : public ReduceSink {
  public:
   explicit ShardSink(std::shared_ptr<PyShardAccumulator> accumulator) : accumulator_(std::move(accumulator)) {}
   void begin(bool add) { accumulator_->start(add); }
-  void consume(size_t, int64_t begin, const float* sum, int64_t numel) override {
+  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
     accumulator_->accumulator().consume(begin, sum, numel);
   }
 
@@ -26,10 +30,35 @@ class ShardSink final : public ReduceSink {
   std::shared_ptr<PyShardAccumulator> accumulator_;
 };
 
+// Stores the sums in host memory: in float32, or in float64 those of float64. Has no state: passes may be issued while
+// others have yet to run.
+class StoringSink final : public ReduceSink {
+ public:
+  explicit StoringSink(py::handle to) : to_(block_of(to, std::nullopt, {"to", 0})), owner_(held(to)) {
+    if (to_.dtype != DType::kFloat64) {
+      dlpack::expect_dtype(to_, DType::kFloat32, {"to", 0});
+    }
+  }
+  bool takes(DType dtype) const override { return shard_takes(to_.dtype, dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
+    BW_EXPECTS(begin + numel <= to_.numel, "a block that ends at " + std::to_string(begin + numel) +
+                                               " in a buffer of " + std::to_string(to_.numel) + " elements");
+    const size_t bytes = size_of(to_.dtype);
+    std::memcpy(static_cast<std::byte*>(to_.data) + static_cast<size_t>(begin) * bytes, sum,
+                static_cast<size_t>(numel) * bytes);
+  }
+
+ private:
+  const dlpack::Described to_;
+  std::shared_ptr<void> owner_;
+};
+
 inline void bind_bucket(py::module_& m) {
   py::class_<ShardSink, ReduceSink, std::shared_ptr<ShardSink>>(m, "ShardSink")
       .def(py::init<std::shared_ptr<PyShardAccumulator>>(), py::arg("accumulator"))
       .def("begin", &ShardSink::begin, py::arg("add"));
+  py::class_<StoringSink, ReduceSink, std::shared_ptr<StoringSink>>(m, "StoringSink")
+      .def(py::init<py::handle>(), py::arg("to"));
 }
 
 }  // namespace bucketwheel

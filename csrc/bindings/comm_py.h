@@ -222,6 +222,44 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
   return comm.reduce_scatter({segment}, {}, std::move(sink), std::move(options));
 }
 
+// Hands the first `numel` elements on: the rest of the gathered buffer is there because ranks have equal parts.
+class FirstElements final : public ReduceSink {
+ public:
+  FirstElements(std::shared_ptr<ReduceSink> sink, int64_t numel) : sink_(std::move(sink)), numel_(numel) {}
+  bool takes(DType dtype) const override { return sink_->takes(dtype); }
+  void consume(size_t segment, int64_t begin, const void* values, int64_t numel) override {
+    if (begin < numel_) {
+      sink_->consume(segment, begin, values, std::min(numel, numel_ - begin));
+    }
+  }
+  void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t, Stream& stream) override {
+    sink_->enqueue(segment, sources, dtype, numel_, stream);
+  }
+
+ private:
+  std::shared_ptr<ReduceSink> sink_;
+  const int64_t numel_;
+};
+
+// Gathers `full` in place (this rank's shard is its own part), and gives its first `numel` elements to `sink`.
+inline HandleRef all_gather_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, int64_t numel,
+                                    const std::vector<HandleRef>& after) {
+  const dlpack::Name name{"full", 0};
+  const dlpack::Described tensor = dlpack::describe_item(full, name, comm.device());
+  BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
+             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
+                 "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
+  BW_EXPECTS(0 <= numel && numel <= tensor.numel,
+             "numel is " + std::to_string(numel) + ", full has " + std::to_string(tensor.numel) + " elements");
+  View shard{tensor.data, tensor.numel / comm.world(), tensor.dtype};
+  shard.data = static_cast<std::byte*>(tensor.data) + static_cast<size_t>(comm.rank()) * shard.size_bytes();
+  IssueOptions options = issue_options(comm.device(), py::none(), after, false);
+  options.keepalive.push_back(held(full));
+  auto first = std::make_shared<FirstElements>(std::move(sink), numel);
+  const WithoutGil unlocked;
+  return comm.all_gather({{{tensor.data, tensor.numel, tensor.dtype}, shard}}, std::move(options), std::move(first));
+}
+
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
   const std::string_view view = payload;
   const WithoutGil unlocked;  // another thread may be collecting, and need it
@@ -286,6 +324,7 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("world", &Comm::world)
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("backend", &Comm::backend)
+      .def_property_readonly("sees_peers", &Comm::sees_peers)
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))
@@ -295,6 +334,8 @@ inline void bind_comm(py::module_& m) {
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
+      .def("all_gather_to_sink", &all_gather_to_sink, py::arg("full"), py::arg("sink").none(false), py::arg("numel"),
+           py::arg("after") = std::vector<HandleRef>())
       .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"), py::arg("stream") = py::none(),
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))

@@ -3,6 +3,7 @@
 
 #include "bindings/adam_cuda_py.h"
 #include "bindings/adam_py.h"
+#include "bindings/arrivals_py.h"
 #include "bindings/bucket_py.h"
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
@@ -12,6 +13,7 @@
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
 #include "bindings/pool_py.h"
+#include "bindings/schedule_py.h"
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "The native core of bucketwheel.";
@@ -27,4 +29,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_nccl(m);
   bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_bucket(m);
+  bucketwheel::bind_schedule(m);
+  bucketwheel::bind_arrivals(m);
 }

@@ -4,9 +4,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -47,36 +51,74 @@ inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::sequence& te
   return pairs_of(sumsq(rows));
 }
 
-// A block of float32 values, for the accumulators.
-inline std::span<const float> float_block(py::handle object, dlpack::Name name) {
+// A contiguous block of values, for the accumulators; of any dtype if none is given.
+inline dlpack::Described block_of(py::handle object, std::optional<DType> dtype, dlpack::Name name) {
   const dlpack::Described tensor = dlpack::describe_item(object, name);
-  dlpack::expect_dtype(tensor, DType::kFloat32, name);
+  if (dtype) {
+    dlpack::expect_dtype(tensor, *dtype, name);
+  }
   BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous");
-  return {static_cast<const float*>(tensor.data), static_cast<size_t>(tensor.numel)};
+  return tensor;
 }
 
 class PyShardAccumulator {
  public:
   PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
-    const std::span<const float> values = float_block(shard, {"shard", 0});
+    const dlpack::Described values = block_of(shard, std::nullopt, {"shard", 0});
     owner_ = held(shard);
     std::vector<ShardAccumulator::Segment> pieces;
     for (const auto& [begin, end] : segments) {
       pieces.push_back({begin, end});
     }
-    accumulator_.emplace(const_cast<float*>(values.data()), static_cast<int64_t>(values.size()), std::move(pieces));
+    accumulator_.emplace(values.data, values.dtype, values.numel, std::move(pieces));
   }
   ShardAccumulator& accumulator() { return *accumulator_; }
+  const ShardAccumulator& accumulator() const { return *accumulator_; }
   void start(bool add) { accumulator_->start(add); }
   void consume(int64_t begin, py::handle values) {
-    const std::span<const float> block = float_block(values, {"values", 0});
-    accumulator_->consume(begin, block.data(), static_cast<int64_t>(block.size()));
+    const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_->dtype()), {"values", 0});
+    accumulator_->consume(begin, block.data, block.numel);
   }
   std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_->results()); }
 
  private:
   std::shared_ptr<void> owner_;
   std::optional<ShardAccumulator> accumulator_;
+};
+
+// The sums of squares of whole parameters, out of those of their pieces.
+class PyParamSums {
+ public:
+  using Piece = std::pair<std::shared_ptr<PyShardAccumulator>, int64_t>;  // and the segment of it
+
+  void add(std::vector<Piece> pieces) {
+    for (const auto& [accumulator, segment] : pieces) {
+      const size_t count = accumulator->accumulator().results().size();
+      BW_EXPECTS(segment >= 0 && segment < static_cast<int64_t>(count),
+                 "segment " + std::to_string(segment) + " of " + std::to_string(count));
+    }
+    params_.push_back(std::move(pieces));
+  }
+
+  // One double for each parameter, as bytes: NaN or infinite if any element is not finite; 0 where `has` is 0.
+  py::bytes sums(std::string_view has) const {
+    BW_EXPECTS(has.size() == params_.size(),
+               std::to_string(has.size()) + " flags for " + std::to_string(params_.size()) + " parameters");
+    std::vector<double> out(params_.size(), 0.0);
+    for (size_t param = 0; param < params_.size(); ++param) {
+      if (has[param] == 0) {
+        continue;
+      }
+      for (const auto& [accumulator, segment] : params_[param]) {
+        const SumSquares& piece = accumulator->accumulator().results()[static_cast<size_t>(segment)];
+        out[param] += piece.bad && std::isfinite(piece.sumsq) ? std::numeric_limits<double>::quiet_NaN() : piece.sumsq;
+      }
+    }
+    return py::bytes(reinterpret_cast<const char*>(out.data()), out.size() * sizeof(double));
+  }
+
+ private:
+  std::vector<std::vector<Piece>> params_;
 };
 
 inline void bind_norm(py::module_& m) {
@@ -90,8 +132,8 @@ inline void bind_norm(py::module_& m) {
       .def(
           "consume",
           [](SumsqAccumulator& self, py::handle values) {
-            const std::span<const float> block = float_block(values, {"values", 0});
-            self.consume(block.data(), static_cast<int64_t>(block.size()));
+            const dlpack::Described block = block_of(values, DType::kFloat32, {"values", 0});
+            self.consume(static_cast<const float*>(block.data), block.numel);
           },
           py::arg("values"))
       .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });
@@ -101,6 +143,10 @@ inline void bind_norm(py::module_& m) {
       .def("start", &PyShardAccumulator::start, py::arg("add"))
       .def("consume", &PyShardAccumulator::consume, py::arg("begin"), py::arg("values"))
       .def("results", &PyShardAccumulator::results);
+  py::class_<PyParamSums>(m, "ParamSums")
+      .def(py::init<>())
+      .def("add", &PyParamSums::add, py::arg("pieces"))
+      .def("sums", &PyParamSums::sums, py::arg("has"));
 }
 
 }  // namespace bucketwheel

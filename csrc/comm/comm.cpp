@@ -6,9 +6,9 @@
 
 namespace bucketwheel {
 
-HandleRef Comm::all_gather(std::vector<Segment> segments, IssueOptions options) {
+HandleRef Comm::all_gather(std::vector<Segment> segments, IssueOptions options, std::shared_ptr<ReduceSink> sink) {
   expect_usable();
-  return issue(make_operation({Collective::kAllGather, {}, 0}, std::move(segments), nullptr, rank(), world()),
+  return issue(make_operation({Collective::kAllGather, {}, 0}, std::move(segments), std::move(sink), rank(), world()),
                std::move(options));
 }
 

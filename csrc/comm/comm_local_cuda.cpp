@@ -158,6 +158,11 @@ void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
           BW_CUDA_TRY(memcpy_async, part, from, bytes, native);
         }
       }
+      const View& full = to->op->segments[i].full;
+      const void* const gathered = full.data;
+      if (to->op->sink && full.numel != 0) {
+        to->op->sink->enqueue(i, {&gathered, 1}, full.dtype, full.numel, *stream_);
+      }
     }
   }
 }

@@ -37,6 +37,7 @@ class Exchange {
   [[noreturn]] void throw_mismatch();
   void pass_chunks();  // everything that is staged
   void finish();
+  void feed_gathered();  // the sink of an all-gather
 
   void stage(uint64_t chunk);
   void gather_own();

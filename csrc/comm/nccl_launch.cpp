@@ -133,10 +133,12 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
     throw nccl_error(nccl, called, result);
   }
   for (size_t i = 0; op.sink && i < op.segments.size(); ++i) {
-    const View& shard = op.segments[i].shard;
-    const void* const sum = own_part(op.segments[i], session.rank());
-    if (shard.numel != 0) {
-      op.sink->enqueue(i, {&sum, 1}, shard.dtype, shard.numel, stream);
+    const Segment& segment = op.segments[i];
+    const bool is_sum = op.collective == Collective::kReduceScatter;
+    const void* const from = is_sum ? own_part(segment, session.rank()) : segment.full.data;
+    const View& taken = is_sum ? segment.shard : segment.full;
+    if (taken.numel != 0) {
+      op.sink->enqueue(i, {&from, 1}, taken.dtype, taken.numel, stream);
     }
   }
 }

@@ -12,18 +12,17 @@ from torch import Tensor
 from .comm import Communicator
 from .device import CPU, device_index, torch_device
 from .flat import ParamInfo
+from .precision import PARAM_DTYPES
 from .rows import expect_uniform_flags
 
 __all__ = [
-    "DTYPES",
     "collect_params",
     "communicator_for",
+    "communicators_for",
     "expect_hyperparameters",
     "expect_implemented",
     "group_texts",
 ]
-
-DTYPES = (torch.float32, torch.bfloat16)  # of parameters
 
 
 def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -70,9 +69,10 @@ def collect_params(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                 raise TypeError(
                     f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 )
-            if param.device.type not in ("cpu", "cuda") or param.dtype not in DTYPES:
+            if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
                 raise ValueError(
-                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu and cuda are implemented"
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
+                    "float64 on cpu and cuda are supported"
                 )
             if infos and infos[0].device != param.device:
                 raise ValueError(
@@ -88,15 +88,20 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     """What ranks must have in common of their groups, for comparison and for messages."""
     return [
         f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
-        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}"
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, decoupled_weight_decay "
+        f"{bool(g['decoupled_weight_decay'])}"
         for g in param_groups
     ]
 
 
 def communicator_for(
-    process_group: dist.ProcessGroup | Communicator | None, device: torch.device
+    process_group: dist.ProcessGroup | Communicator | None,
+    device: torch.device,
+    *,
+    argument: str = "process_group",
+    needs_one: bool = False,
 ) -> Communicator | None:
-    """Where gradients are reduced; None: no other ranks, so no communication is needed."""
+    """Where gradients are reduced; None: no other ranks, so no communication is needed, unless it ``needs_one``."""
     if isinstance(process_group, Communicator):
         if process_group.device != device_index(device):
             raise ValueError(
@@ -106,9 +111,43 @@ def communicator_for(
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return None
-    if dist.get_world_size(process_group) == 1:
-        return None
+    size = dist.get_world_size(process_group)
+    if size < 0:  # torch's group of somebody else
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in {argument}; every rank passes the group that it belongs to, made by "
+            "dist.new_group on all ranks"
+        )
+    if size == 1:
+        return Communicator(process_group, name="optimizer", device=device) if needs_one else None
     if device_index(device) == CPU:
         return Communicator(process_group, name="optimizer", device=device)
     _, reduces = Communicator.pair(process_group, name="optimizer", device=device)
     return reduces
+
+
+def communicators_for(
+    process_group: dist.ProcessGroup | Communicator | None,
+    replicate_group: dist.ProcessGroup | Communicator | None,
+    device: torch.device,
+) -> tuple[Communicator | None, Communicator | None]:
+    """Where states are sharded, and where they are replicated; None for a direction without other ranks."""
+    if replicate_group is None:
+        return communicator_for(process_group, device), None
+    if process_group is None:
+        raise ValueError(
+            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to replicate only)"
+        )
+    if _size_of(process_group) == _size_of(replicate_group) == 1:
+        return communicator_for(process_group, device), None
+    # A group of one rank too: whether others have more in theirs is found when they are compared.
+    shard = communicator_for(process_group, device, needs_one=True)
+    try:
+        return shard, communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
+    except BaseException:
+        if shard is not None and shard is not process_group:
+            shard.close(0.0)
+        raise
+
+
+def _size_of(group: dist.ProcessGroup | Communicator) -> int:
+    return group.size if isinstance(group, Communicator) else dist.get_world_size(group)

@@ -91,16 +91,21 @@ class GradBucket:
             join(memory.device, self._opened_in[late])
             self._streams[stream.cuda_stream] = stream
 
-    def store(self, acquire: Acquire, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> None:
-        """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype."""
+    def store(self, acquire: Acquire, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> Tensor:
+        """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype.
+
+        Returns the memory of the whole bucket.
+        """
         part = self.parts[param]
-        to = self._open(acquire, late).narrow(0, part.begin, part.numel)
+        memory = self._open(acquire, late)
+        to = memory.narrow(0, part.begin, part.numel)
         self._write(to, late)
         source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
         if add:
             to.add_(source)
         else:
             to.copy_(source)
+        return memory
 
     def take_streams(self) -> list[torch.cuda.Stream]:
         """The streams in which gradients have been stored since the last call; none on the CPU."""

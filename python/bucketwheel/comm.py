@@ -214,6 +214,12 @@ class Communicator:
         return self._native.backend
 
     @property
+    def sees_peers(self) -> bool:
+        """Whether `Handle.is_ordered` tells that the peers have issued an operation. If not (NCCL between hosts), a
+        stream that waits for one may wait there for a peer that has not."""
+        return bool(self._native.sees_peers)
+
+    @property
     def device(self) -> int:
         """The index of the CUDA device of its tensors, or -1."""
         return int(self._native.device)
@@ -321,6 +327,11 @@ class Communicator:
     def reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
         return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
+
+    def all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
+        """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
 
     def abort(self, reason: str) -> None:
         """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others

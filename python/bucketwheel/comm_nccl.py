@@ -21,7 +21,7 @@ from .errors import CommError, DeviceError, Error
 from .meeting import Meeting, has_keys
 from .pool import Pool
 
-__all__ = ["Making", "NcclChoices", "borrow", "features", "make", "pair", "split"]
+__all__ = ["Making", "NcclChoices", "borrow", "features", "is_launch_order_kept", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
 _CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
@@ -46,6 +46,11 @@ def _has_nccl_group() -> bool:
 
 
 _is_launch_order_kept = _claim_launch_order()
+
+
+def is_launch_order_kept() -> bool:
+    """Whether NCCL starts the kernels of several communicators in the order of the calls, in this process."""
+    return _is_launch_order_kept
 
 
 @dataclass(frozen=True)

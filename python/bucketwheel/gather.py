@@ -22,15 +22,18 @@ from .bucket import stream_of
 from .comm import Communicator
 from .flat import ParamInfo
 from .forward_order import ForwardOrder
+from .grid import GRID_MARK, Grid
 from .handle import Handle
-from .pending import Arrival, PendingParameter, forget, make_pending, on_unseen_read
+from .pending import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
 from .plan import Packing
 from .prefetch import CompileWatch, Prefetch, watch_compilations
 
 __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
 
 
-def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
+def expect_equal_layout(
+    comm: Communicator | Grid, infos: Sequence[ParamInfo], groups: Sequence[str], options: object
+) -> None:
     """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
     lines = [f"the optimizer's options: {options}"]
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
@@ -45,6 +48,8 @@ def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: 
     everyone = comm.exchange(payload)
     if all(other == payload for other in everyone):
         return
+    if any(other.startswith(GRID_MARK) for other in everyone):
+        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
     numbers = [struct.unpack_from("<qq", other) for other in everyone]
     if len(set(numbers)) > 1:
         raise RuntimeError(
@@ -59,7 +64,7 @@ def expect_equal_layout(comm: Communicator, infos: Sequence[ParamInfo], groups: 
     )
 
 
-def expect_equal_packings(comm: Communicator, packings: Sequence[Packing]) -> None:
+def expect_equal_packings(comm: Communicator | Grid, packings: Sequence[Packing]) -> None:
     """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
     digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
     if len(set(digests)) > 1:
@@ -83,7 +88,7 @@ def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -
         )
 
 
-def broadcast_flat(comm: Communicator, flat: Tensor) -> None:
+def broadcast_flat(comm: Communicator | Grid, flat: Tensor) -> None:
     """Makes ``flat`` on every rank what it is on rank 0. Collective."""
     comm.broadcast_into(flat, 0).wait()
 
@@ -151,6 +156,12 @@ class Gathers:
         if self._running:
             handle.wait_all(gather for gather, _ in self._running)
             self._forget()
+
+    def wait_for(self, params: Collection[int]) -> None:
+        """`wait_all` for some parameters."""
+        for index in params:
+            if type(self._params[index]) is PendingParameter:
+                arrive(self._params[index])
 
     def _forget(self) -> None:
         for param in self._params:

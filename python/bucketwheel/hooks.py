@@ -1,6 +1,8 @@
-"""Hooks: gradients on their way from autograd into buckets and shards. Carries out what `schedule` decides.
+"""Hooks: gradients on their way from autograd into buckets and shards. Carries out what the schedule decides
+(csrc/plan/schedule.h).
 
 A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there (`grad`).
+Most of them are done with in native code: [Note: quick arrival], csrc/bindings/arrivals_py.h.
 Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so
 that stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the
 window ends.
@@ -16,24 +18,29 @@ import contextlib
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from ._build import native
 from .bucket import GradBucket, join, stream_of
 from .bucket_slots import BucketSlot, BucketSlots
 from .comm import Communicator
 from .device import CPU, torch_device
 from .flat import ParamInfo
 from .grad import ShardedGrad
+from .grid import Grid
 from .inflight import Inflight
 from .pool import Lease, Pool
 from .reduced import ReducedGrads
-from .schedule import Agreement, Drop, Launch, Schedule, Store
 
 __all__ = ["GradSync"]
+
+_NONE, _PLACEHOLDER, _PLAIN = range(3)  # what native Arrivals.look finds in p.grad
+_IS_HELD = bytes([False, True, True]).ljust(256, b"\0")
+_IS_PLACEHOLDER = bytes([False, True, False]).ljust(256, b"\0")
 
 
 class GradSync:
@@ -41,7 +48,7 @@ class GradSync:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | Grid,
         infos: Sequence[ParamInfo],
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,
@@ -49,37 +56,50 @@ class GradSync:
         slots: BucketSlots | None,
         overlap: bool,
         max_inflight: int,
+        is_static: bool = False,
     ) -> None:
         self.comm = comm
         self.infos = list(infos)
         self.buckets = list(buckets)
         self.reduced = reduced
-        self.held = [False] * len(self.infos)  # agreed when the last window closed
+        self.held = bytes(len(self.infos))  # flags, agreed when the last window closed
+        self._params = [info.param for info in self.infos]
         self._overlap = overlap
         self._slots = slots  # where the communicator's pool is registered memory: [Note: bucket slots]
         self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
-        self._inflight = Inflight(comm.device, max_inflight)
+        self._inflight = Inflight(comm.device, max_inflight, is_blind=not comm.sees_peers)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
         self._no_sync_depth = 0
         self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
         self._lock = threading.RLock()
-        self._schedule = Schedule(
-            [[b.index for b in self.buckets if i in b.parts] for i in range(len(self.infos))], len(self.buckets)
-        )
+        buckets_of: list[list[int]] = [[] for _ in self.infos]
+        for bucket in self.buckets:
+            for index in bucket.parts:
+                buckets_of[index].append(bucket.index)
+        self._schedule = native().Schedule(buckets_of, len(self.buckets), is_static)
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
-        owner = weakref.ref(self)
-        self._hooks = [info.param.register_post_accumulate_grad_hook(_hook(owner, info.index)) for info in self.infos]
+        self._arrivals = native().Arrivals(self._schedule, len(self.buckets), weakref.ref(self))
+        for param, placeholder, holding in zip(self._params, self._placeholders, buckets_of, strict=True):
+            parts = [self.buckets[b].parts[placeholder.param_index] for b in holding]
+            self._arrivals.add_param(
+                param,
+                placeholder,
+                [(b, p.begin, p.param_begin, p.numel) for b, p in zip(holding, parts, strict=True)],
+            )
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._arrivals.hook(index))
+            for index, param in enumerate(self._params)
+        ]
         for hook in self._hooks:
             weakref.finalize(self, hook.remove).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
     def on_gradient(self, index: int, param: Tensor) -> None:
-        """The post-accumulate hook: ``param.grad`` holds this parameter's gradient."""
+        """The post-accumulate hook, where it was not done with quickly: ``param.grad`` holds this parameter's gradient."""
         grad = param.grad
-        if grad is None or grad is self._placeholders[index] or self._no_sync_depth:
-            return
+        assert grad is not None
         with self._lock, torch.no_grad():
             self._kept.pop(index, None)  # replaced
             self._arrive(index, grad, add=False, launch=self._overlap)
@@ -97,14 +117,23 @@ class GradSync:
         flat = _in_memory_order(grad, info)
         was_open = self._is_open
         if not was_open:
-            self._open_window(None if add else index, remaining=[1.0] * len(self.infos))
+            self._open_window(None if add else index)
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
         if self.reduced.has_factor(index):
             if add:  # the factor will be applied to the sum of both
                 flat = flat / self.reduced.visible_factor(index)
             else:
                 self.reduced.reset_factor(index)
-        self._carry_out(self._schedule.gradient(index, replaces=has_older and not add, launch=launch), flat)
+        stores, launches = self._schedule.gradient(index, has_older and not add, launch)
+        if self._schedule.is_deviation(index):
+            self._break_promise(index)
+        self._carry_out(stores, launches, flat)
+
+    def launch_ready(self) -> None:
+        """Gradients that were done with quickly have filled a bucket."""
+        with self._lock, torch.no_grad():
+            for launch in self._schedule.ready():
+                self._launch(launch)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
         self._placeholders[info.index].reject_reducer_view(grad)
@@ -117,35 +146,43 @@ class GradSync:
                 f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
             )
 
-    def _open_window(self, arriving: int | None, remaining: Sequence[float]) -> None:
+    def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
         self._is_open = True
         self._opened_in = stream_of(self.infos[0].device) if self.infos else None
-        for info in self.infos:
-            i = info.index
-            if not self.reduced.has_content(i):
+        found = self._arrivals.look(self._params).translate(_IS_PLACEHOLDER)
+        if not any(found):
+            self.reduced.forget_all()
+        for index, has_content in enumerate(self.reduced.content):
+            if not has_content:
                 continue
-            if i == arriving or info.param.grad is not self._placeholders[i]:
-                self.reduced.forget(i)
+            if index == arriving or not found[index]:
+                self.reduced.forget(index)
             else:
-                self.reduced.flush_factor(i, remaining[i])
+                self.reduced.flush_factor(index, 1.0 if remaining is None else remaining[index])
+        content = self.reduced.content
         for bucket in self.buckets:
-            bucket.accumulates = any(self.reduced.has_content(i) for i in bucket.parts)
+            bucket.accumulates = any(content) and any(content[i] for i in bucket.parts)
             for i in bucket.parts if bucket.accumulates else ():
-                if not self.reduced.has_content(i):
+                if not content[i]:
                     self.reduced.zero(i)
+        if self.comm.device == CPU and not self._kept and not self.reduced.factors():
+            self._arrivals.enable(content, self._overlap)
 
     # --- carrying out ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: Sequence[Store | Launch], flat: Tensor) -> None:
-        if self._slots is not None:  # a bucket is launched before a later one of the same parameter needs its slot
-            actions = sorted(actions, key=lambda action: action.bucket)
-        for action in actions:
-            if isinstance(action, Store):
-                bucket = self.buckets[action.bucket]
-                bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
-            else:
+    def _carry_out(self, stores: Sequence[Any], launches: Sequence[Any], flat: Tensor) -> None:
+        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if self._slots else stores:
+            # With slots a bucket is launched before a later one of the same parameter needs its slot.
+            if isinstance(action, native().Launch):
                 self._launch(action)
+                continue
+            bucket = self.buckets[action.bucket]
+            memory = bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
+            if not action.late and self.comm.device == CPU:
+                self._arrivals.open(bucket.index, memory)
+        for launch in () if self._slots else launches:
+            self._launch(launch)
 
     def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for gradients that arrive."""
@@ -169,8 +206,9 @@ class GradSync:
             if stream is not None:
                 join(stream.device, stream)
 
-    def _launch(self, action: Launch) -> None:
+    def _launch(self, action: Any) -> None:
         bucket = self.buckets[action.bucket]
+        self._arrivals.shut(bucket.index)
         self._join_streams(bucket)
         memory, flat = bucket.take(self._acquire_to_launch, action.absent, late=action.late)
         if self._slots is not None:
@@ -178,9 +216,23 @@ class GradSync:
         bucket.sink.begin(action.late or bucket.accumulates)
         self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
 
+    def start(self, indices: Sequence[int]) -> None:
+        """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
+        if self._no_sync_depth:
+            raise RuntimeError(
+                "grad_sync(parameters) inside no_sync(), which may bring more gradients: leave that first"
+            )
+        with self._lock, torch.no_grad():
+            for index in indices:
+                kept = self._kept.pop(index, None)
+                if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
+                    self._arrive(index, kept, add=True, launch=True)
+            for launch in self._schedule.complete(indices):
+                self._launch(launch)
+
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self, why: str) -> Agreement:
+    def close(self, why: str) -> Any:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
         Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the
@@ -188,14 +240,13 @@ class GradSync:
         `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it, another did not).
         """
         with self._lock, torch.no_grad():
-            self._sweep()
-            agreement = self._agree(why)
+            found = self._sweep()
+            agreement = self._agree(why, found)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
-                    self._open_window(None, remaining=agreement.factors)
-                for index, factor in enumerate(agreement.factors):
-                    self.reduced.set_factor(index, factor)
+                    self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
+                self.reduced.set_factors(agreement.factors)
                 for launch in first:
                     self._launch(launch)
                 self._inflight.wait()
@@ -206,37 +257,48 @@ class GradSync:
                     self._launch(launch)
                 self._inflight.wait()
                 self._is_open = False
-                self._inflight.end_window()
-            self._settle(agreement)
+                self._arrivals.disable()
+                self._inflight.end_window(agreement.is_complete or not self._overlap)
+            self._settle(agreement.held, found)
             return agreement
 
-    def _sweep(self) -> None:
-        """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand."""
-        for info in self.infos:
-            grad = info.param.grad
-            kept = self._kept.pop(info.index, None)
-            if grad is self._placeholders[info.index]:
+    def _sweep(self) -> bytes:
+        """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand. Flags: whether p.grad is a placeholder."""
+        found: bytes = self._arrivals.look(self._params)
+        if not self._kept and _PLAIN not in found:
+            return found.translate(_IS_HELD)
+        for index, what in enumerate(found):
+            kept = self._kept.pop(index, None)
+            if what == _PLACEHOLDER:
                 if kept is not None:
-                    self._arrive(info.index, kept, add=True, launch=self._overlap)
-            elif grad is not None:
-                self._arrive(info.index, grad, add=False, launch=self._overlap)
-                info.param.grad = self._placeholders[info.index]
+                    self._arrive(index, kept, add=True, launch=self._overlap)
+            elif what == _PLAIN:
+                grad = self._params[index].grad
+                assert grad is not None
+                self._arrive(index, grad, add=False, launch=self._overlap)
+                self._params[index].grad = self._placeholders[index]
+        return found.translate(_IS_HELD)
 
-    def _agree(self, why: str) -> Agreement:
-        held = [info.param.grad is not None for info in self.infos]
+    def _agree(self, why: str, held: bytes) -> Any:
         for drop in self._schedule.drops(held):
-            assert isinstance(drop, Drop)
             self.buckets[drop.bucket].drop(drop.param)
-        older = [
-            self.reduced.has_older(info.index) and info.param.grad is placeholder
-            for info, placeholder in zip(self.infos, self._placeholders, strict=True)
-        ]
-        notes = self._schedule.notes(held, older, self.reduced.factors())
-        agreement = self._schedule.agree(self._exchange(why, notes))
+        older = self.reduced.older()
+        if not all(held):
+            older = bytes(map(min, older, held))
+        factors = self.reduced.factors()
+        if self._schedule.is_learnt:
+            deviating = self._schedule.find_deviation(held)
+            if deviating >= 0:
+                self._break_promise(deviating)
+            agreement = self._schedule.assume(held, older, factors)
+        else:
+            notes = self._schedule.notes(held, older, factors)
+            agreement = self._schedule.agree(self._exchange(why, notes))
         if agreement.conflicts:
             raise RuntimeError(
-                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not; drop "
-                "gradients on all ranks with optimizer.zero_grad(), or on none"
+                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not, or had "
+                "none to drop yet; drop gradients on all ranks with optimizer.zero_grad(), or on none, and call optimizer.grad_sync() "
+                "before that where some ranks skip backward"
             )
         if agreement.scaled_apart:
             raise RuntimeError(
@@ -245,16 +307,26 @@ class GradSync:
             )
         return agreement
 
+    def _break_promise(self, index: int) -> NoReturn:
+        """[Note: static graph] There is no agreement in which the other ranks would be told, so they are told at once."""
+        text = (
+            f"static_graph=True, but the gradients of parameter {self.infos[index].name!r} on rank {self.comm.rank} are not those "
+            "of the first step (missing, new, or more of them); make the optimizer without static_graph"
+        )
+        self.comm.abort(text)
+        raise RuntimeError(text)
+
     def _names(self, indices: Sequence[int]) -> str:
         return ", ".join(repr(self.infos[i].name) for i in indices[:5]) + (", ..." if len(indices) > 5 else "")
 
-    def _settle(self, agreement: Agreement) -> None:
-        """Makes ``p.grad`` say what all ranks now hold."""
-        self.held = agreement.held
-        self.reduced.set_content(agreement.held)
-        for info, is_held, placeholder in zip(self.infos, agreement.held, self._placeholders, strict=True):
-            if is_held and info.param.grad is not placeholder:
-                info.param.grad = placeholder
+    def _settle(self, held: bytes, before: bytes) -> None:
+        """Makes ``p.grad`` say what all ranks now hold. ``before``: flags of what had a placeholder."""
+        self.held = held
+        self.reduced.set_content(held)
+        if held != before:
+            for param, is_held, had, placeholder in zip(self._params, held, before, self._placeholders, strict=True):
+                if is_held and not had:
+                    param.grad = placeholder
 
     def zero_grad(self) -> None:
         """Drops every gradient. Local."""
@@ -263,15 +335,16 @@ class GradSync:
             self._schedule.discard()
             for bucket in self.buckets:
                 bucket.drop_late()
-            for info in self.infos:
-                info.param.grad = None
-                if self._is_open:
-                    self.reduced.reset_factor(info.index)
+            for param in self._params:
+                param.grad = None
+            if self._is_open:
+                self.reduced.reset_all_factors()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         with self._lock:
             self._no_sync_depth += 1
+            self._arrivals.ignore(True)
             if self._no_sync_depth == 1:
                 for index, grad in self._kept.items():  # so that autograd adds to it by itself
                     if self.infos[index].param.grad is self._placeholders[index]:
@@ -283,6 +356,7 @@ class GradSync:
             self._no_sync_depth -= 1
         with self._lock, torch.no_grad():
             if not self._no_sync_depth:
+                self._arrivals.ignore(False)
                 self._keep()
 
     def _keep(self) -> None:
@@ -298,6 +372,7 @@ class GradSync:
                 if self.reduced.has_content(i):
                     self.reduced.forget(i)  # replaced
                 self._kept[i] = grad
+                self._arrivals.disable()
             info.param.grad = self._placeholders[i]
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
@@ -346,6 +421,7 @@ class GradSync:
                 if index in self._kept:
                     self._kept[index].mul_(factor)
             rest = [i for i in indices if i not in self._kept]
+            self._arrivals.disable()  # until the window ends, what arrives is to be divided by the factor
             is_zero = not isinstance(factor, Tensor) and factor == 0.0
             if is_zero and self._is_open:
                 self.zero(rest)  # what comes later cannot be divided by a pending 0
@@ -401,15 +477,6 @@ class GradSync:
             for bucket in self.buckets:
                 self._join_streams(bucket)
             self._slots.release()
-
-
-def _hook(owner: weakref.ref[GradSync], index: int) -> Callable[[Parameter], None]:
-    def on_gradient(param: Tensor) -> None:
-        sync = owner()
-        if sync is not None:
-            sync.on_gradient(index, param)
-
-    return on_gradient
 
 
 def _in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:

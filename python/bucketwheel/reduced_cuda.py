@@ -7,7 +7,6 @@ that is a number stays on the host, where ranks compare it, until the device nee
 
 from __future__ import annotations
 
-import array
 import math
 from collections.abc import Iterable, Sequence
 
@@ -26,12 +25,19 @@ class ReducedGradsCuda(ReducedGrads):
     """The gradients of ``param_count`` parameters. ``row_sums``: float64; reduce-scatters write the sums of squares of
     shard spans there, and `ShardPiece.row` is the place of a piece's."""
 
-    def __init__(self, comm: Communicator, average: float, param_count: int, spans: int) -> None:
-        super().__init__(comm, average)
+    def __init__(
+        self,
+        comm: Communicator,
+        average: float,
+        param_count: int,
+        spans: int,
+        replicate: Communicator | None = None,
+    ) -> None:
+        super().__init__(comm, average, replicate)
         self._device = comm.device
         self.torch_device = torch_device(comm.device)
         self.row_sums = self._new(spans).zero_()
-        self._factors = self._new(param_count).fill_(1.0)
+        self._on_device = self._new(param_count).fill_(1.0)
         self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
         self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _factors is used
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
@@ -48,7 +54,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def visible_factor(self, index: int) -> float | Tensor:
         known = super().visible_factor(index)
-        return self._factors[index] * known if index in self._scaled else known
+        return self._on_device[index] * known if index in self._scaled else known
 
     def reset_factor(self, index: int) -> None:
         super().reset_factor(index)
@@ -56,15 +62,20 @@ class ReducedGradsCuda(ReducedGrads):
             self._scaled.discard(index)
             self._to_reset.add(index)
 
+    def reset_all_factors(self) -> None:
+        super().reset_all_factors()
+        self._to_reset |= self._scaled
+        self._scaled.clear()
+
     def _apply_resets(self) -> None:
         """All at once: one operation, however many parameters were clipped."""
         if not self._to_reset:
             return
         if self._scaled:
-            mask = self._uploads.mask("reset", len(self._states), self._to_reset).bool()
-            self._factors.copy_(torch.where(mask, 1.0, self._factors))
+            mask = self._uploads.mask("reset", len(self._params), self._to_reset).bool()
+            self._on_device.copy_(torch.where(mask, 1.0, self._on_device))
         else:
-            self._factors.fill_(1.0)
+            self._on_device.fill_(1.0)
         self._to_reset.clear()
 
     def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
@@ -74,38 +85,37 @@ class ReducedGradsCuda(ReducedGrads):
         self._apply_resets()
         chosen = list(indices)
         factor = factor.detach().to(torch.float64).reshape(())
-        if len(chosen) == len(self._states):
-            self._factors.mul_(factor)
+        if len(chosen) == len(self._params):
+            self._on_device.mul_(factor)
         else:
-            self._factors.mul_(torch.where(self._uploads.mask("scale", len(self._states), chosen).bool(), factor, 1.0))
+            self._on_device.mul_(
+                torch.where(self._uploads.mask("scale", len(self._params), chosen).bool(), factor, 1.0)
+            )
         self._scaled.update(chosen)
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
         if index not in self._scaled:
             super().flush_factor(index, remaining)
             return
-        state = self._states[index]
-        for piece in state.pieces:
-            piece.grad.mul_(self._factors[index] * (state.factor / remaining))
+        for piece in self._params[index].pieces:
+            piece.grad.mul_(self._on_device[index] * (self._factors[index] / remaining))
         self.reset_factor(index)
-        state.factor = remaining
+        self._factors[index] = remaining
         self.mark_edited([index])
 
     def _absorb(self) -> None:
         """Moves the factors that the host knows to the device. At collective calls only: ranks compare what the host knows."""
         self._apply_resets()
-        if all(state.factor == 1.0 for state in self._states):
+        known = self.factors()
+        if not known:
             return
-        known = array.array("d", self.factors()).tobytes()
-        self._factors.mul_(self._uploads.get("factors", torch.float64, known))
-        for index, state in enumerate(self._states):
-            if state.factor != 1.0:
-                self._scaled.add(index)
-                state.factor = 1.0
+        self._on_device.mul_(self._uploads.get("factors", torch.float64, known))
+        self._scaled.update(index for index, factor in enumerate(self._factors) if factor != 1.0)
+        self.set_factors(b"")
 
     def pending_factors(self) -> Tensor:
         self._absorb()
-        return self._factors
+        return self._on_device
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -116,45 +126,46 @@ class ReducedGradsCuda(ReducedGrads):
     def _row_tables(self) -> tuple[Tensor, Tensor]:
         """Where the rows of each parameter are in `row_sums`: offsets [params + 1] into the second, row numbers."""
         if self._rows is None:
-            rows = [piece.row for state in self._states for piece in state.pieces]
+            rows = [piece.row for param in self._params for piece in param.pieces]
             offsets = [0]
-            for state in self._states:
-                offsets.append(offsets[-1] + len(state.pieces))
+            for param in self._params:
+                offsets.append(offsets[-1] + len(param.pieces))
             self._rows = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
         return self._rows
 
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
         if self._gathered is None:
-            edited = [
-                piece for state in self._states if state.is_edited and state.has_content for piece in state.pieces
-            ]
+            flags = zip(self._edited, self._content, self._params, strict=True)
+            edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
             if edited:
                 again = self._new(len(edited))
                 native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
                 rows = self._uploads.numbers("edited", [piece.row for piece in edited])
                 self.row_sums.index_copy_(0, rows, again)
-            has_content = (i for i, state in enumerate(self._states) if state.has_content)
-            held = self._uploads.mask("held", len(self._states), has_content)
-            own = self._new(len(self._states))
+            has_content = (i for i, has in enumerate(self._content) if has)
+            held = self._uploads.mask("held", len(self._params), has_content)
+            own = self._new(len(self._params))
             native().param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
             self._gathered = self._gather(own)
         return self._gathered
 
-    def _gather(self, own: Tensor) -> Tensor:
-        gathered = self._new(self.comm.size, own.numel(), dtype=own.dtype)
-        self.comm.all_gather_into(gathered, own).wait()
+    def _gather(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
+        """[ranks, numel]: every rank's ``own``; of those of ``comm``, or among whom gradients are sharded."""
+        comm = self.comm if comm is None else comm
+        gathered = self._new(comm.size, own.numel(), dtype=own.dtype)
+        comm.all_gather_into(gathered, own).wait()
         return gathered
 
     def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
         """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
         self._absorb()
-        norm = self._new(1, dtype=torch.float32)
+        norm = self._new(1, dtype=self.norm_dtype)
         native().clip_cuda(
             self._device,
             self._sums_by_rank(),
-            self._factors,
-            self._uploads.mask("chosen", len(self._states), indices),
+            self._on_device,
+            self._uploads.mask("chosen", len(self._params), indices),
             self.average,
             max_norm,
             norm,
@@ -163,19 +174,19 @@ class ReducedGradsCuda(ReducedGrads):
         return norm[0]
 
     def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        if not self._states:
-            return self._new(0, dtype=torch.float32)
+        if not self._params:
+            return self._new(0, dtype=self.norm_dtype)
         if ord == 2.0:
-            norms = self._new(len(self._states))
-            self._clip(range(len(self._states)), None, norms)
+            norms = self._new(len(self._params))
+            self._clip(range(len(self._params)), None, norms)
         else:
             norms = self._other_norms(ord)
-        return norms.index_select(0, self._uploads.numbers("indices", indices)).to(torch.float32)
+        return norms.index_select(0, self._uploads.numbers("indices", indices)).to(self.norm_dtype)
 
     def _other_norms(self, ord: float) -> Tensor:
         """Norms of an order other than 2, of every parameter."""
         self._absorb()
-        everyone = self._gather(torch.stack([self._power_on_device(i, ord) for i in range(len(self._states))]))
+        everyone = self._gather(torch.stack([self._power_on_device(i, ord) for i in range(len(self._params))]))
         if math.isinf(ord):
             raw = everyone.amax(0) if ord > 0 else everyone.amin(0)
         else:
@@ -183,22 +194,22 @@ class ReducedGradsCuda(ReducedGrads):
             for other in everyone[1:]:
                 raw = raw + other
             raw = raw if ord == 0 else raw ** (1.0 / ord)
-        return raw * (self._factors != 0) if ord == 0 else raw * self._factors.abs() * self.average
+        return raw * (self._on_device != 0) if ord == 0 else raw * self._on_device.abs() * self.average
 
     def _power_on_device(self, index: int, ord: float) -> Tensor:
         """`ReducedGrads._local_power` as a 0-d tensor."""
-        state = self._states[index]
-        if not state.has_content or not state.pieces:
-            no_part = math.inf if ord == -math.inf and (state.has_content or not state.info.param.numel()) else 0.0
+        param, has_content = self._params[index], bool(self._content[index])
+        if not has_content or not param.pieces:
+            no_part = math.inf if ord == -math.inf and (has_content or not param.info.param.numel()) else 0.0
             return self._new().fill_(no_part)
-        norms = torch.stack([torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64) for p in state.pieces])
+        norms = torch.stack([torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64) for p in param.pieces])
         if math.isinf(ord):
             return norms.amax() if ord > 0 else norms.amin()
         return norms.sum() if ord == 0 else (norms**ord).sum()
 
     def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
         if not indices:
-            return self._new(dtype=torch.float32).zero_()
+            return self._new(dtype=self.norm_dtype).zero_()
         if ord == 2.0:
             return self._clip(indices, None)
         return torch.linalg.vector_norm(self.norm_tensor(indices, ord), ord)
@@ -213,4 +224,6 @@ class ReducedGradsCuda(ReducedGrads):
     def found_inf(self, found: Tensor) -> Tensor:
         """1 where any value of any gradient is inf or NaN on any rank or any rank's ``found`` is not 0; 0-d. Collective."""
         others = self._gather(found.reshape(1)).amax()
+        if self.replicate is not None:
+            others = self._gather(others.reshape(1), self.replicate).amax()
         return torch.maximum(others, (~torch.isfinite(self._sums_by_rank()).all()).to(found.dtype))

@@ -1,7 +1,7 @@
 """Sharded: flat parameters, gradient buckets and state shards of one rank, put together (ZeRO-2).
 
-Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of
-what arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
+Every bucket goes the same way: gradients are packed, reduce-scattered into the gradient shard (with the norm of what
+arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from ._build import native
 from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
 from .comm import Communicator
-from .device import CPU, torch_device
-from .flat import FlatParams, ParamInfo, expect_dense
+from .device import CPU, index_of, torch_device
+from .flat import ParamInfo, expect_dense
+from .grid import Grid, grid_of
 from .hooks import GradSync
-from .plan import Segment, plan_buckets
+from .plan import plan_buckets
 from .pool import Pool
+from .precision import Precision
 from .reduced import ReducedGrads, ShardPiece
 from .reduced_cuda import ReducedGradsCuda
 from .rows import AdamRows
 from .rows_cuda import AdamRowsCuda
+from .space import Space
 
 __all__ = ["ShardedEngine", "ShardedOptions"]
 
@@ -41,11 +44,12 @@ _UNKNOWN_VERSION = -1
 class ShardedOptions:
     gradient_average: bool
     broadcast_params: bool
-    reduce_dtype: torch.dtype | None
+    precision: Precision
     bucket_cap_bytes: int
     overlap_grad_sync: bool
     overlap_param_sync: bool
     max_inflight_buckets: int
+    static_graph: bool
 
 
 _engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
@@ -56,88 +60,93 @@ def _is_taken(by: weakref.ref[ShardedEngine] | None) -> bool:
     return by is not None and by() is not None
 
 
-def _take(comm: Communicator, infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
-    """ValueError if a live optimizer has the communicator or a parameter.
+def _take(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
+    """ValueError if a live optimizer has one of the communicators or a parameter.
 
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
     """
-    if _is_taken(_engine_of_comm.get(comm)):
-        raise ValueError(
-            f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-        )
+    for comm in comms:
+        if _is_taken(_engine_of_comm.get(comm)):
+            raise ValueError(
+                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
+            )
     for info in infos:
         if _is_taken(_engine_of_param.get(info.param)):
             raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    _engine_of_comm[comm] = weakref.ref(engine)
+    for comm in comms:
+        _engine_of_comm[comm] = weakref.ref(engine)
     for info in infos:
         _engine_of_param[info.param] = weakref.ref(engine)
 
 
-def _give_back(comm: Communicator, infos: Sequence[ParamInfo]) -> None:
-    _engine_of_comm.pop(comm, None)
+def _give_back(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
+    for comm in comms:
+        _engine_of_comm.pop(comm, None)
     for info in infos:
         _engine_of_param.pop(info.param, None)
 
 
-@dataclass
-class _Space:
-    """The parameters of one dtype: flat memory, and this rank's shards beside it (each [shard_numel], fp32)."""
-
-    flat: FlatParams
-    wire_dtype: torch.dtype
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
-    first_param: list[int]  # global index of every packed parameter
-
-
 class ShardedEngine:
-    """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order."""
+    """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
+
+    States are sharded over ``comm``; with ``replicate`` so many times over: the ranks of both are those of ``grid``.
+    """
 
     def __init__(
-        self, comm: Communicator, infos: Sequence[ParamInfo], groups: Sequence[str], options: ShardedOptions
+        self,
+        comm: Communicator,
+        infos: Sequence[ParamInfo],
+        groups: Sequence[str],
+        options: ShardedOptions,
+        replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
+        self._comms = [comm] if replicate is None else [comm, replicate]
+        self.grid = comm if replicate is None else grid_of(comm, replicate)
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
         self.device = comm.device
         self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=torch_device(comm.device))
         self.states: list[dict[str, Tensor]] = []
-        _take(comm, self.infos, self)
-        gather.expect_equal_layout(comm, self.infos, groups, options)
+        _take(self._comms, self.infos, self)
+        gather.expect_equal_layout(self.grid, self.infos, groups, options)
         expect_dense(self.infos)
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
-        gather.expect_equal_packings(comm, [space.flat.packing for space in self._spaces])
+        gather.expect_equal_packings(self.grid, [space.packing for space in self._spaces])
         if options.broadcast_params:
             for space in self._spaces:
-                gather.broadcast_flat(comm, space.flat.flat)
+                gather.broadcast_flat(self.grid, space.flat.flat)
             torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
-            if space.master is not None:
-                self._read_master(space, space.first_param)
-        average = 1.0 / comm.size if options.gradient_average else 1.0
+            if space.has_master:
+                space.read_master(space.indices)
+        average = 1.0 / self.grid.size if options.gradient_average else 1.0
         self._rows: AdamRows | AdamRowsCuda
         if self.device == CPU:
-            self._rows = AdamRows(self.steps)
-            self.reduced = ReducedGrads(comm, average)
+            self._rows = AdamRows(self.steps, amsgrad=options.precision.amsgrad)
+            self.reduced = ReducedGrads(comm, average, replicate)
         else:
-            self._rows = AdamRowsCuda(self.steps, self.device)
-            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count())
+            self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=options.precision.amsgrad)
+            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count(), replicate)
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
         slots = self._make_slots() if comm.is_registered else None
+        if isinstance(self.grid, Grid):
+            self.grid.prepare(
+                ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets), options.max_inflight_buckets
+            )
         self.grads = GradSync(
-            comm,
+            self.grid,
             self.infos,
             [bucket.grads for bucket in self._buckets],
             self.reduced,
             slots=slots,
             overlap=options.overlap_grad_sync,
             max_inflight=options.max_inflight_buckets,
+            is_static=options.static_graph,
         )
         parts = [list(bucket.grads.parts) for bucket in self._buckets]
         self._gathers = gather.Gathers(comm, self.infos, parts, overlaps=options.overlap_param_sync)
@@ -145,47 +154,35 @@ class ShardedEngine:
 
     # --- construction ------------------------------------------------------------------------------------------------
 
-    def _make_space(self, dtype: torch.dtype) -> _Space:
-        infos = [info for info in self.infos if info.dtype == dtype]
-        wire = self.options.reduce_dtype or dtype
-        flat = FlatParams(
-            infos,
+    def _make_space(self, dtype: torch.dtype) -> Space:
+        return Space(
+            [info for info in self.infos if info.dtype == dtype],
+            rank=self.comm.rank,
             world=self.world,
-            bucket_numel=max(1, self.options.bucket_cap_bytes // wire.itemsize),
-            pool=self.comm.gathers.pool,
-        )
-        numel = flat.packing.shard_numel
-
-        def shard(name: str) -> Tensor:
-            return self._state_pool.acquire(f"{name}/{dtype}", numel * 4).tensor(torch.float32, (numel,)).zero_()
-
-        master = None if dtype == torch.float32 else shard("master_param")
-        return _Space(
-            flat,
-            wire,
-            shard("grad"),
-            shard("exp_avg"),
-            shard("exp_avg_sq"),
-            master,
-            [info.index for info in flat.infos],
+            precision=self.options.precision,
+            bucket_cap_bytes=self.options.bucket_cap_bytes,
+            param_pool=self.comm.gathers.pool,
+            state_pool=self._state_pool,
         )
 
     def _make_buckets(self) -> None:
         """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
-        packings = [space.flat.packing for space in self._spaces]
-        plans = plan_buckets(packings, [space.first_param for space in self._spaces], self.comm.rank)
+        packings = [space.packing for space in self._spaces]
+        plans = plan_buckets(packings, [space.indices for space in self._spaces], self.comm.rank)
         pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
         for number, plan in enumerate(plans):
             space, bucket, segments = self._spaces[plan.space], plan.bucket, plan.segments
-            params = space.first_param
+            params = space.indices
             parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
             shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
             ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
             accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
-            first_row = self._add_rows(space, segments)
+            first_row = int(self._rows.table.rows)
+            for s in segments:
+                space.add_row(self._rows, s)
             for place, s in zip(places, segments, strict=True):
                 piece = space.grad.narrow(0, s.shard_begin, s.numel)
-                pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, place))
+                pieces[space.indices[s.param]].append(ShardPiece(piece, accumulator, place))
             numel = self.world * bucket.shard_numel
             full = space.flat.flat.narrow(0, bucket.begin, numel)
             grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
@@ -207,8 +204,8 @@ class ShardedEngine:
         """How many sums of squares all accumulators together write, at most."""
         count = 0
         for space in self._spaces:
-            per_bucket = Counter(s.bucket for s in space.flat.packing.segments(self.comm.rank))
-            for bucket in space.flat.packing.buckets:
+            per_bucket = Counter(s.bucket for s in space.packing.segments(self.comm.rank))
+            for bucket in space.packing.buckets:
                 count += native().ShardAccumulatorCuda.max_spans(per_bucket[bucket.index])
         return count
 
@@ -222,50 +219,14 @@ class ShardedEngine:
         accumulator = native().ShardAccumulatorCuda(shard, ranges, self.reduced.row_sums.narrow(0, begin, count))
         return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
 
-    def _add_rows(self, space: _Space, segments: Sequence[Segment]) -> int:
-        first = self._rows.table.rows
-        for s in segments:
-            index = space.first_param[s.param]
-            self._rows.add(
-                index,
-                self.infos[index].group,
-                space.flat.flat.narrow(0, s.flat_begin, s.numel),
-                space.grad.narrow(0, s.shard_begin, s.numel),
-                space.exp_avg.narrow(0, s.shard_begin, s.numel),
-                space.exp_avg_sq.narrow(0, s.shard_begin, s.numel),
-                None if space.master is None else space.master.narrow(0, s.shard_begin, s.numel),
-                param_begin=s.param_begin,
-            )
-        return int(first)
+    def _space_of(self, index: int) -> Space:
+        return next(space for space in self._spaces if index in space)
 
     def _add_params(self, pieces: dict[int, list[ShardPiece]]) -> None:
-        packed_at = {index: (space, packed) for space in self._spaces for packed, index in enumerate(space.first_param)}
         for info in self.infos:
-            space, packed = packed_at[info.index]
-            packing = space.flat.packing
-            self.reduced.add_param(info, packing, packed, pieces[info.index])
-            segments = packing.owned(packed, self.comm.rank)
-            begin = segments[0].shard_begin if segments else 0
-            numel = sum(s.numel for s in segments)  # contiguous in shard space
-            state = {
-                "exp_avg": space.exp_avg.narrow(0, begin, numel),
-                "exp_avg_sq": space.exp_avg_sq.narrow(0, begin, numel),
-            }
-            if space.master is not None:
-                state["master_param"] = space.master.narrow(0, begin, numel)
-            self.states.append(state)
-
-    def _read_master(self, space: _Space, indices: Sequence[int]) -> None:
-        """Takes this rank's part of the parameters ``indices`` into the fp32 master shard.
-
-        A master that rounds to the parameter as it is stays: it knows more digits of the same value.
-        """
-        assert space.master is not None
-        for packed, index in enumerate(space.first_param):
-            for s in space.flat.packing.owned(packed, self.comm.rank) if index in indices else ():
-                own = space.flat.flat.narrow(0, s.flat_begin, s.numel)
-                master = space.master.narrow(0, s.shard_begin, s.numel)
-                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+            space = self._space_of(info.index)
+            self.reduced.add_param(info, space.packing, space.packed_at(info.index), pieces[info.index])
+            self.states.append(space.state_of(info.index))
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -291,18 +252,19 @@ class ShardedEngine:
         """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
         moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
         for space in self._spaces:
-            if space.master is not None:
-                edited = [
-                    i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]
-                ]
-                self._read_master(space, edited)
+            if space.has_master:
+                edited = {i for i in space.indices if self.infos[i].param._version != self._versions[i]}
+                space.read_master(moved | edited)
 
     def follow_loaded_state(self) -> None:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
         self._versions = [_UNKNOWN_VERSION] * len(self.infos)
 
-    def param_sync(self) -> None:
-        self._gathers.wait_all()
+    def param_sync(self, indices: Sequence[int] | None = None) -> None:
+        if indices is None:
+            self._gathers.wait_all()
+        else:
+            self._gathers.wait_for(set(indices))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         return self._gathers.attach(model)
@@ -312,6 +274,9 @@ class ShardedEngine:
     def close_window(self) -> None:
         self.grads.close("grad_sync")
 
+    def start_window(self, indices: Sequence[int]) -> None:
+        self.grads.start(indices)
+
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.total_norm_tensor(self._held(indices), ord)
@@ -319,6 +284,11 @@ class ShardedEngine:
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         self.grads.close("norm")
         return self.reduced.clip(self._held(indices), max_norm, ord)
+
+    def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
+        self.grads.close("clip_grads_with_norm_")
+        is_on_device = self.device != CPU and index_of(coefficient) == self.device
+        self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
@@ -343,32 +313,27 @@ class ShardedEngine:
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         """This rank's part of a parameter: [begin, end) in its memory order, ascending."""
-        for space in self._spaces:
-            if index in space.first_param:
-                segments = space.flat.packing.owned(space.first_param.index(index), self.comm.rank)
-                return [(s.param_begin, s.param_begin + s.numel) for s in segments]
-        return []
+        return [(s.param_begin, s.param_begin + s.numel) for s in self._space_of(index).owned(index)]
+
+    def values_of(self, index: int) -> Tensor:
+        """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
+        return self._space_of(index).values_of(index)
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradient shards, states, and what the communication pool has reserved beside them."""
-        params = sum(space.flat.lease.nbytes for space in self._spaces)
-        states = sum(
-            t.numel() * 4
-            for space in self._spaces
-            for t in (space.exp_avg, space.exp_avg_sq, space.master)
-            if t is not None
-        )
+        memory = Counter[str]()
+        for space in self._spaces:
+            memory.update(space.memory())
         # Two of one pair have one pool, unless each registers its own.
-        pools = {pool._native: pool for pool in (self.grads.pool, self.comm.pool, self.comm.gathers.pool)}.values()
-        return {
-            "params": params,
-            "grads": sum(space.grad.numel() * 4 for space in self._spaces),
-            "states": states,
-            "pool": sum(pool.stats().reserved_bytes for pool in pools) - params,
-        }
+        comms = [each for comm in self._comms for each in (comm, comm.gathers)]
+        pools = {pool._native: pool for pool in (self.grads.pool, *(comm.pool for comm in comms))}.values()
+        reserved = sum(pool.stats().reserved_bytes for pool in pools)
+        return {name: memory[name] for name in ("params", "grads", "states")} | {"pool": reserved - memory["params"]}
 
     def describe(self) -> list[str]:
         lines = []
+        if isinstance(self.grid, Grid):
+            lines.append(f"sharded over {self.comm.size} ranks, replicated {self.grid.replicate.size} times")
         for bucket in self._buckets:
             names = [self.infos[i].name for i in bucket.grads.parts]
             size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
@@ -386,7 +351,9 @@ class ShardedEngine:
             self._gathers.detach()
             for space in self._spaces:
                 space.flat.release()
-            _give_back(self.comm, self.infos)
+            if isinstance(self.grid, Grid):
+                self.grid.release()
+            _give_back(self._comms, self.infos)
 
 
 @dataclass(frozen=True)

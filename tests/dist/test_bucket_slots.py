@@ -138,7 +138,7 @@ def on_slots(
             rank, comm, seed, overlap, lambda opt: watched.extend((Inputs(comm, opt), opt._engine.grads))
         )
     inputs, sync = watched
-    lates = len(inputs.offsets) - sync._schedule._window * len(sync.buckets)
+    lates = len(inputs.offsets) - sync._schedule.window * len(sync.buckets)
     return out, inputs.offsets, len(sync.buckets), {"in other memory": sync.pool.stats().acquires, "late": lates}
 
 

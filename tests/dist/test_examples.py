@@ -58,6 +58,13 @@ def test_fused_clip_step_agrees_with_torch():
     assert float(ours) < 1e-12 and float(ours) < float(peers), output
 
 
+def test_pipelines_agree_with_the_whole_model():
+    output = run_example("pipeline.py", 4)
+    found = re.findall(r"(GPipe|1F1B) on rank (\d): parameters differ by (\S+) at most", output)
+    assert len({(schedule, rank) for schedule, rank, _ in found}) == 8, output
+    assert all(float(difference) < 1e-5 for *_, difference in found), output
+
+
 def test_the_short_examples_are_short():
     for path in (ROOT / "examples").glob("*.py"):
         limit = 400 if path.name == "train_gpt.py" else 60

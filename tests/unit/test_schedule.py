@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import array
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from bucketwheel.schedule import Agreement, Launch, Schedule, Store
+from bucketwheel._build import native
+
+Launch, Schedule, Store = native().Launch, native().Schedule, native().Store
+
+
+def doubles(values: Sequence[float]) -> bytes:
+    return array.array("d", values).tobytes()
+
+
+def after(schedule: Any, param: int, **how: bool) -> list[Any]:
+    """What follows from a gradient."""
+    stores, launches = schedule.gradient(param, **how)
+    return [*stores, *launches]
 
 
 class Rank:
@@ -19,7 +34,7 @@ class Rank:
         self.launched: list[tuple[int, bool, dict[tuple[int, int], int]]] = []
         self.params_of = [[p for p, bs in enumerate(buckets_of) if b in bs] for b in range(count)]
 
-    def carry_out(self, actions: list[Store | Launch], value: int = 0) -> None:
+    def carry_out(self, actions: Sequence[Any], value: int = 0) -> None:
         for action in actions:
             if isinstance(action, Store):
                 memory = self.late if action.late else self.memory
@@ -28,7 +43,7 @@ class Rank:
             else:
                 self.launch(action)
 
-    def launch(self, action: Launch) -> None:
+    def launch(self, action: Any) -> None:
         memory = self.late if action.late else self.memory
         part = {}
         for p in self.params_of[action.bucket]:
@@ -38,12 +53,12 @@ class Rank:
         self.launched.append((action.bucket, action.late, part))
 
 
-def close(ranks: list[Rank], held: list[list[bool]], totals: dict[tuple[int, int], int]) -> Agreement:
+def close(ranks: list[Rank], held: list[list[bool]], totals: dict[tuple[int, int], int]) -> Any:
     """What the optimizer does at the end of a window; `totals` are the sums kept by the owners."""
     for rank, h in zip(ranks, held, strict=True):
-        for drop in rank.schedule.drops(h):
+        for drop in rank.schedule.drops(bytes(h)):
             rank.late[drop.param, drop.bucket] = 0
-    notes = [rank.schedule.notes(h) for rank, h in zip(ranks, held, strict=True)]
+    notes = [rank.schedule.notes(bytes(h)) for rank, h in zip(ranks, held, strict=True)]
     agreements = [rank.schedule.agree(notes) for rank in ranks]
     assert all(a == agreements[0] for a in agreements)
     agreement = agreements[0]
@@ -121,7 +136,7 @@ def test_any_arrival_order_gives_one_sequence_and_the_right_sums(seed: int) -> N
                     value = rng.randrange(1, 100)
                     expected[p] += value
                     replaces = rank.schedule.has_stored(p) and (not held[r][p] or (p in restart and p not in seen))
-                    rank.carry_out(rank.schedule.gradient(p, replaces=replaces, launch=rng.random() < 0.9), value)
+                    rank.carry_out(after(rank.schedule, p, replaces=replaces, launch=rng.random() < 0.9), value)
                     seen.add(p)
                     held[r][p] = True
         if rng.random() < 0.3:  # p.grad = None on every rank, after backward
@@ -131,25 +146,25 @@ def test_any_arrival_order_gives_one_sequence_and_the_right_sums(seed: int) -> N
                 h[p] = False
         agreement = close(ranks, held, totals)
         for p, buckets in enumerate(buckets_of):
-            assert agreement.held[p] == any(h[p] for h in held)
+            assert bool(agreement.held[p]) == any(h[p] for h in held)
             for b in buckets:
                 assert totals.get((p, b), 0) == expected[p]
 
 
 def test_buckets_go_in_order_as_they_fill() -> None:
     schedule = Schedule([[0], [0, 1], [1]], 2)
-    assert schedule.gradient(2) == [Store(2, 1, late=False, add=False)]
-    assert schedule.gradient(1) == [Store(1, 0, False, False), Store(1, 1, False, False)]
-    assert schedule.gradient(0) == [Store(0, 0, False, False), Launch(0), Launch(1)]
-    assert schedule.gradient(0) == [Store(0, 0, late=True, add=True)]
+    assert after(schedule, 2) == [Store(2, 1, late=False, add=False)]
+    assert after(schedule, 1) == [Store(1, 0, False, False), Store(1, 1, False, False)]
+    assert after(schedule, 0) == [Store(0, 0, False, False), Launch(0), Launch(1)]
+    assert after(schedule, 0) == [Store(0, 0, late=True, add=True)]
 
 
 def test_an_unused_parameter_stops_holding_buckets_up() -> None:
     schedule = Schedule([[0], [0], [1]], 2)
-    held = [True, False, True]
+    held = bytes([True, False, True])
     launched_during_backward = []
     for _ in range(6):
-        actions = schedule.gradient(2) + schedule.gradient(0)
+        actions = after(schedule, 2) + after(schedule, 0)
         launched_during_backward.append(sum(isinstance(a, Launch) for a in actions))
         schedule.close(schedule.agree([schedule.notes(held)]))
     assert launched_during_backward == [0, 0, 0, 0, 0, 2]
@@ -158,12 +173,12 @@ def test_an_unused_parameter_stops_holding_buckets_up() -> None:
 def test_a_returning_parameter_goes_through_the_late_round_once() -> None:
     ranks = [Rank([[0], [0]], 1)]
     for _ in range(8):
-        ranks[0].carry_out(ranks[0].schedule.gradient(0), 1)
+        ranks[0].carry_out(after(ranks[0].schedule, 0), 1)
         close(ranks, [[True, False]], {})
     late = []
     for _ in range(2):
-        ranks[0].carry_out(ranks[0].schedule.gradient(0), 1)
-        ranks[0].carry_out(ranks[0].schedule.gradient(1), 1)
+        ranks[0].carry_out(after(ranks[0].schedule, 0), 1)
+        ranks[0].carry_out(after(ranks[0].schedule, 1), 1)
         late.append(close(ranks, [[True, True]], totals := {}).late)
         assert totals == {(0, 0): 1, (1, 0): 1}
     assert late == [[0], []]
@@ -171,8 +186,8 @@ def test_a_returning_parameter_goes_through_the_late_round_once() -> None:
 
 def test_nothing_new_closes_nothing() -> None:
     schedule = Schedule([[0]], 1)
-    agreement = schedule.agree([schedule.notes([False])])
-    assert not agreement.is_dirty and agreement.held == [False]
+    agreement = schedule.agree([schedule.notes(bytes([False]))])
+    assert not agreement.is_dirty and agreement.held == bytes([False])
     assert schedule.close(agreement) == ([], [])
 
 
@@ -180,10 +195,10 @@ def test_a_gradient_that_was_taken_away_is_void() -> None:
     ranks = [Rank([[0], [0]], 1) for _ in range(2)]
     for rank in ranks:
         for p in (0, 1):
-            rank.carry_out(rank.schedule.gradient(p), 5)
+            rank.carry_out(after(rank.schedule, p), 5)
     totals: dict[tuple[int, int], int] = {}
     agreement = close(ranks, [[False, True]] * 2, totals)  # p0.grad = None on both
-    assert agreement.held == [False, True] and agreement.void == [0]
+    assert agreement.held == bytes([False, True]) and agreement.void == [0]
     assert totals == {(0, 0): 0, (1, 0): 10}
 
 
@@ -192,33 +207,112 @@ def test_replacing_on_one_rank_only_is_a_conflict() -> None:
     for schedule in schedules:
         schedule.gradient(0)
     schedules[1].gradient(0, replaces=True)
-    agreement = schedules[0].agree([s.notes([True]) for s in schedules])
+    agreement = schedules[0].agree([s.notes(bytes([True])) for s in schedules])
     assert agreement.conflicts == [0]
 
 
 def test_older_gradients_count_on_all_ranks_or_on_none() -> None:
     schedules = [Schedule([[0], [0]], 1) for _ in range(2)]
-    held = [True, True]
-    assert schedules[0].agree([s.notes(held, [True, True]) for s in schedules]).conflicts == []
-    notes = [schedules[0].notes(held, [True, True]), schedules[1].notes([True, False], [True, False])]
+    held = bytes([True, True])
+    assert schedules[0].agree([s.notes(held, held) for s in schedules]).conflicts == []
+    notes = [schedules[0].notes(held, held), schedules[1].notes(bytes([True, False]), bytes([True, False]))]
     assert [s.agree(notes).conflicts for s in schedules] == [[1], [1]]
 
 
 def test_factors_are_those_of_the_ranks_with_a_part_in_the_gradient() -> None:
     schedules = [Schedule([[0], [0], [0]], 1) for _ in range(3)]
     nan = float("nan")
-    same = [s.notes([True] * 3, [True] * 3, [0.5, 1.0, nan]) for s in schedules]
-    agreement = schedules[0].agree(same)
-    assert agreement.factors[:2] == [0.5, 1.0] and not agreement.scaled_apart
+    everything = bytes([True] * 3)
+    for common in ([0.5, 1.0, nan], [0.25] * 3, [nan] * 3):
+        agreement = schedules[0].agree([s.notes(everything, everything, doubles(common)) for s in schedules])
+        assert agreement.factors == doubles(common) and not agreement.scaled_apart
+    assert schedules[0].agree([s.notes(everything, everything, doubles([1.0] * 3)) for s in schedules]).factors == b""
     schedules[1].gradient(0)
-    older = [False, True, False]
+    older = bytes([False, True, False])
     apart = [
-        schedules[0].notes([False, True, False], older, [1.0, 0.25, 1.0]),  # takes no part in the window
-        schedules[1].notes([True, True, False], older, [0.5, 2.0, 1.0]),
-        schedules[2].notes([False, True, False], older),
+        schedules[0].notes(older, older, doubles([1.0, 0.25, 1.0])),  # takes no part in the window
+        schedules[1].notes(bytes([True, True, False]), older, doubles([0.5, 2.0, 1.0])),
+        schedules[2].notes(older, older),
     ]
     for s in schedules:
-        assert s.agree(apart).factors == [0.5, 2.0, 1.0] and not s.agree(apart).scaled_apart
+        assert s.agree(apart).factors == doubles([0.5, 2.0, 1.0]) and not s.agree(apart).scaled_apart
     schedules[2].gradient(0)
-    apart[2] = schedules[2].notes([True, True, False], older, [0.5, 1.0, 1.0])
+    apart[2] = schedules[2].notes(bytes([True, True, False]), older, doubles([0.5, 1.0, 1.0]))
     assert schedules[0].agree(apart).scaled_apart == [1]
+
+
+def test_as_many_gradients_as_the_last_time_are_waited_for() -> None:
+    """A shared weight gets two in every backward: late in the first window only."""
+    schedule = Schedule([[0], [0]], 1)
+    late = []
+    for _ in range(3):
+        for param in (0, 1, 0):
+            schedule.gradient(param)
+        agreement = schedule.agree([schedule.notes(bytes([True, True]))])
+        schedule.close(agreement)
+        late.append(agreement.late)
+    assert late == [[0], [], []]
+    schedule.gradient(0)  # fewer: it goes when the window closes
+    schedule.gradient(1)
+    first, _ = schedule.close(schedule.agree([schedule.notes(bytes([True, True]))]))
+    assert first == [Launch(0)]
+
+
+def test_notes_of_another_layout_are_refused() -> None:
+    schedule = Schedule([[0], [0]], 1)
+    notes = schedule.notes(bytes(2))
+    for wrong in (b"", notes[:-1], notes + b"1234"):
+        with pytest.raises(RuntimeError, match="2 parameters in 1 buckets; do all ranks run the same version"):
+            schedule.agree([notes, wrong])
+
+
+def test_bad_arguments_are_named() -> None:
+    schedule = Schedule([[0], [0]], 1)
+    with pytest.raises(ValueError, match="parameter 2 of 2"):
+        schedule.gradient(2)
+    with pytest.raises(ValueError, match="3 flags for 2 parameters"):
+        schedule.notes(bytes(3))
+    with pytest.raises(ValueError, match="8 bytes of factors for 2 parameters"):
+        schedule.notes(bytes(2), bytes(2), doubles([1.0]))
+
+
+def test_a_static_graph_needs_no_notes_of_others() -> None:
+    """Rank 0 uses parameter 0 (twice) and 1, rank 1 parameters 1 and 2, in every window."""
+    ranks = [Rank([[0], [0], [1]], 2) for _ in range(2)]
+    used = [(0, 1, 0), (2, 1)]
+    for rank in ranks:
+        rank.schedule = Schedule([[0], [0], [1]], 2, is_static=True)
+    for window in range(3):
+        agreements = []
+        for rank, own, at_first in zip(ranks, used, ([0], []), strict=True):
+            assert rank.schedule.is_learnt == (window > 0)
+            launches = [a for p in own for a in after(rank.schedule, p) if isinstance(a, Launch)]
+            assert [a.bucket for a in launches] == (at_first if window == 0 else [0, 1])
+        held = [bytes(p in own for p in range(3)) for own in used]
+        notes = [rank.schedule.notes(h) for rank, h in zip(ranks, held, strict=True)]
+        for rank, h in zip(ranks, held, strict=True):
+            assert rank.schedule.find_deviation(h) == -1
+            agreements.append(rank.schedule.agree(notes) if window == 0 else rank.schedule.assume(h))
+            rank.schedule.close(agreements[-1])
+        assert [a.held for a in agreements] == [bytes([True] * 3)] * 2
+
+
+@pytest.mark.parametrize(
+    "gradients, at_once, at_end",
+    [((0, 2), [2], 1), ((0, 1, 0), [0], 0), ((1,), [], 0), ((0, 1), [], -1), ((0, 0, 1), [], -1), ((), [], -1)],
+)
+def test_what_breaks_the_promise_of_a_static_graph_is_found(
+    gradients: tuple[int, ...], at_once: list[int], at_end: int
+) -> None:
+    """The first window has gradients of parameters 0 and 1. More of them are no harm while they come in time."""
+    schedule = Schedule([[0], [0], [0]], 1, is_static=True)
+    for param in (0, 1):
+        schedule.gradient(param)
+    schedule.close(schedule.agree([schedule.notes(bytes([True, True, False]))]))
+    found = []
+    for param in gradients:
+        schedule.gradient(param)
+        if schedule.is_deviation(param):
+            found.append(param)
+    assert found == at_once
+    assert schedule.find_deviation(bytes(p in gradients for p in range(3))) == at_end

@@ -1,0 +1,493 @@
+"""HSDP: states sharded over rows and replicated over columns leave the bits of sharding over all ranks."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.test_optim_cuda import batch, model_of, trained
+from dist.test_optim_nccl import simulated
+from grid_ranks import GRIDS, in_grid
+from optim_twins import TINY, Run, dyadic, joined_states, loss_of, make_params, run_local
+from torch import Tensor
+
+from bucketwheel import comm_nccl
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import PeerError
+from bucketwheel.grid import Grid
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalWorld
+from bucketwheel.testing import RankFailed, assert_bitwise_equal, run_threads
+from tests.simulated_cuda import Calls, posing
+
+Groups = dict[str, Communicator]  # what makes an optimizer one of these ranks
+
+
+def windows(run: Run) -> None:
+    """Everything that a window can be: accumulated, clipped, late, closed early, replaced, with unused parameters."""
+    run.backward(0)
+    run.clip(0.5)
+    run.step()
+    with run.opt.no_sync():
+        run.backward(1)
+    run.backward(2)
+    run.opt.grad_sync()
+    run.backward(3)
+    run.see_grads()
+    run.clip(0.05, float("inf"))
+    run.clip(0.3, 3.0)
+    run.step()
+    run.backward(4, used={0, 3, 6})
+    run.backward(5, used={1, 3})  # late
+    run.see(torch.nn.utils.clip_grad_norm_([p for p in run.params if p.grad is not None], 0.25))
+    run.step()
+    run.backward(6)
+    run.opt.zero_grad()
+    run.backward(7)  # replaces
+    run.opt.step()
+    run.opt.zero_grad()
+    run.backward(8, used={2, 8}, on={run.world - 1})  # the last rank alone
+    run.step()
+
+
+def play(script: Callable[[Run], None], rank: int, world: int, options: dict[str, Any], groups: Groups) -> Any:
+    """(parameters, what was seen, this rank's states) after a script."""
+    params = make_params(options.pop("dtype", torch.float32), seed=rank)
+    opt = ShardedAdamW(params, lr=0.02, weight_decay=0.1, **options, **groups)
+    run = Run(opt, params, rank, world)
+    script(run)
+    opt.param_sync()
+    saved = opt.state_dict()
+    opt.close()
+    for comm in groups.values():
+        comm.pool.check()
+        comm.pool.expect_no_leases()
+    return [p.detach().clone() for p in params], run.seen, saved
+
+
+def on_grid(shards: int, replicas: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> Any:
+        groups = {"process_group": shard, "replicate_group": replicate}
+        return play(script, rank, shards * replicas, dict(options), groups)
+
+    return in_grid(shards, replicas, body)
+
+
+def on_flat(world: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
+    return run_local(world, lambda comm: play(script, comm.rank, world, dict(options), {"process_group": comm}))
+
+
+def assert_equal_ranks(got: list[Any], expected: list[Any], shards: int, dtype: torch.dtype = torch.float32) -> None:
+    states = joined_states([saved for *_, saved in expected], make_params(dtype))
+    for rank, (params, seen, _) in enumerate(got):
+        assert_bitwise_equal(params, expected[0][0], f"parameters of rank {rank}")
+        assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
+    for first in range(0, len(got), shards):
+        row = joined_states([saved for *_, saved in got[first : first + shards]], make_params(dtype))
+        assert_bitwise_equal(row, states, f"states of the row of rank {first}")
+
+
+OPTIONS: list[dict[str, Any]] = [
+    TINY,
+    {"bucket_cap_mb": 3e-3, "overlap_param_sync": True, "max_inflight_buckets": 1},
+    {**TINY, "overlap_grad_sync": False, "gradient_average": False},
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), [*((shape, TINY) for shape in GRIDS), *(((2, 2), one) for one in OPTIONS[1:])], ids=str
+)
+def test_the_bits_of_all_ranks_in_one_group(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    shards, replicas = shape
+    expected = on_flat(shards * replicas, windows, **options)
+    assert_equal_ranks(on_grid(shards, replicas, windows, **options), expected, shards)
+
+
+def test_bfloat16_is_not_rounded_on_its_way() -> None:
+    """Sums of bfloat16 gradients need more digits than bfloat16 has; parts travel in fp32."""
+
+    def script(run: Run) -> None:
+        for seed in range(3):
+            grads = [g + (300 + run.rank) / 16 * (g > 0) for g in dyadic([p.float() for p in run.params], seed)]
+            loss_of(run.params, [g.to(torch.bfloat16) for g in grads]).backward()
+            run.clip(0.5)
+            run.step()
+
+    options: dict[str, Any] = {**TINY, "dtype": torch.bfloat16}
+    assert_equal_ranks(on_grid(2, 2, script, **options), on_flat(4, script, **options), 2, torch.bfloat16)
+
+
+def test_ranks_that_use_other_parameters_in_other_orders() -> None:
+    def script(run: Run) -> None:
+        for step in range(6):
+            used = {(3 * run.rank + step + i) % 9 for i in range(4)}
+            if (run.rank + step) % 3:
+                order = sorted(used, reverse=bool((run.rank + step) % 2))
+                grads = dyadic(run.params, 10 * step + run.rank)
+                for i in order:
+                    (run.params[i] * grads[i]).sum().backward()
+            run.clip(0.5)
+            run.step()
+
+    for options in (TINY, {"bucket_cap_mb": 3e-3}):
+        assert_equal_ranks(on_grid(2, 2, script, **options), on_flat(4, script, **options), 2)
+
+
+def test_buckets_leave_during_backward() -> None:
+    """All three operations of a bucket are issued from the hooks, in bucket order, on every rank."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[list[str], int]:
+        params = make_params(seed=rank)
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
+        run = Run(opt, params, rank, 4)
+        run.backward(0)
+        run.step()
+        log: list[str] = []
+        for comm, method in ((shard, "reduce_scatter_into"), (replicate, "all_gather_to_sink")):
+            issue = getattr(comm, method)
+            setattr(comm, method, lambda *a, issue=issue, method=method, **k: log.append(method) or issue(*a, **k))
+        run.backward(1)
+        during = list(log)
+        opt.grad_sync()
+        return during, len(log) - len(during)
+
+    for during, after in in_grid(2, 2, body):
+        assert len(during) >= 20 and during == ["reduce_scatter_into", "all_gather_to_sink"] * (len(during) // 2)
+        assert after <= 2, "only buckets of padding and parameters without elements are left"
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
+        params = make_params()
+        with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+            lr = 0.1 if replicate.rank else 0.2
+            ShardedAdamW(params, lr=lr, process_group=shard, replicate_group=replicate)
+        return str(raised.value)
+
+    assert all("lr 0." in message for message in in_grid(2, 2, body))
+
+
+def test_replicas_that_do_different_things_are_told() -> None:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate)
+        Run(opt, params, rank, 4).backward(0)
+        with pytest.raises(RuntimeError, match="ranks did different things"):
+            opt.step() if replicate.rank else opt.clip_grad_norm_(1.0)
+
+    in_grid(2, 2, body)
+
+
+@pytest.mark.parametrize("poses", [False, True])
+def test_what_one_rank_says_is_not_finite_all_skip(poses: bool) -> None:
+    """``found_inf`` comes in on one rank alone: what another optimizer's gradients were."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> float:
+        params = make_params(seed=rank)
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate)
+        Run(opt, params, rank, 4).backward(0)
+        found = torch.tensor(float(rank == 3))
+        grads = [p.grad for p in params]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+        opt.close()
+        return found.item()
+
+    if poses:
+        with posing():
+            assert in_grid(2, 2, body, device="cuda") == [1.0] * 4
+    else:
+        assert in_grid(2, 2, body) == [1.0] * 4
+
+
+def wired(rows: list[list[int]], columns: list[list[int]], body: Callable[..., Any]) -> list[Any]:
+    """``body(shard, replicate)`` with these ranks as groups, in their order."""
+    row_worlds, column_worlds = [LocalWorld(len(g)) for g in rows], [LocalWorld(len(g)) for g in columns]
+
+    def of(rank: int, groups: list[list[int]], worlds: list[LocalWorld]) -> Communicator:
+        at = next(i for i, group in enumerate(groups) if rank in group)
+        return Communicator(worlds[at].rank(groups[at].index(rank)), timeout_s=10)
+
+    world = sum(map(len, rows))
+    return run_threads(
+        lambda rank, _: body(of(rank, rows, row_worlds), of(rank, columns, column_worlds)), world, timeout_s=30
+    )
+
+
+NOT_GRIDS = {
+    "columns are rows": ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "other places": ([[0, 1], [2, 3]], [[0, 3], [1, 2]]),
+    "other order of a column": ([[0, 1], [2, 3]], [[0, 2], [3, 1]]),
+    "unequal rows": ([[0, 1, 2], [3, 4]], [[0, 3], [1, 4], [2]]),
+    "twisted columns": ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 5], [4, 6], [3, 7]]),
+    "a column more": ([[0, 1], [2, 3]], [[0, 2], [1], [3]]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_GRIDS)
+def test_what_is_not_a_grid_is_refused_on_every_rank(case: str) -> None:
+    def body(shard: Communicator, replicate: Communicator) -> str:
+        param = torch.nn.Parameter(torch.ones(3))
+        try:
+            with pytest.raises(ValueError, match="are not a grid") as raised:
+                ShardedAdamW([param], process_group=shard, replicate_group=replicate)
+            return str(raised.value)
+        finally:
+            shard.close()
+            replicate.close()
+
+    for message in wired(*NOT_GRIDS[case], body):
+        assert "rank r * S + s" in message
+
+
+def test_a_replicate_group_on_some_ranks_is_refused_on_every_rank() -> None:
+    """Those that share no group with the odd rank learn of it when others go."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
+        groups = {"process_group": shard} if rank == 1 else {"process_group": shard, "replicate_group": replicate}
+        with pytest.raises((ValueError, RuntimeError, PeerError)) as raised:
+            ShardedAdamW([torch.nn.Parameter(torch.ones(3))], **groups)
+        return str(raised.value)
+
+    began = time.monotonic()
+    messages = in_grid(2, 2, body, timeout_s=60)
+    assert time.monotonic() - began < 15
+    assert "this one does not" in messages[1]
+    assert "1 ranks of the process_group of rank 0 have a replicate_group" in messages[0]
+
+
+def test_registered_memory_is_refused() -> None:
+    class Registered:
+        is_registered, name = True, "x"
+
+    with pytest.raises(ValueError, match="registered=True"):
+        Grid(Registered(), Registered())  # type: ignore[arg-type]
+
+
+def test_a_replicate_group_alone_is_refused() -> None:
+    with Communicator(LocalWorld(1).rank(0)) as comm:
+        with pytest.raises(ValueError, match="needs a process_group"):
+            ShardedAdamW([torch.nn.Parameter(torch.ones(3))], replicate_group=comm)
+
+
+# --- what a grid is beside its steps ----------------------------------------------------------------------------------
+
+
+def test_an_error_on_one_rank_reaches_those_that_share_no_group_with_it() -> None:
+    """Well before the time limit: who notices tells its other group."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
+        run = Run(opt, params, rank, 6)
+        run.backward(0)
+        run.step()
+        if rank == 0:
+            raise KeyError("a bug in the training script")
+        run.backward(1)
+        run.step()
+
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as failed:
+        in_grid(2, 3, body, timeout_s=60)
+    assert time.monotonic() - began < 15
+    assert "KeyError" in failed.value.failures[0]
+    for rank in range(1, 6):
+        assert "Error: [bucketwheel rank" in failed.value.failures[rank]
+
+
+def test_a_state_dict_loads_on_any_replica() -> None:
+    saved_by: dict[int, dict[str, Any]] = {}
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        out = []
+        for resumes in (False, True):
+            params = make_params()
+            opt = ShardedAdamW(params, lr=0.1, process_group=shard, replicate_group=replicate, **TINY)
+            run = Run(opt, params, rank, 4)
+            run.backward(0)
+            run.step()
+            if resumes:
+                opt.load_state_dict(saved_by[(rank + 2) % 4])  # the other replica's
+            saved_by[rank] = opt.state_dict()
+            run.backward(1)
+            run.step()
+            out.append([p.detach().clone() for p in params])
+            opt.close()
+            shard.exchange(b"")
+            replicate.exchange(b"")
+        return out[0], out[1]
+
+    ranks = in_grid(2, 2, body)
+    assert_bitwise_equal(saved_by[0], saved_by[2])
+    assert_bitwise_equal(saved_by[1], saved_by[3])
+    for once, again in ranks:
+        assert_bitwise_equal(again, once)
+
+
+def test_it_describes_itself_and_counts_its_memory() -> None:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[str, int, int]:
+        params = make_params()
+        groups = {"process_group": shard, "replicate_group": replicate}
+        opt = ShardedAdamW(params, **groups, bucket_cap_mb=0.01)
+        Run(opt, params, rank, 4).backward(0)
+        opt.step()
+        found = opt.memory_summary()
+        reserved = [comm.pool.stats().reserved_bytes for comm in (shard, replicate)]
+        assert reserved[1] > 0, "part buffers"
+        with pytest.raises(ValueError, match="belongs to another optimizer"):
+            ShardedAdamW([torch.nn.Parameter(torch.ones(3))], **groups)
+        described = opt.describe()
+        opt.close()
+        ShardedAdamW(params, **groups).close()  # the groups are free again
+        return described, found["pool"] + found["params"], sum(reserved)
+
+    for described, found, reserved in in_grid(2, 2, body):
+        assert found == reserved
+        assert described.startswith("sharded over 2 ranks, replicated 2 times\nbucket 0")
+
+
+# --- CUDA, simulated --------------------------------------------------------------------------------------------------
+
+CUDA_CASES = [
+    (torch.float32, "none", {}),
+    (torch.float32, "own", {"overlap_param_sync": True, "max_inflight_buckets": 1}),
+    (torch.bfloat16, "stock", {"gradient_average": False}),
+    (torch.float32, "inf", {"overlap_grad_sync": False}),
+]
+
+
+def trained_on_grid(
+    rank: int, shard: Communicator, replicate: Communicator, dtype: torch.dtype, clip: str, options: dict[str, Any]
+) -> list[Tensor]:
+    return trained(rank, shard, dtype, clip, replicate_group=replicate, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "clip", "options"),
+    [*(((2, 2), *case) for case in CUDA_CASES), *((shape, *CUDA_CASES[0]) for shape in ((1, 2), (2, 3)))],
+    ids=str,
+)
+def test_ranks_on_one_device_have_the_bits_of_the_cpu(
+    shape: tuple[int, int], dtype: torch.dtype, clip: str, options: dict[str, Any]
+) -> None:
+    expected = in_grid(*shape, trained_on_grid, dtype, clip, options)
+    with posing():
+        got = in_grid(*shape, trained_on_grid, dtype, clip, options, device="cuda")
+    for rank, tensors in enumerate(got):
+        assert_bitwise_equal(tensors, expected[rank], f"rank {rank}")
+
+
+def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
+    """Issuing behind an operation that peers have yet to issue would wait for them; they wait for this rank first."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, max_inflight_buckets=1, **TINY)
+        run = Run(opt, params, rank, 4)
+        for step in range(3):
+            if rank != 3:
+                run.backward(step)
+            shard.exchange(b"")  # as a loss that all ranks average between backward and step
+            replicate.exchange(b"")
+            if rank == 3:
+                run.backward(step)
+            run.step()
+        opt.close()
+
+    with posing():
+        in_grid(2, 2, body, device="cuda", timeout_s=30)
+    in_grid(2, 2, body, timeout_s=30)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def torch_groups(rank: int, world: int, shards: int, backend: str = "gloo") -> dict[str, Any]:
+    """This rank's process groups of a grid, as a training script makes them."""
+    mine: dict[str, Any] = {}
+    for name, every in (
+        ("process_group", [list(range(first, first + shards)) for first in range(0, world, shards)]),
+        ("replicate_group", [list(range(place, world, shards)) for place in range(shards)]),
+    ):
+        for ranks in every:
+            group = dist.new_group(ranks, backend=backend)
+            if rank in ranks:
+                mine[name] = group
+    return mine
+
+
+def by_process_groups(rank: int, world: int, shards: int) -> list[Tensor]:
+    params = make_params(seed=rank)
+    opt = ShardedAdamW(params, lr=0.02, weight_decay=0.1, **torch_groups(rank, world, shards), **TINY)
+    run = Run(opt, params, rank, world)
+    windows(run)
+    opt.param_sync()
+    opt.close()
+    return [p.detach().clone() for p in params] + run.seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shards", [2, 1, 4])
+def test_process_groups_of_one_host(rank_pool: Callable[[int], Any], shards: int) -> None:
+    expected = on_flat(4, windows, **TINY)
+    for rank, got in enumerate(rank_pool(4).run(by_process_groups, shards)):
+        assert_bitwise_equal(got, expected[0][0] + expected[0][1], f"rank {rank}")
+
+
+def over_nccl(rank: int, world: int, dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[Tensor]:
+    with simulated() as script:
+        groups = torch_groups(rank, world, 2)
+        shard_gathers, shard = Communicator.pair(groups["process_group"], timeout_s=30)
+        column_gathers, column = Communicator.pair(groups["replicate_group"], timeout_s=30)
+        with shard_gathers, shard, column_gathers, column:
+            out = trained(rank, shard, dtype, clip, replicate_group=column, **options)
+        assert script.fake_nccl_open_groups() == 0
+        return out
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "clip", "options"), [CUDA_CASES[0], CUDA_CASES[1], CUDA_CASES[3]], ids=str)
+def test_over_nccl(rank_pool: Callable[[int], Any], dtype: torch.dtype, clip: str, options: dict[str, Any]) -> None:
+    expected = in_grid(2, 2, trained_on_grid, dtype, clip, options)
+    for rank, got in enumerate(rank_pool(4).run(over_nccl, dtype, clip, options)):
+        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
+
+
+def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
+    """By torch's process groups; nothing blocks the host or allocates after the first steps."""
+    with simulated() as script, pytest.MonkeyPatch.context() as patch:
+        before = script.fake_nccl_live_comms()
+        if takes_turns:
+            patch.setattr(comm_nccl, "_is_launch_order_kept", False)
+            patch.setattr(warnings, "warn", lambda *_, **__: None)
+        model = model_of()
+        groups = torch_groups(rank, world, 2)
+        opt = ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004, max_inflight_buckets=1, **groups)
+        assert opt._engine.grid._takes_turns == takes_turns
+        for step in range(6):
+            calls = Calls()
+            model(batch(rank, step, torch.float32)).square().mean().backward()
+            opt.clip_grad_norm_(0.3)
+            opt.step()
+            opt.zero_grad()
+            if step >= 4:
+                found = calls.since()
+                blocking = ("stream_synchronize", "event_synchronize", "memcpy_blocking")
+                assert not any(found.get(name) for name in blocking), found
+                assert "malloc_device" not in found and "malloc_host" not in found, found
+        opt.close()
+        assert script.fake_nccl_live_comms() == before, "close() ends all four communicators"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_over_nccl_backward_and_step_wait_for_nothing(rank_pool: Callable[[int], Any], takes_turns: bool) -> None:
+    rank_pool(4).run(free_running_over_nccl, takes_turns)

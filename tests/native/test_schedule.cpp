@@ -1,0 +1,311 @@
+// plan/schedule.h: W state machines and a recording communicator over random schedules. Run by test_native.py.
+// needs: base plan
+// runs: address
+#include "plan/schedule.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+
+using namespace bucketwheel;
+
+namespace {
+
+using Key = std::pair<int, int>;  // parameter, bucket: its part of a gradient is one integer
+using Sums = std::map<Key, int64_t>;
+
+struct Layout {
+  std::vector<std::vector<int>> buckets_of;
+  int bucket_count = 1;
+};
+
+// One rank: carries actions out on integers.
+struct Rank {
+  Rank(const Layout& layout, bool is_static)
+      : layout(layout),
+        schedule(layout.buckets_of, layout.bucket_count, is_static),
+        held(layout.buckets_of.size(), 0) {}
+
+  void gradient(int param, bool replaces, bool launch, int64_t value) {
+    const bool is_quick = !replaces && schedule.is_first(param);
+    if (is_quick && launch) {  // as native hooks do it
+      for (const int bucket : layout.buckets_of[static_cast<size_t>(param)]) {
+        CHECK(memory.emplace(Key{param, bucket}, value).second);
+      }
+      if (schedule.arrive(param, true)) {
+        for (const LaunchAction& launch_now : schedule.ready()) {
+          send(launch_now);
+        }
+      }
+    } else {
+      const Actions actions = schedule.gradient(param, replaces, launch);
+      for (const StoreAction& store : actions.stores) {
+        int64_t& place = (store.late ? late : memory)[{store.param, store.bucket}];
+        place = (store.add ? place : 0) + value;
+      }
+      for (const LaunchAction& launch_now : actions.launches) {
+        send(launch_now);
+      }
+    }
+    held[static_cast<size_t>(param)] = 1;
+  }
+
+  void send(const LaunchAction& launch) {
+    Sums part;
+    Sums& from = launch.late ? late : memory;
+    for (size_t param = 0; param < layout.buckets_of.size(); ++param) {
+      const auto& buckets = layout.buckets_of[param];
+      const Key key{static_cast<int>(param), launch.bucket};
+      if (std::find(buckets.begin(), buckets.end(), launch.bucket) == buckets.end()) {
+        continue;
+      }
+      const bool is_absent = std::find(launch.absent.begin(), launch.absent.end(), key.first) != launch.absent.end();
+      CHECK(launch.late || is_absent == !from.contains(key));
+      part[key] = from.contains(key) ? from[key] : 0;
+      from.erase(key);
+    }
+    sent.emplace_back(std::pair(launch.bucket, launch.late), std::move(part));
+  }
+
+  Layout layout;
+  Schedule schedule;
+  std::vector<uint8_t> held;
+  Sums memory, late;
+  std::vector<std::pair<std::pair<int, bool>, Sums>> sent;
+};
+
+class Simulation {
+ public:
+  explicit Simulation(uint32_t seed) : random_(seed) {
+    layout_ = random_layout();
+    is_static_ = chance(0.2);
+    const int world = below(4) + 1;
+    for (int rank = 0; rank < world; ++rank) {
+      ranks_.emplace_back(layout_, is_static_);
+      static_orders_.push_back(random_order({}));
+    }
+  }
+
+  void run() {
+    for (int window = 0; window < 4; ++window) {
+      std::fill(expected_.begin(), expected_.end(), 0);
+      expected_.assign(layout_.buckets_of.size(), 0);
+      totals_.clear();
+      is_static_ ? static_window() : free_window();
+      close();
+      for (Rank& rank : ranks_) {
+        std::fill(rank.held.begin(), rank.held.end(), 0);  // zero_grad
+      }
+    }
+  }
+
+  int64_t late_rounds = 0, replaced = 0, overlapped = 0;
+
+ private:
+  int below(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random_); }
+  bool chance(double p) { return std::uniform_real_distribution<double>(0, 1)(random_) < p; }
+
+  Layout random_layout() {
+    Layout layout;
+    int bucket = 0;
+    for (int count = below(8) + 1; count > 0; --count) {
+      const int span = chance(0.6) ? 1 : below(3) + 1;
+      std::vector<int> buckets;
+      for (int i = 0; i < span; ++i) {
+        buckets.push_back(bucket + i);
+      }
+      layout.bucket_count = std::max(layout.bucket_count, bucket + span);
+      bucket += span - 1 + below(2);
+      layout.buckets_of.push_back(std::move(buckets));
+    }
+    if (chance(0.3)) {
+      layout.buckets_of.push_back({});  // a parameter without elements
+    }
+    return layout;
+  }
+
+  // The gradients of one backward, some twice (shared weights, reentrant checkpointing), in any order.
+  std::vector<int> random_order(const std::set<int>& all_of) {
+    std::vector<int> order;
+    for (int param = 0; param < static_cast<int>(layout_.buckets_of.size()); ++param) {
+      for (int times = all_of.contains(param) || chance(0.7) ? 1 + chance(0.2) : 0; times > 0; --times) {
+        order.push_back(param);
+      }
+    }
+    std::shuffle(order.begin(), order.end(), random_);
+    return order;
+  }
+
+  void arrive(Rank& rank, int param, bool replaces, bool launch) {
+    const int64_t value = below(100) + 1;
+    expected_[static_cast<size_t>(param)] += value;
+    rank.gradient(param, replaces, launch, value);
+  }
+
+  // Every rank has its own gradients, the same in each window, in time or not.
+  void static_window() {
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      for (const int param : static_orders_[r]) {
+        arrive(ranks_[r], param, false, true);
+        CHECK(!ranks_[r].schedule.is_deviation(param));
+      }
+    }
+  }
+
+  void free_window() {
+    const int kind = below(3);  // what happens between two backward passes: nothing, zero_grad, p.grad = None
+    std::set<int> restarted;
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && kind == 1) {
+        for (Rank& rank : ranks_) {
+          rank.schedule.discard();
+          rank.late.clear();
+          std::fill(rank.held.begin(), rank.held.end(), 0);
+        }
+        std::fill(expected_.begin(), expected_.end(), 0);
+        ++replaced;
+      }
+      if (half == 1 && kind == 2) {
+        for (int param = 0; param < static_cast<int>(expected_.size()); ++param) {
+          const bool is_everywhere = std::all_of(
+              ranks_.begin(), ranks_.end(), [&](const Rank& rank) { return rank.held[static_cast<size_t>(param)]; });
+          if (is_everywhere && chance(0.5)) {
+            restarted.insert(param);
+            expected_[static_cast<size_t>(param)] = 0;
+            ++replaced;
+          }
+        }
+      }
+      for (Rank& rank : ranks_) {
+        if (restarted.empty() && kind != 1 && chance(0.15)) {
+          continue;  // skips this backward; not where another rank drops what it had by then, which is an error
+        }
+        std::set<int> seen;
+        for (const int param : random_order(kind == 1 ? std::set<int>{0} : restarted)) {
+          const bool is_restarted = restarted.contains(param) && !seen.contains(param);
+          const bool was_dropped = !rank.held[static_cast<size_t>(param)] || is_restarted;
+          arrive(rank, param, rank.schedule.has_stored(param) && was_dropped, chance(0.9));
+          seen.insert(param);
+        }
+      }
+    }
+    if (chance(0.3)) {  // p.grad = None after backward, everywhere
+      const auto param = static_cast<size_t>(below(static_cast<int>(expected_.size())));
+      expected_[param] = 0;
+      for (Rank& rank : ranks_) {
+        rank.held[param] = 0;
+      }
+    }
+  }
+
+  void close() {
+    for (Rank& rank : ranks_) {
+      overlapped += static_cast<int64_t>(rank.sent.size());
+      for (const StoreAction& drop : rank.schedule.drops(rank.held)) {
+        rank.late[{drop.param, drop.bucket}] = 0;
+      }
+    }
+    const std::vector<Agreement> agreements = agree();
+    for (const Agreement& agreement : agreements) {
+      CHECK(agreement.conflicts.empty() && agreement.held == agreements.front().held);
+      CHECK(agreement.late == agreements.front().late || is_static_);
+    }
+    const Agreement& agreement = agreements.front();
+    std::vector<std::vector<LaunchAction>> lates(ranks_.size());
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      std::vector<LaunchAction> first;
+      ranks_[r].schedule.close(agreements[r], &first, &lates[r]);
+      for (const LaunchAction& launch : first) {
+        ranks_[r].send(launch);
+      }
+    }
+    CHECK(!agreement.is_dirty || ranks_.front().sent.size() == static_cast<size_t>(layout_.bucket_count));
+    reduce();
+    for (const int param : agreement.voided) {
+      for (const int bucket : layout_.buckets_of[static_cast<size_t>(param)]) {
+        totals_[{param, bucket}] = 0;
+      }
+    }
+    late_rounds += static_cast<int64_t>(agreement.late.size());
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      for (const LaunchAction& launch : lates[r]) {
+        ranks_[r].send(launch);
+      }
+    }
+    reduce();
+    for (size_t param = 0; param < expected_.size(); ++param) {
+      CHECK(agreement.held[param] ==
+            std::any_of(ranks_.begin(), ranks_.end(), [&](const Rank& rank) { return rank.held[param] != 0; }));
+      for (const int bucket : layout_.buckets_of[param]) {
+        CHECK((totals_[{static_cast<int>(param), bucket}]) == expected_[param]);
+      }
+    }
+  }
+
+  std::vector<Agreement> agree() {
+    std::vector<std::vector<uint8_t>> notes;
+    std::vector<std::string_view> views;
+    for (const Rank& rank : ranks_) {
+      notes.push_back(rank.schedule.notes(rank.held, {}, {}));
+    }
+    for (const std::vector<uint8_t>& note : notes) {
+      views.emplace_back(reinterpret_cast<const char*>(note.data()), note.size());
+    }
+    std::vector<Agreement> agreements;
+    for (const Rank& rank : ranks_) {
+      CHECK(rank.schedule.find_deviation(rank.held) == -1);
+      agreements.push_back(rank.schedule.is_learnt() ? rank.schedule.assume(rank.held, {}, {})
+                                                     : rank.schedule.agree(views));
+    }
+    return agreements;
+  }
+
+  // The communicator: all ranks have called the same operations in the same order; the sums go to the shards.
+  void reduce() {
+    for (const Rank& rank : ranks_) {
+      CHECK(rank.sent.size() == ranks_.front().sent.size());
+    }
+    for (size_t i = 0; i < ranks_.front().sent.size(); ++i) {
+      for (const Rank& rank : ranks_) {
+        CHECK(rank.sent[i].first == ranks_.front().sent[i].first);
+        for (const auto& [key, value] : rank.sent[i].second) {
+          totals_[key] += value;
+        }
+      }
+    }
+    for (Rank& rank : ranks_) {
+      rank.sent.clear();
+    }
+  }
+
+  std::mt19937 random_;
+  Layout layout_;
+  bool is_static_ = false;
+  std::vector<Rank> ranks_;
+  std::vector<std::vector<int>> static_orders_;
+  std::vector<int64_t> expected_;
+  Sums totals_;
+};
+
+}  // namespace
+
+TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
+  int64_t late_rounds = 0, replaced = 0, overlapped = 0;
+  for (uint32_t seed = 0; seed < 10000; ++seed) {
+    Simulation simulation(seed);
+    simulation.run();
+    late_rounds += simulation.late_rounds;
+    replaced += simulation.replaced;
+    overlapped += simulation.overlapped;
+  }
+  CHECK(late_rounds > 10000 && replaced > 10000 && overlapped > 10000);  // it was what it says
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
