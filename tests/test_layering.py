@@ -62,7 +62,18 @@ PYTHON_LAYERS = [
     ["__init__", "__main__"],
 ]
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
-PURE = {"_version", "errors", "plan", "forward_order", "_toolchain", "_nvcc", "_compile", "_cache", "_build", "flight"}
+PURE = {
+    "_version",
+    "errors",
+    "plan",
+    "forward_order",
+    "_toolchain",
+    "_nvcc",
+    "_compile",
+    "_cache",
+    "_build",
+    "flight",
+}
 
 MAX_LINES = 440  # about 400
 MAX_FUNCTION_LINES = 66  # about 60, without signature and docstring

@@ -158,10 +158,9 @@ class Gathers:
             self._forget()
 
     def wait_for(self, params: Collection[int]) -> None:
-        """`wait_all` for some parameters."""
+        """The same of these parameters alone."""
         for index in params:
-            if type(self._params[index]) is PendingParameter:
-                arrive(self._params[index])
+            arrive(self._params[index])
 
     def _forget(self) -> None:
         for param in self._params:
