@@ -259,11 +259,7 @@ class ShardedAdamW(Optimizer):
         ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
 
         Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
-        forwards that `prefetch_params` knows: a C++ extension bound with pybind11, TorchScript, `torch.func.grad`, ``jvp``
-        and the like of parameters as they are, a tensor subclass that handles torch functions itself, or a view, ``p.data``
-        or address taken before `step`. Everything else waits by itself: forwards, ``model.state_dict()``, moving averages,
-        ``p.data``, NumPy, ``print``, copies, saving. On CUDA the current stream waits, and that in which `step` was called;
-        code in others needs an edge behind one of them, as with any tensor.
+        forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
         """
         self._engine.param_sync(self._indices(parameters))
 
@@ -271,14 +267,8 @@ class ShardedAdamW(Optimizer):
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
         gathers them in the order of these forwards. Does nothing otherwise.
 
-        Without it a forward waits as well, wherever torch uses a parameter, but not for code that torch does not see, and
-        parameters come in the reverse order of registration. The order is that of the forwards before the steps 1, 2, 4,
-        8 and so on, of the first rank that has called the model. ``model`` may be any part of what is trained; call it for
-        each model of several.
-
-        Compiled code is entered when all it uses has arrived, so it is never compiled again because of this. Pass what is
-        called from Python: ``torch.compile(model)`` rather than ``model``, or a model whose blocks are compiled. Where
-        hooks are inside of compiled code only (``model.compile()``), `step` waits.
+        ``model`` may be a part of what is trained; call it for each of several. Of compiled models pass what is called
+        from Python: ``torch.compile(model)``, or a model whose blocks are compiled; otherwise `step` waits.
 
         Returns a function that removes the hooks again; `close` does too.
         """
