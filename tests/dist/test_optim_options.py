@@ -240,7 +240,6 @@ def test_it_describes_itself() -> None:
 
 LATER = {
     "amsgrad": True,
-    "replicate_group": object(),
     "state_dtype": torch.bfloat16,
     "accum_dtype": torch.bfloat16,
     "master_weights": "bf16_remainder",
