@@ -106,8 +106,18 @@ def flat_buffer(comm: Communicator) -> None:
 
 def sinks(comm: Communicator) -> None:
     """Sums go to a gradient shard, which adds them up and knows its sum of squares."""
+    for wire, kept in ((F32, F32), (F32, BF16), (BF16, BF16), (F64, F64)):
+        sums_in(comm, wire, kept)
+
+
+def few_bits(rank: int, numel: int) -> torch.Tensor:
+    """`exact`, but so small that sums of all turns are exact in bfloat16."""
+    return (exact(rank, numel, F32) * 2).trunc() / 16 + 0.0  # no -0, which zeros add up to 0 with
+
+
+def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
     numel = 4099
-    shard = filled(comm, numel)
+    shard = filled(comm, numel).to(kept)
     if comm.device >= 0:
         sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
         sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
@@ -116,17 +126,20 @@ def sinks(comm: Communicator) -> None:
         accumulator = native().ShardAccumulator(shard, [(0, numel)])
         sink = native().ShardSink(accumulator)
         sum_of_squares = lambda: accumulator.results()[0][0]  # noqa: E731
-    total = torch.zeros(numel)
+    total = torch.zeros(numel, dtype=F64)
     for turn in range(3):
-        with comm.pool.acquire("full", 4 * comm.size * numel) as lease:
-            full = lease.tensor(F32, (comm.size * numel,))
-            full.copy_(exact(comm.rank + 10 * turn, comm.size * numel, F32))
+        with comm.pool.acquire("full", wire.itemsize * comm.size * numel) as lease:
+            full = lease.tensor(wire, (comm.size * numel,))
+            full.copy_(few_bits(comm.rank + 10 * turn, comm.size * numel))
             sink.begin(turn > 0)
             comm.reduce_scatter_into(full, sink).wait()
         for rank in range(comm.size):
-            total += exact(rank + 10 * turn, comm.size * numel, F32)[comm.rank * numel :][:numel]
-        assert_bitwise_equal(shard, total, f"turn {turn}")
-        assert sum_of_squares() == float(total.double().square().sum())
+            total += few_bits(rank + 10 * turn, comm.size * numel)[comm.rank * numel :][:numel]
+        assert_bitwise_equal(shard, total.to(kept), f"turn {turn}, {wire} into {kept}")
+        assert sum_of_squares() == float(total.square().sum())
+    other = torch.zeros(comm.size * numel, dtype=F32 if kept == F64 else F64, device=shard.device)
+    with pytest.raises(ValueError, match="into a sink that does not take it: a float64 shard takes float64"):
+        comm.reduce_scatter_into(other, sink)
 
 
 def gathered_to_a_sink(comm: Communicator) -> None:

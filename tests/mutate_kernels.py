@@ -78,7 +78,7 @@ MUTANTS = {
     "infinity not seen": ("kernels/norm.cpp", "return {sum, !is_finite(sum)};", "return {sum, sum != sum};", NORM),
     "shard sums keep the last pass": ("kernels/norm.cpp", "  sum_ = Fold();\n  in_chunk_ = 0;\n}\n\nvoid SumsqAccumulator::close", "  in_chunk_ = 0;\n}\n\nvoid SumsqAccumulator::close", NORM),
     "shard overwrites instead of adding": ("kernels/norm.cpp", "add_ = add;", "add_ = false && add;", NORM),
-    "padding is not stored": ("kernels/norm.cpp", "cpu_kernels().store(shard_ + position_, from, stop - position_, add_);", "", NORM),
+    "padding is not stored": ("kernels/norm.cpp", "cpu_kernels().store(to, dtype_, from, stop - position_, add_);", "", NORM),
     "padding is summed": ("kernels/norm.cpp", "is_last || position_ < segments_[segment_].begin", "is_last", NORM),
     "sum skips a rank": ("kernels/reduce_cpu.h", "for (int rank = 1; rank < world; ++rank)", "for (int rank = 1; rank < world - 1; ++rank)", PACK),
     "sum rounds at every rank": ("kernels/reduce_cpu.h", "sum += widened(c[i]);", "sum = widen_bf16(round_to_bf16(sum)) + widened(c[i]);", PACK),

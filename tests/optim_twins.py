@@ -8,6 +8,7 @@ A *script* is a function of a `Run`. It says what a training loop does, in the w
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,7 +94,7 @@ class TorchTwin(torch.optim.AdamW):
         return torch.nn.utils.clip_grad_norm_(not_empty, max_norm, norm_type, **options)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        return None if param.grad is None else param.grad.float()
+        return None if param.grad is None else param.grad.to(torch.promote_types(param.dtype, torch.float32))
 
     def close(self) -> None: ...
 
@@ -108,6 +109,7 @@ class Run:
     world: int = 1
     seen: list[Any] = field(default_factory=list)
     clips: bool = False
+    clips_by_torch: bool = False  # `clip` is torch.nn.utils.clip_grad_norm_, not the optimizer's method
 
     def loss(self, seed: int, used: Collection[int] | None = None, on: Collection[int] | None = None) -> Tensor:
         """A loss whose mean gradient over the ranks is ``dyadic(params, seed)`` for the parameters ``used`` (None:
@@ -133,7 +135,10 @@ class Run:
 
     def clip(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> None:
         self.clips = True
-        self.see(self.opt.clip_grad_norm_(max_norm, norm_type, **options))
+        clip = (
+            functools.partial(TorchTwin.clip_grad_norm_, self.opt) if self.clips_by_torch else self.opt.clip_grad_norm_
+        )
+        self.see(clip(max_norm, norm_type, **options))
 
     def see(self, value: Any) -> None:
         """Records a value that the twins must see too."""
@@ -159,8 +164,12 @@ Make = Callable[[list[Parameter]], Any]  # what to give an optimizer for the par
 
 
 def outcome_of_torch(script: Script, make: Make = list, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
+    """``decoupled_weight_decay=False``: `torch.optim.Adam`."""
     params = make_params(dtype)
+    decoupled = options.pop("decoupled_weight_decay", True)
     run = Run(TorchTwin(make(params), **options), params)
+    for group in run.opt.param_groups:
+        group["decoupled_weight_decay"] = decoupled
     script(run)
     fresh = [
         {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in params
@@ -206,7 +215,7 @@ def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> 
         joined: dict[str, Tensor] = {"step": entries[0]["step"]}
         assert all(torch.equal(entry["step"], joined["step"]) for entry in entries), "ranks count steps differently"
         for name in entries[0].keys() - {"step", "ranges"}:
-            flat = torch.full((param.numel(),), float("nan"))
+            flat = torch.full((param.numel(),), float("nan"), dtype=entries[0][name].dtype)
             covered = torch.zeros(param.numel(), dtype=torch.int64)
             for entry in entries:
                 at = 0
@@ -256,10 +265,10 @@ def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, ato
             p, q.to(p.dtype), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, i=i: f"parameter {i}: {m}"
         )
     for i, (state, theirs) in enumerate(zip(outcome.states, expected.states, strict=True)):
-        for name in ("step", "exp_avg", "exp_avg_sq"):
+        for name in {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} & state.keys() & theirs.keys():
             torch.testing.assert_close(
                 state[name],
-                theirs[name].float(),
+                theirs[name].to(state[name].dtype),
                 rtol=rtol,
                 atol=atol,
                 equal_nan=True,

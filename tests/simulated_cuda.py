@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib.machinery
 import importlib.util
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from bucketwheel import _toolchain
 from bucketwheel._build import native
 from bucketwheel.device import install
+from bucketwheel.grad import ShardedGrad
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
 BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device")
@@ -104,6 +106,29 @@ class Calls:
         """Fails if anything blocked the host or allocated."""
         found = {name: count for name, count in self.since().items() if name in BLOCKING + ALLOCATING}
         assert not found, f"blocking or allocating CUDA calls: {found}"
+
+
+_aten = torch.ops.aten
+READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)  # the last two below autograd
+
+
+class HostReads(TorchDispatchMode):
+    """Inside, notes who asks for the value of a tensor, for which the host would wait: the file and line of each caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            caller = sys._getframe(1)
+            while "torch/_" in caller.f_code.co_filename:  # what torch wraps around this method
+                caller = caller.f_back
+            self.callers.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        if any(isinstance(leaf, ShardedGrad) for leaf in tree_leaves((args, kwargs))):
+            with self:  # a mode does not see what happens below itself, and placeholders answer there
+                return ShardedGrad.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class Graph(TorchDispatchMode):

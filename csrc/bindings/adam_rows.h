@@ -89,8 +89,9 @@ class PyAdamRows {
     return grad;
   }
   void put_grad(int64_t row, const std::optional<dlpack::Described>& grad, py::object g) {
-    table_.set_grad(row, grad ? grad->data : nullptr, grad ? grad->dtype : DType::kFloat32);
-    grads_[static_cast<size_t>(row)] = std::move(g);
+    const auto index = static_cast<size_t>(row);
+    table_.set_grad(row, grad ? grad->data : nullptr, grad ? grad->dtype : tensors_[index].default_grad_dtype());
+    grads_[index] = std::move(g);
   }
 
   std::vector<AdamTensors> tensors_;

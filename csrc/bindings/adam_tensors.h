@@ -57,11 +57,14 @@ struct AdamTensors {
     out.param = param;
     out.group = group;
     out.p_dtype = p.dtype;
-    out.g_dtype = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    out.g_dtype = default_grad_dtype();
     out.state_dtype = m.dtype;
     out.weight = master ? AdamWeight::kMaster : remainder ? AdamWeight::kRemainder : AdamWeight::kParam;
     return out;
   }
+
+  // Of a row that has no gradient yet.
+  DType default_grad_dtype() const { return p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
   dlpack::Described grad(py::handle g, int64_t index) const {
     using namespace dlpack;

@@ -3,9 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
+#include <cstring>
 #include <memory>
-#include <span>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -21,7 +21,8 @@ class ShardSink final : public ReduceSink {
  public:
   explicit ShardSink(std::shared_ptr<PyShardAccumulator> accumulator) : accumulator_(std::move(accumulator)) {}
   void begin(bool add) { accumulator_->start(add); }
-  void consume(size_t, int64_t begin, const float* sum, int64_t numel) override {
+  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
     accumulator_->accumulator().consume(begin, sum, numel);
   }
 
@@ -29,19 +30,26 @@ class ShardSink final : public ReduceSink {
   std::shared_ptr<PyShardAccumulator> accumulator_;
 };
 
-// Stores the sums in host memory, in float32. Has no state: passes may be issued while others have yet to run.
+// Stores the sums in host memory: in float32, or in float64 those of float64. Has no state: passes may be issued while
+// others have yet to run.
 class StoringSink final : public ReduceSink {
  public:
-  explicit StoringSink(py::handle to) : to_(float_block(to, {"to", 0})), owner_(held(to)) {}
-  void consume(size_t, int64_t begin, const float* sum, int64_t numel) override {
-    const auto end = static_cast<size_t>(begin + numel);
-    BW_EXPECTS(end <= to_.size(), "a block that ends at " + std::to_string(end) + " in a buffer of " +
-                                      std::to_string(to_.size()) + " elements");
-    std::copy_n(sum, numel, const_cast<float*>(to_.data()) + begin);
+  explicit StoringSink(py::handle to) : to_(block_of(to, std::nullopt, {"to", 0})), owner_(held(to)) {
+    if (to_.dtype != DType::kFloat64) {
+      dlpack::expect_dtype(to_, DType::kFloat32, {"to", 0});
+    }
+  }
+  bool takes(DType dtype) const override { return shard_takes(to_.dtype, dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
+    BW_EXPECTS(begin + numel <= to_.numel, "a block that ends at " + std::to_string(begin + numel) +
+                                               " in a buffer of " + std::to_string(to_.numel) + " elements");
+    const size_t bytes = size_of(to_.dtype);
+    std::memcpy(static_cast<std::byte*>(to_.data) + static_cast<size_t>(begin) * bytes, sum,
+                static_cast<size_t>(numel) * bytes);
   }
 
  private:
-  std::span<const float> to_;
+  const dlpack::Described to_;
   std::shared_ptr<void> owner_;
 };
 

@@ -226,7 +226,8 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
 class FirstElements final : public ReduceSink {
  public:
   FirstElements(std::shared_ptr<ReduceSink> sink, int64_t numel) : sink_(std::move(sink)), numel_(numel) {}
-  void consume(size_t segment, int64_t begin, const float* values, int64_t numel) override {
+  bool takes(DType dtype) const override { return sink_->takes(dtype); }
+  void consume(size_t segment, int64_t begin, const void* values, int64_t numel) override {
     if (begin < numel_) {
       sink_->consume(segment, begin, values, std::min(numel, numel_ - begin));
     }
@@ -323,6 +324,7 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("world", &Comm::world)
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("backend", &Comm::backend)
+      .def_property_readonly("sees_peers", &Comm::sees_peers)
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))

@@ -71,7 +71,7 @@ inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of
   BW_CUDA_TRY(launch_param_sums, launch, native_stream(*stream, "param_sums"));
 }
 
-// The norm of the chosen gradients into `norm` (float32 [1]), and their factors times the clip coefficient if
+// The norm of the chosen gradients into `norm` (float32 or float64 [1]: ClipLaunch::is_double), and their factors times the clip coefficient if
 // max_norm is given: ClipLaunch. `param_sums`: float64 [world, params].
 inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py::handle chosen, double average,
                       std::optional<double> max_norm, py::handle norm, py::handle param_norms, bool resets) {
@@ -89,8 +89,9 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
   launch.average = average;
   launch.clips = max_norm.has_value();
   launch.resets = resets;
-  launch.max_norm = static_cast<float>(max_norm.value_or(0.0));
-  launch.norm = device_array<float>(norm, DType::kFloat32, id, 1, "norm");
+  launch.max_norm = max_norm.value_or(0.0);
+  launch.is_double = dlpack::describe_on_any_device(norm, {"norm", 0}).dtype == DType::kFloat64;
+  launch.norm = device_array<void>(norm, launch.is_double ? DType::kFloat64 : DType::kFloat32, id, 1, "norm");
   launch.param_norms = device_array<double>(param_norms, DType::kFloat64, id, launch.param_count, "param_norms");
   const StreamRef stream = current_stream(id);
   py::gil_scoped_release unlocked;
@@ -105,14 +106,14 @@ class PyShardAccumulatorCuda {
       : shard_owner_(held(shard)), sums_owner_(held(sums)) {
     const dlpack::Described values = dlpack::describe_on_any_device(shard, {"shard", 0});
     BW_EXPECTS(values.device.kind == DeviceId::Kind::kCuda, "shard is not on a CUDA device");
-    auto* const data = device_array<float>(shard, DType::kFloat32, values.device, -1, "shard");
+    BW_EXPECTS(values.is_contiguous(), "shard is not contiguous");
     std::vector<ShardAccumulator::Segment> pieces;
     for (const auto& [begin, end] : segments) {
       pieces.push_back({begin, end});
     }
     auto* const out = device_array<double>(sums, DType::kFloat64, values.device,
                                            ShardAccumulatorCuda::max_spans(pieces.size()), "sums");
-    accumulator_.emplace(CudaDevice::at(values.device.index), data, values.numel, pieces, out);
+    accumulator_.emplace(CudaDevice::at(values.device.index), values.data, values.dtype, values.numel, pieces, out);
   }
   ShardAccumulatorCuda& accumulator() { return *accumulator_; }
   int64_t span_of(size_t segment) const { return accumulator_->span_of(segment); }
@@ -128,7 +129,8 @@ class ShardSinkCuda final : public ReduceSink {
  public:
   explicit ShardSinkCuda(std::shared_ptr<PyShardAccumulatorCuda> accumulator) : accumulator_(std::move(accumulator)) {}
   void begin(bool add) { accumulator_->accumulator().start(add); }
-  void consume(size_t, int64_t, const float*, int64_t) override {
+  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
+  void consume(size_t, int64_t, const void*, int64_t) override {
     throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
   }
   void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {

@@ -51,30 +51,33 @@ inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::sequence& te
   return pairs_of(sumsq(rows));
 }
 
-// A block of float32 values, for the accumulators.
-inline std::span<const float> float_block(py::handle object, dlpack::Name name) {
+// A contiguous block of values, for the accumulators; of any dtype if none is given.
+inline dlpack::Described block_of(py::handle object, std::optional<DType> dtype, dlpack::Name name) {
   const dlpack::Described tensor = dlpack::describe_item(object, name);
-  dlpack::expect_dtype(tensor, DType::kFloat32, name);
+  if (dtype) {
+    dlpack::expect_dtype(tensor, *dtype, name);
+  }
   BW_EXPECTS(tensor.is_contiguous(), name.text() + " is not contiguous");
-  return {static_cast<const float*>(tensor.data), static_cast<size_t>(tensor.numel)};
+  return tensor;
 }
 
 class PyShardAccumulator {
  public:
   PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
-    const std::span<const float> values = float_block(shard, {"shard", 0});
+    const dlpack::Described values = block_of(shard, std::nullopt, {"shard", 0});
     owner_ = held(shard);
     std::vector<ShardAccumulator::Segment> pieces;
     for (const auto& [begin, end] : segments) {
       pieces.push_back({begin, end});
     }
-    accumulator_.emplace(const_cast<float*>(values.data()), static_cast<int64_t>(values.size()), std::move(pieces));
+    accumulator_.emplace(values.data, values.dtype, values.numel, std::move(pieces));
   }
   ShardAccumulator& accumulator() { return *accumulator_; }
+  const ShardAccumulator& accumulator() const { return *accumulator_; }
   void start(bool add) { accumulator_->start(add); }
   void consume(int64_t begin, py::handle values) {
-    const std::span<const float> block = float_block(values, {"values", 0});
-    accumulator_->consume(begin, block.data(), static_cast<int64_t>(block.size()));
+    const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_->dtype()), {"values", 0});
+    accumulator_->consume(begin, block.data, block.numel);
   }
   std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_->results()); }
 
@@ -129,8 +132,8 @@ inline void bind_norm(py::module_& m) {
       .def(
           "consume",
           [](SumsqAccumulator& self, py::handle values) {
-            const std::span<const float> block = float_block(values, {"values", 0});
-            self.consume(block.data(), static_cast<int64_t>(block.size()));
+            const dlpack::Described block = block_of(values, DType::kFloat32, {"values", 0});
+            self.consume(static_cast<const float*>(block.data), block.numel);
           },
           py::arg("values"))
       .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });

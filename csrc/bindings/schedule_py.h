@@ -65,6 +65,7 @@ inline void bind_agreement(py::module_& m) {
       .def("__eq__", [](const LaunchAction& a, const LaunchAction& b) { return a == b; });
   py::class_<Agreement>(m, "Agreement")
       .def_readonly("is_dirty", &Agreement::is_dirty)
+      .def_readonly("is_complete", &Agreement::is_complete)
       .def_readonly("is_uneven", &Agreement::is_uneven)
       .def_property_readonly("held", [](const Agreement& self) { return bytes_of(self.held); })
       .def_readonly("void", &Agreement::voided)

@@ -46,14 +46,17 @@ struct Reduction {
 };
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
-// operation in ascending order, never concurrently. `sum` holds fp32 sums of elements [begin, begin + numel) of the
-// shard of item `segment`; of an all-gather, those elements of its full buffer, as they were gathered.
+// operation in ascending order, never concurrently. `sum` holds the sums of elements [begin, begin + numel) of the
+// shard of item `segment`: float, or double where the buckets are float64; of an all-gather, those elements of its full
+// buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard.
 inline constexpr int64_t kSinkBlockNumel = 4096;
 class ReduceSink {
  public:
   virtual ~ReduceSink() = default;
-  virtual void consume(size_t segment, int64_t begin, const float* sum, int64_t numel) = 0;
+  // Asked before an operation is issued: whether sums of buckets of `dtype` can be taken.
+  virtual bool takes(DType dtype) const = 0;
+  virtual void consume(size_t segment, int64_t begin, const void* sum, int64_t numel) = 0;
   // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank
   // order, each of `numel` elements of `dtype` in device memory (one source, of an all-gather). TypeError from a sink
   // that is for host memory.
@@ -78,6 +81,9 @@ class Comm {
   virtual int world() const = 0;
   virtual const std::string& name() const = 0;
   virtual const char* backend() const = 0;
+  // Whether Handle::is_ordered() tells that the peers have issued the operation. If not, a stream that waits for one
+  // may wait there for a peer that has not.
+  virtual bool sees_peers() const { return true; }
   virtual DeviceId device() const { return {}; }
   // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
   virtual const PoolRef& pool() const = 0;

@@ -135,6 +135,12 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   state->size_bytes = op->size_bytes;
   state->device = device();
   state->has_fate = true;
+  if (peers_->sees_issued() && !is_captured) {
+    state->is_met = [peers = std::weak_ptr<Peers>(peers_), path = path_of(part_), seq = &state->seq] {
+      const PeersRef alive = peers.lock();
+      return alive == nullptr || alive->have_all_issued(path, *seq);
+    };
+  }
   Inflight::Item item{op, {}, nullptr, {state, &state->fate}, std::move(options.keepalive)};
   std::vector<Inflight::Item> finished;  // destroyed without the locks
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process

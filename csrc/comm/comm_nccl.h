@@ -67,6 +67,7 @@ class NcclComm final : public Comm {
   int world() const override { return session_->world(); }
   const std::string& name() const override { return name_; }
   const char* backend() const override { return "nccl"; }
+  bool sees_peers() const override { return peers_->sees_issued(); }
   DeviceId device() const override { return {DeviceId::Kind::kCuda, session_->device()}; }
   const PoolRef& pool() const override { return pool_; }
   StreamRef stream() const override { return stream_; }

@@ -266,9 +266,12 @@ void Exchange::feed_gathered() {
     alignas(kCacheLineBytes) float block[kSinkBlockNumel];
     for (int64_t begin = 0; begin < full.numel; begin += kSinkBlockNumel) {
       const int64_t count = std::min(kSinkBlockNumel, full.numel - begin);
-      const void* const source = from + static_cast<size_t>(begin) * size_of(full.dtype);
-      reduce_sum_fp32(&source, 1, full.dtype, count, block);
-      op_.sink->consume(i, begin, block, count);
+      const void* source = from + static_cast<size_t>(begin) * size_of(full.dtype);
+      if (full.dtype != DType::kFloat64) {
+        reduce_sum_fp32(&source, 1, full.dtype, count, block);
+        source = block;
+      }
+      op_.sink->consume(i, begin, source, count);
     }
   }
 }
@@ -324,15 +327,22 @@ void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<co
     }
     return;
   }
-  alignas(kCacheLineBytes) float sum[kSinkBlockNumel];
+  alignas(kCacheLineBytes) std::byte room[kSinkBlockNumel * sizeof(double)];
   for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {
     const int64_t count = std::min(kSinkBlockNumel, numel - done);
-    reduce_sum_fp32(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, count, sum);
-    scale(op_.reduction, team_.world(), sum, count);
-    if (op_.sink) {
-      op_.sink->consume(index, begin + done, sum, count);
+    const auto* const from = reinterpret_cast<const void* const*>(sources.data());
+    if (is_double) {
+      reduce_sum(from, team_.world(), shard.dtype, count, room);
     } else {
-      store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, sum, count);
+      auto* const sum = reinterpret_cast<float*>(room);
+      reduce_sum_fp32(from, team_.world(), shard.dtype, count, sum);
+      scale(op_.reduction, team_.world(), sum, count);
+    }
+    if (op_.sink) {
+      op_.sink->consume(index, begin + done, room, count);
+    } else {
+      store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, reinterpret_cast<const float*>(room),
+                 count);
     }
     for (const std::byte*& source : sources) {
       source += static_cast<size_t>(count) * element_bytes;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -12,6 +13,7 @@ namespace bucketwheel {
 namespace {
 
 constexpr std::chrono::milliseconds kSlice{50};
+constexpr std::chrono::microseconds kLook{50};  // between two looks at what peers have issued
 
 }  // namespace
 
@@ -90,6 +92,16 @@ bool Handle::is_ordered() const { return await_order(Clock::now()); }
 bool Handle::await_order(Deadline deadline) const {
   if (state_->device.kind == DeviceId::Kind::kCpu) {
     return state_->done->query() || state_->done->synchronize(deadline);
+  }
+  if (state_->is_met != nullptr) {
+    const std::function<bool()>& is_met = state_->is_met;
+    while (!is_met() && !state_->done->query()) {  // over, perhaps because it has failed
+      if (has_passed(deadline)) {
+        return false;
+      }
+      std::this_thread::sleep_for(kLook);
+    }
+    return true;
   }
   const auto* deferred = dynamic_cast<const DeferredEvent*>(state_->done.get());
   return deferred == nullptr || deferred->await(deadline) != nullptr;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -50,8 +51,9 @@ class Handle {
   uint64_t seq() const { return state_->seq; }              // of its communicator, counted from 1
   size_t size_bytes() const { return state_->size_bytes; }  // bytes of the full buffers
   DeviceId device() const { return state_->device; }
-  // Whether a stream can wait for the operation, and memory be given on behind it, without the host waiting for a
-  // peer: on the CPU when it is over, on CUDA when it is in a stream.
+  // Whether a stream can wait for the operation, and memory be given on behind it, without waiting for a peer to
+  // issue it: on the CPU when it is over, on CUDA when it is in a stream and, as far as Comm::sees_peers(), in those
+  // of all ranks.
   bool is_ordered() const;
   // Blocks until is_ordered() or the deadline; which.
   bool await_order(Deadline deadline) const;
@@ -69,6 +71,7 @@ class Handle {
     EventRef done;
     std::exception_ptr error;
     bool has_fate = false;
+    std::function<bool()> is_met;  // CUDA: whether all ranks have issued it; null: known otherwise, or not known
     mutable Fate fate;
     std::vector<Keepalive> keepalive;
   };

@@ -185,6 +185,15 @@ std::optional<Failure> HostComm::trouble(uint64_t seq, const std::function<bool(
   }
 }
 
+bool HostComm::have_all_issued(int path, uint64_t seq) const {
+  for (int r = 0; r < world(); ++r) {
+    if (team_->record(r).issued[path] < seq) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Of its own operations, a rank says only which ones its stream has reached.
 std::optional<LastSeqs> HostComm::last_seqs(int path) {
   LastSeqs last;

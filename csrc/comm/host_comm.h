@@ -52,6 +52,8 @@ class HostComm final : public Comm, public Peers {
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
   std::exception_ptr fail(const Failure& failure, const FailedAt& at) override;
   void note_issued(int path, uint64_t seq) override { team_->own().issued[path] = seq; }
+  bool sees_issued() const override { return true; }
+  bool have_all_issued(int path, uint64_t seq) const override;
   std::optional<LastSeqs> last_seqs(int path) override;
   FlightRing& flight() { return flight_; }
   // Another communicator has the operations, and writes them out.

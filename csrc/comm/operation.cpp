@@ -19,11 +19,11 @@ void check_reduction(const Operation& op) {
   BW_EXPECTS(std::isfinite(reduction.factor), "the factor of op 'premul' is " + std::to_string(reduction.factor));
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const DType dtype = op.segments[i].full.dtype;
-    const bool is_half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
-    BW_EXPECTS(is_half || dtype == DType::kFloat32 || (dtype == DType::kFloat64 && !op.sink),
-               at(i) + name_of(op.collective) + " of " + name_of(dtype) +
-                   " is not supported: float32, bfloat16, float16 and " +
-                   (op.sink ? "no other, with a sink, are" : "float64 are"));
+    BW_EXPECTS(is_float(dtype), at(i) + name_of(op.collective) + " of " + name_of(dtype) +
+                                    " is not supported: float32, bfloat16, float16 and float64 are");
+    BW_EXPECTS(!op.sink || op.sink->takes(dtype), at(i) + name_of(op.collective) + " of " + name_of(dtype) +
+                                                      " into a sink that does not take it: a float64 shard " +
+                                                      "takes float64, any other float32, bfloat16 and float16");
   }
 }
 

@@ -41,6 +41,9 @@ class Peers {
   // Tells the peers how far this rank has issued on one of the data paths that share it (at most kPaths).
   static constexpr int kPaths = 2;
   virtual void note_issued(int path, uint64_t seq) = 0;
+  // Whether this rank sees what the others have issued, without asking; and if it does, whether all are at `seq`.
+  virtual bool sees_issued() const = 0;
+  virtual bool have_all_issued(int path, uint64_t seq) const = 0;
   // How far all ranks have issued on it. Nothing: they have been asked, and will have answered, or be taken for ones
   // that do not answer, within kAnswerPatience. Never blocks.
   virtual std::optional<LastSeqs> last_seqs(int path) = 0;

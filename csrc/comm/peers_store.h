@@ -35,6 +35,8 @@ class StorePeers final : public Peers {
   std::optional<Failure> trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) override;
   std::exception_ptr fail(const Failure& failure, const FailedAt& at) override;
   void note_issued(int path, uint64_t seq) override { progress_.at(static_cast<size_t>(path)) = seq; }
+  bool sees_issued() const override { return false; }
+  bool have_all_issued(int, uint64_t) const override { return true; }
   std::optional<LastSeqs> last_seqs(int path) override;
   // The same of the rounds that have been posted.
   std::optional<LastSeqs> last_rounds() { return last_seqs(kPaths); }

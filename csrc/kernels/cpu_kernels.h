@@ -36,9 +36,10 @@ struct CpuKernels {
   // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes. Of any of the four float
   // types.
   void (*sumsq)(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes);
-  // to[i] = x[i], or to[i] += x[i]; then sumsq of to.
-  void (*store_sumsq)(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes);
-  void (*store)(float* to, const float* x, int64_t n, bool add);
+  // to[i] = x[i], or to[i] += x[i], computed as x is and rounded once to `to`; then sumsq of to. kFloat32 and kBFloat16
+  // take floats, kFloat64 doubles.
+  void (*store_sumsq)(void* to, DType to_dtype, const void* x, int64_t n, bool add, int64_t lane, double* lanes);
+  void (*store)(void* to, DType to_dtype, const void* x, int64_t n, bool add);
 
   // From one of the four float types to another one, as pack.h says.
   void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);

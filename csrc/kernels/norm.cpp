@@ -124,9 +124,12 @@ void SumsqAccumulator::consume(const float* values, int64_t numel) {
   });
 }
 
-void SumsqAccumulator::store(float* to, const float* values, int64_t numel, bool add) {
+void SumsqAccumulator::store(void* to, DType dtype, const void* values, int64_t numel, bool add) {
+  const size_t value_bytes = size_of(shard_sum_dtype(dtype));
   by_chunk(numel, [&](int64_t offset, int64_t part, int64_t lane) {
-    cpu_kernels().store_sumsq(to + offset, values + offset, part, add, lane, lanes_);
+    const auto at = static_cast<size_t>(offset);
+    cpu_kernels().store_sumsq(static_cast<std::byte*>(to) + at * size_of(dtype), dtype,
+                              static_cast<const std::byte*>(values) + at * value_bytes, part, add, lane, lanes_);
   });
 }
 
@@ -136,6 +139,13 @@ SumSquares SumsqAccumulator::result() const {
     sum.add(fold_lanes(lanes_, used_lanes()));
   }
   return with_bit(sum.result());
+}
+
+void expect_shard_dtype(DType dtype) {
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat64) {
+    throw TypeError(std::string("a gradient shard of ") + name_of(dtype) +
+                    ": float32, bfloat16 and float64 are supported");
+  }
 }
 
 void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, int64_t numel) {
@@ -149,8 +159,13 @@ void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, 
   }
 }
 
-ShardAccumulator::ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments)
-    : shard_(shard), numel_(numel), segments_(std::move(segments)), results_(segments_.size()) {
+ShardAccumulator::ShardAccumulator(void* shard, DType dtype, int64_t numel, std::vector<Segment> segments)
+    : shard_(static_cast<std::byte*>(shard)),
+      dtype_(dtype),
+      numel_(numel),
+      segments_(std::move(segments)),
+      results_(segments_.size()) {
+  expect_shard_dtype(dtype_);
   expect_shard_segments(segments_, numel_);
 }
 
@@ -162,26 +177,29 @@ void ShardAccumulator::start(bool add) {
   std::fill(results_.begin(), results_.end(), SumSquares{});
 }
 
-void ShardAccumulator::consume(int64_t begin, const float* values, int64_t numel) {
+void ShardAccumulator::consume(int64_t begin, const void* values, int64_t numel) {
   BW_EXPECTS(begin == position_ && numel >= 0 && numel <= numel_ - begin,
              "block of " + std::to_string(numel) + " at " + std::to_string(begin) + ", expected at " +
                  std::to_string(position_) + " in a shard of " + std::to_string(numel_));
   IeeeFloats ieee;
   const int64_t end = begin + numel;
+  const size_t value_bytes = size_of(shard_sum_dtype(dtype_));
   while (position_ < end) {
     while (segment_ < segments_.size() && segments_[segment_].end <= position_) {
       ++segment_;
     }
     const bool is_last = segment_ == segments_.size();
-    const float* from = values + (position_ - begin);
+    const auto* const from =
+        static_cast<const std::byte*>(values) + static_cast<size_t>(position_ - begin) * value_bytes;
+    std::byte* const to = shard_ + static_cast<size_t>(position_) * size_of(dtype_);
     if (is_last || position_ < segments_[segment_].begin) {  // padding
       const int64_t stop = is_last ? end : std::min(end, segments_[segment_].begin);
-      cpu_kernels().store(shard_ + position_, from, stop - position_, add_);
+      cpu_kernels().store(to, dtype_, from, stop - position_, add_);
       position_ = stop;
       continue;
     }
     const int64_t stop = std::min(end, segments_[segment_].end);
-    sums_.store(shard_ + position_, from, stop - position_, add_);
+    sums_.store(to, dtype_, from, stop - position_, add_);
     position_ = stop;
     if (stop == segments_[segment_].end) {
       results_[segment_] = sums_.result();

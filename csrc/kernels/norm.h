@@ -13,6 +13,7 @@
 // bit is set too.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -52,7 +53,8 @@ class SumsqAccumulator {
   void reset();
   void consume(const float* values, int64_t numel);
   // to[i] = values[i], or to[i] += values[i] if `add`; takes in the squares of what is stored, while it is in cache.
-  void store(float* to, const float* values, int64_t numel, bool add);
+  // Types as ShardAccumulator's.
+  void store(void* to, DType dtype, const void* values, int64_t numel, bool add);
   SumSquares result() const;  // of what has come so far
 
  private:
@@ -70,25 +72,31 @@ class SumsqAccumulator {
 // squares of each segment of the shard in the same pass. What lies outside the segments (padding) is stored and not
 // summed. The results are bitwise those of sumsq() over the segments of the shard as it is afterwards. Not
 // thread-safe.
+//
+// The values are doubles for a float64 shard, else floats. A bfloat16 shard is added to in float and rounded to
+// nearest even at each pass.
 class ShardAccumulator {
  public:
   struct Segment {
     int64_t begin;  // elements of the shard
     int64_t end;
   };
-  // `shard` holds `numel` floats. ValueError unless the segments lie within it, ascending and disjoint.
-  ShardAccumulator(float* shard, int64_t numel, std::vector<Segment> segments);
+  // `shard` holds `numel` elements of `dtype`. TypeError for another dtype than kFloat32, kBFloat16 and kFloat64,
+  // ValueError unless the segments lie within the shard, ascending and disjoint.
+  ShardAccumulator(void* shard, DType dtype, int64_t numel, std::vector<Segment> segments);
 
   // Starts a pass; `add`: to accumulate.
   void start(bool add);
   // The values of elements [begin, begin + numel). ValueError unless begin is where the last block of the pass ended.
-  void consume(int64_t begin, const float* values, int64_t numel);
+  void consume(int64_t begin, const void* values, int64_t numel);
   // By segment, over the blocks of this pass; complete after the last one.
   const std::vector<SumSquares>& results() const { return results_; }
   int64_t position() const { return position_; }  // elements consumed in this pass
+  DType dtype() const { return dtype_; }
 
  private:
-  float* shard_;
+  std::byte* shard_;
+  DType dtype_;
   int64_t numel_;
   std::vector<Segment> segments_;
   std::vector<SumSquares> results_;
@@ -97,6 +105,16 @@ class ShardAccumulator {
   size_t segment_ = 0;  // the first one that is not complete
   SumsqAccumulator sums_;
 };
+
+// TypeError for a dtype that a gradient shard cannot have.
+void expect_shard_dtype(DType dtype);
+// Whether sums of buckets of `bucket` can go into a shard of `shard`: float64 only into float64, which takes nothing
+// else.
+inline bool shard_takes(DType shard, DType bucket) {
+  return is_float(bucket) && (shard == DType::kFloat64) == (bucket == DType::kFloat64);
+}
+// What the values for a shard of `shard` are.
+inline DType shard_sum_dtype(DType shard) { return shard == DType::kFloat64 ? shard : DType::kFloat32; }
 
 // ValueError unless the segments lie within a shard of `numel` elements, ascending and disjoint.
 void expect_shard_segments(std::span<const ShardAccumulator::Segment> segments, int64_t numel);

@@ -31,14 +31,16 @@ struct Read {
 };
 
 // What is summed: `to`, after x has been stored there or added to it.
-template <bool kAdd>
+template <class To, bool kAdd>
 struct Store {
-  float* to;
-  const float* x;
-  BW_HD float take(int64_t i) const {
-    const float stored = kAdd ? to[i] + x[i] : x[i];
+  using Sum = decltype(widened(To{}));
+  To* to;
+  const Sum* x;
+  BW_HD Sum take(int64_t i) const {
+    To stored;
+    put(stored, kAdd ? widened(to[i]) + x[i] : x[i]);
     to[i] = stored;
-    return stored;
+    return widened(stored);
   }
   BW_HD void prefetch(int64_t i) const { __builtin_prefetch(to + i); }  // x comes from the cache
 };
@@ -96,19 +98,37 @@ void sumsq(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes) {
   }
 }
 
-void store_sumsq(float* to, const float* x, int64_t n, bool add, int64_t lane, double* lanes) {
-  add ? add_squares(Store<true>{to, x}, n, lane, lanes) : add_squares(Store<false>{to, x}, n, lane, lanes);
+// Calls use(to, x) with both as what they are.
+template <class Use>
+void with_types(void* to, DType to_dtype, const void* x, const Use& use) {
+  if (to_dtype == DType::kFloat32) {
+    use(static_cast<float*>(to), static_cast<const float*>(x));
+  } else if (to_dtype == DType::kBFloat16) {
+    use(static_cast<BFloat16*>(to), static_cast<const float*>(x));
+  } else {
+    use(static_cast<double*>(to), static_cast<const double*>(x));
+  }
 }
 
-void store(float* to, const float* x, int64_t n, bool add) {
-  if (add) {
-    BW_ELEMENTWISE
-    for (int64_t i = 0; i < n; ++i) {
-      to[i] += x[i];
-    }
-  } else {
-    __builtin_memcpy(to, x, static_cast<size_t>(n) * sizeof(float));
+template <class To, class Sum>
+void store_sumsq_typed(To* to, const Sum* x, int64_t n, bool add, int64_t lane, double* lanes) {
+  add ? add_squares(Store<To, true>{to, x}, n, lane, lanes) : add_squares(Store<To, false>{to, x}, n, lane, lanes);
+}
+
+void store_sumsq(void* to, DType to_dtype, const void* x, int64_t n, bool add, int64_t lane, double* lanes) {
+  with_types(to, to_dtype, x, [&](auto* out, const auto* in) { store_sumsq_typed(out, in, n, add, lane, lanes); });
+}
+
+template <class To, class Sum>
+void store_typed(To* to, const Sum* x, int64_t n, bool add) {
+  BW_ELEMENTWISE
+  for (int64_t i = 0; i < n; ++i) {
+    put(to[i], add ? widened(to[i]) + x[i] : x[i]);
   }
+}
+
+void store(void* to, DType to_dtype, const void* x, int64_t n, bool add) {
+  with_types(to, to_dtype, x, [&](auto* out, const auto* in) { store_typed(out, in, n, add); });
 }
 
 }  // namespace

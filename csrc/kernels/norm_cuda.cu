@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_co
 
 // The elements [first, first + kFour * kRows ...) of the shard in rows of kNormLanes: sums over ranks, in rank order.
 template <DType kType, int kRows>
-__device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_t first, float (&sum)[kRows][kFour]) {
+__device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_t first,
+                                          RealOf<kType> (&sum)[kRows][kFour]) {
 #pragma unroll 1  // else the reads of several ranks take all registers
   for (int rank = 0; rank < launch.world; ++rank) {
     const char* from = static_cast<const char*>(launch.sources[rank]) + first * kSizeOf<kType>;
@@ -176,38 +177,43 @@ __device__ __forceinline__ void sum_ranks(const AccumulateLaunch& launch, int64_
 
 // Elements [first, first + numel) of the shard, within one chunk. What is stored stays in the cache for Adam: plain
 // accesses.
-template <DType kType>
+template <DType kShard, DType kType>
 __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch, int64_t first, int numel,
                                                  bool is_aligned, double (&lanes)[kFour]) {
-  constexpr int kRows = 2;
+  constexpr int kRows = kType == DType::kFloat64 ? 1 : 2;  // two rows of doubles do not fit into the registers
+  using Real = RealOf<kType>;
   const auto take_one = [&](int i, int lane) {
-    float sum = load_element<kType>(launch.sources[0], first + i);
+    Real sum = load_element<kType>(launch.sources[0], first + i);
     for (int rank = 1; rank < launch.world; ++rank) {
       sum += load_element<kType>(launch.sources[rank], first + i);
     }
-    float& to = launch.shard[first + i];
-    to = launch.add ? to + sum : sum;
-    add_square(lanes[lane], to);
+    store_element<kShard>(launch.shard, first + i,
+                          launch.add ? load_element<kShard>(launch.shard, first + i) + sum : sum);
+    add_square(lanes[lane], load_element<kShard>(launch.shard, first + i));
   };
   const auto take = [&](auto rows, int i) {
     constexpr int kTaken = decltype(rows)::value;
-    float sum[kTaken][kFour];
+    Real sum[kTaken][kFour];
     sum_ranks<kType, kTaken>(launch, first + i, sum);
 #pragma unroll
     for (int row = 0; row < kTaken; ++row) {
-      uint4* to = reinterpret_cast<uint4*>(launch.shard + first + i + row * kRowNumel);
+      char* to = static_cast<char*>(launch.shard) + (first + i + row * kRowNumel) * kSizeOf<kShard>;
+      Lanes<kShard, kFour> stored;
       if (launch.add) {
-        const uint4 old = *to;
-        sum[row][0] = float_of_bits(old.x) + sum[row][0];
-        sum[row][1] = float_of_bits(old.y) + sum[row][1];
-        sum[row][2] = float_of_bits(old.z) + sum[row][2];
-        sum[row][3] = float_of_bits(old.w) + sum[row][3];
+        stored.load_to_stay(to);
+#pragma unroll
+        for (int lane = 0; lane < kFour; ++lane) {
+          sum[row][lane] = stored.get(lane) + sum[row][lane];
+        }
       }
-      *to = uint4{bits_of_float(sum[row][0]), bits_of_float(sum[row][1]), bits_of_float(sum[row][2]),
-                  bits_of_float(sum[row][3])};
 #pragma unroll
       for (int lane = 0; lane < kFour; ++lane) {
-        add_square(lanes[lane], sum[row][lane]);
+        stored.set(lane, sum[row][lane]);
+      }
+      stored.store_to_stay(to);
+#pragma unroll
+      for (int lane = 0; lane < kFour; ++lane) {
+        add_square(lanes[lane], stored.get(lane));
       }
     }
   };
@@ -215,17 +221,17 @@ __device__ __forceinline__ void accumulate_chunk(const AccumulateLaunch& launch,
 }
 
 // Whether four elements from `first` on, and every fourth one, are aligned for vectors in the shard and all sources.
-template <DType kType>
+template <DType kShard, DType kType>
 __device__ __forceinline__ bool is_aligned_at(const AccumulateLaunch& launch, int64_t first) {
-  uintptr_t bits = reinterpret_cast<uintptr_t>(launch.shard + first) % 16;
+  const auto at = static_cast<uintptr_t>(first);
+  uintptr_t bits = (reinterpret_cast<uintptr_t>(launch.shard) + at * kSizeOf<kShard>) % (kSizeOf<kShard> * kFour);
   for (int rank = 0; rank < launch.world; ++rank) {
-    bits |= (reinterpret_cast<uintptr_t>(launch.sources[rank]) + static_cast<uintptr_t>(first) * kSizeOf<kType>) %
-            (kSizeOf<kType> * kFour);
+    bits |= (reinterpret_cast<uintptr_t>(launch.sources[rank]) + at * kSizeOf<kType>) % (kSizeOf<kType> * kFour);
   }
   return bits == 0;
 }
 
-template <DType kType>
+template <DType kShard, DType kType>
 __global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __grid_constant__ AccumulateLaunch launch) {
   BW_SHARED(double, block_sums, kWarps);
   const SumsqLaunch& sums = launch.sums;
@@ -236,7 +242,8 @@ __global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __gr
     const Chunk chunk = chunk_of_row(row, index - sums.first_chunk[r]);
     const int64_t first = row.begin + chunk.begin;
     double lanes[kFour] = {};
-    accumulate_chunk<kType>(launch, first, static_cast<int>(chunk.numel), is_aligned_at<kType>(launch, first), lanes);
+    accumulate_chunk<kShard, kType>(launch, first, static_cast<int>(chunk.numel),
+                                    is_aligned_at<kShard, kType>(launch, first), lanes);
     if (row.is_summed == 0) {
       continue;  // all threads of the block
     }
@@ -245,6 +252,21 @@ __global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __gr
       sums.partial[index] = total;
     }
     __syncthreads();  // `block_sums` is read; the next chunk writes it
+  }
+}
+
+template <DType kShard>
+int launch_accumulate_into(const AccumulateLaunch& launch, void* stream) {
+  const int64_t blocks = blocks_for(launch.sums.chunks, launch.sums.max_blocks);
+  switch (launch.dtype) {
+    case DType::kFloat32:
+      return launch_kernel(&accumulate_kernel<kShard, DType::kFloat32>, blocks, stream, launch);
+    case DType::kBFloat16:
+      return launch_kernel(&accumulate_kernel<kShard, DType::kBFloat16>, blocks, stream, launch);
+    case DType::kFloat16:
+      return launch_kernel(&accumulate_kernel<kShard, DType::kFloat16>, blocks, stream, launch);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
@@ -258,14 +280,16 @@ int launch_accumulate(const AccumulateLaunch& launch, void* stream) {
   if (launch.world < 1 || launch.world > AccumulateLaunch::kMaxWorld) {
     return cudaErrorInvalidValue;
   }
-  const int64_t blocks = blocks_for(launch.sums.chunks, launch.sums.max_blocks);
-  switch (launch.dtype) {
+  switch (launch.shard_dtype) {
     case DType::kFloat32:
-      return launch_kernel(&accumulate_kernel<DType::kFloat32>, blocks, stream, launch);
+      return launch_accumulate_into<DType::kFloat32>(launch, stream);
     case DType::kBFloat16:
-      return launch_kernel(&accumulate_kernel<DType::kBFloat16>, blocks, stream, launch);
-    case DType::kFloat16:
-      return launch_kernel(&accumulate_kernel<DType::kFloat16>, blocks, stream, launch);
+      return launch_accumulate_into<DType::kBFloat16>(launch, stream);
+    case DType::kFloat64:
+      return launch.dtype == DType::kFloat64
+                 ? launch_kernel(&accumulate_kernel<DType::kFloat64, DType::kFloat64>,
+                                 blocks_for(launch.sums.chunks, launch.sums.max_blocks), stream, launch)
+                 : cudaErrorInvalidValue;
     default:
       return cudaErrorInvalidValue;
   }

@@ -29,13 +29,15 @@ struct SumsqLaunch {
 };
 
 // shard[i] = sum over ranks of sources[r][i], in rank order, or added to what is there; and SumsqLaunch of what is
-// stored, in the same pass. The rows cover the shard in ascending order, without gaps.
+// stored, in the same pass. The rows cover the shard in ascending order, without gaps. Added in float and rounded once
+// to the shard's dtype (float64: in double).
 struct AccumulateLaunch {
   static constexpr int kMaxWorld = 64;
-  float* shard = nullptr;  // float32
+  void* shard = nullptr;
+  DType shard_dtype = DType::kFloat32;  // or bfloat16; float64 where the sources are
   const void* sources[kMaxWorld] = {};
   int world = 1;
-  DType dtype = DType::kFloat32;  // of the sources: float32, bfloat16 or float16
+  DType dtype = DType::kFloat32;  // of the sources: float32, bfloat16, float16 or float64
   bool add = false;
   SumsqLaunch sums;
 };
@@ -63,7 +65,7 @@ struct ParamSumsLaunch {
 // The norm of all chosen gradients, and what clipping to it makes of their factors. One block.
 //   S_i = param_sums[0][i] + param_sums[1][i] + ... in rank order;  norm = sqrt(fold of S_i * factors[i]^2) * average
 //   coefficient = min(1 / (float32(norm) + 1e-6) * max_norm, 1), a NaN stays; in float32, each operation rounded: so
-//   torch.nn.utils.clip_grad_norm_ computes `max_norm / (norm + 1e-6)`
+//   torch.nn.utils.clip_grad_norm_ computes `max_norm / (norm + 1e-6)`. In double where `is_double`.
 struct ClipLaunch {
   const double* param_sums = nullptr;  // [world][param_count]
   int world = 1;
@@ -71,10 +73,11 @@ struct ClipLaunch {
   double* factors = nullptr;
   const uint8_t* chosen = nullptr;  // null: all
   double average = 1.0;
-  bool resets = false;  // the factors count as 1, whatever they are, and become 1 first
-  float max_norm = 0.0F;
-  bool clips = false;             // multiplies the factors of the chosen by the coefficient
-  float* norm = nullptr;          // [1], written
+  bool resets = false;    // the factors count as 1, whatever they are, and become 1 first
+  double max_norm = 0.0;  // rounded to float32 unless is_double
+  bool clips = false;     // multiplies the factors of the chosen by the coefficient
+  bool is_double = false;
+  void* norm = nullptr;           // [1], written: float32, or float64 where is_double
   double* param_norms = nullptr;  // not null: sqrt(S_i) * |factors[i]| * average, before clipping
 };
 

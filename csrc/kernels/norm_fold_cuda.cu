@@ -65,10 +65,19 @@ __global__ void __launch_bounds__(kBlockThreads) param_sums_kernel(const __grid_
   }
 }
 
+// Writes the norm, and returns the clip coefficient; in Real.
+template <class Real>
+__device__ __forceinline__ double coefficient_of(const ClipLaunch& launch, double square) {
+  const auto norm = static_cast<Real>(square_root(square) * launch.average);
+  const Real coefficient = Real{1} / (norm + Real{1e-6}) * static_cast<Real>(launch.max_norm);
+  *static_cast<Real*>(launch.norm) = norm;
+  return coefficient > Real{1} ? Real{1} : coefficient;
+}
+
 // One block: the coefficient needs all sums, and the factors need the coefficient.
 __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_constant__ ClipLaunch launch) {
   BW_SHARED(double, sums, kBlockThreads);
-  BW_SHARED(float, shared_coefficient, 1);
+  BW_SHARED(double, shared_coefficient, 1);
   const int64_t count = launch.param_count;
   const double square = fold_by_block(
       count,
@@ -85,14 +94,12 @@ __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_consta
       },
       sums);
   if (threadIdx.x == 0) {
-    const auto norm = static_cast<float>(square_root(square) * launch.average);
-    const float coefficient = 1.0F / (norm + 1e-6F) * launch.max_norm;
-    *launch.norm = norm;
-    *shared_coefficient = coefficient > 1.0F ? 1.0F : coefficient;
+    *shared_coefficient =
+        launch.is_double ? coefficient_of<double>(launch, square) : coefficient_of<float>(launch, square);
   }
   __syncthreads();
   if (launch.clips || launch.resets) {
-    const double coefficient = launch.clips ? static_cast<double>(*shared_coefficient) : 1.0;
+    const double coefficient = launch.clips ? *shared_coefficient : 1.0;
     for (int64_t param = threadIdx.x; param < count; param += kBlockThreads) {
       const double factor = launch.resets ? 1.0 : launch.factors[param];
       const bool is_chosen = launch.chosen == nullptr || launch.chosen[param] != 0;

@@ -71,16 +71,18 @@ void SumsqCudaTable::upload_tables(std::vector<NormCudaRow> rows, std::span<cons
   rows_ = std::move(rows);  // noted after it was uploaded
 }
 
-ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel,
+ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, void* shard, DType dtype, int64_t numel,
                                            const std::vector<Segment>& segments, double* sums)
     : device_(device),
       shard_(shard),
+      dtype_(dtype),
       numel_(numel),
       sums_(sums),
       spans_(kNormChunkNumel),
       device_rows_(device),
       device_chunks_(device),
       partial_(device) {
+  expect_shard_dtype(dtype);
   expect_shard_segments(segments, numel);
   const auto add_span = [this](int64_t begin, int64_t end, bool is_summed) {
     spans_.add(end - begin);
@@ -124,6 +126,7 @@ void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype
   }
   AccumulateLaunch launch;
   launch.shard = shard_;
+  launch.shard_dtype = dtype_;
   std::copy(sources.begin(), sources.end(), launch.sources);
   launch.world = static_cast<int>(sources.size());
   launch.dtype = dtype;

@@ -45,24 +45,27 @@ class ShardAccumulatorCuda {
   using Segment = ShardAccumulator::Segment;
   // The shard's segments and the padding between them are its *spans*; so many at most.
   static int64_t max_spans(size_t segments) { return 2 * static_cast<int64_t>(segments) + 1; }
-  // `shard` holds `numel` floats, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the
+  // `shard` holds `numel` elements of `dtype`, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the
   // device has no memory for the tables. All of that is asked for here: run() is called under the lock of a
   // communicator, and whoever gives memory back when there is none left may wait for the very operations that this
   // lock holds up.
-  ShardAccumulatorCuda(CudaDevice& device, float* shard, int64_t numel, const std::vector<Segment>& segments,
-                       double* sums);
+  ShardAccumulatorCuda(CudaDevice& device, void* shard, DType dtype, int64_t numel,
+                       const std::vector<Segment>& segments, double* sums);
 
   // `add`: the next run() adds to the shard; otherwise it overwrites it.
   void start(bool add) { add_ = add; }
   // shard (+)= the sum of sources[r], each of `numel` elements of `dtype`, in rank order; sums[span_of(i)] = the sum of
-  // squares of what segment i holds then. ValueError for another numel or more than AccumulateLaunch::kMaxWorld ranks.
+  // squares of what segment i holds then. ValueError for another numel or more than AccumulateLaunch::kMaxWorld ranks;
+  // `dtype` is one that shard_takes().
   void run(std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream);
   int64_t span_of(size_t segment) const { return span_of_[segment]; }
+  DType dtype() const { return dtype_; }
   CudaDevice& device() const { return device_; }
 
  private:
   CudaDevice& device_;
-  float* const shard_;
+  void* const shard_;
+  const DType dtype_;
   const int64_t numel_;
   double* const sums_;
   bool add_ = false;

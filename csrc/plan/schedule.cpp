@@ -15,8 +15,10 @@ constexpr uint8_t kStored = 1, kVoid = 2, kHeld = 4, kOlder = 8;
 
 bool flag(Flags flags, int param) { return !flags.empty() && flags[static_cast<size_t>(param)] != 0; }
 
-// What notes look like: is_dirty, a byte for each parameter, one for each bucket (late), and the factors: nothing if
-// all are 1, one double if they are all the same, else a double for each parameter.
+constexpr uint8_t kDirty = 1, kComplete = 2;
+
+// What notes look like: kDirty and kComplete, a byte for each parameter, one for each bucket (late), and the factors:
+// nothing if all are 1, one double if they are all the same, else a double for each parameter.
 class NoteReader {
  public:
   NoteReader(std::string_view note, int params, int buckets) : note_(note), params_(params) {
@@ -29,7 +31,8 @@ class NoteReader {
     }
     factors_ = note.substr(fixed);
   }
-  bool is_dirty() const { return note_[0] != 0; }
+  bool is_dirty() const { return (note_[0] & kDirty) != 0; }
+  bool is_complete() const { return (note_[0] & kComplete) != 0; }
   uint8_t flags(int param) const { return static_cast<uint8_t>(note_[1 + static_cast<size_t>(param)]); }
   bool is_late(int bucket) const { return note_[1 + static_cast<size_t>(params_ + bucket)] != 0; }
   std::string_view factors() const { return factors_; }
@@ -188,7 +191,8 @@ std::vector<StoreAction> Schedule::drops(Flags held) const {
 std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const double> factors) const {
   std::vector<uint8_t> out;
   out.reserve(1 + buckets_of_.size() + late_.size() + 8);
-  out.push_back(is_dirty_);
+  const bool is_complete = next_ == static_cast<int>(params_of_.size());
+  out.push_back(static_cast<uint8_t>(is_dirty_ * kDirty | is_complete * kComplete));
   for (int param = 0; param < param_count(); ++param) {
     const bool is_held = flag(held, param);
     const bool is_void = void_[param] || (stored_[param] && !is_held);
@@ -209,11 +213,12 @@ std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const do
 Agreement Schedule::agree(std::span<const std::string_view> notes) const {
   Agreement agreement;
   const int buckets = static_cast<int>(params_of_.size());
-  agreement.is_dirty_on_all = true;
+  agreement.is_dirty_on_all = agreement.is_complete = true;
   for (const std::string_view note : notes) {
-    const bool is_dirty = NoteReader(note, param_count(), buckets).is_dirty();
-    agreement.is_dirty = agreement.is_dirty || is_dirty;
-    agreement.is_dirty_on_all = agreement.is_dirty_on_all && is_dirty;
+    const NoteReader reader(note, param_count(), buckets);
+    agreement.is_dirty = agreement.is_dirty || reader.is_dirty();
+    agreement.is_dirty_on_all = agreement.is_dirty_on_all && reader.is_dirty();
+    agreement.is_complete = agreement.is_complete && reader.is_complete();
   }
   agree_on_flags(notes, &agreement);
   agree_on_factors(notes, &agreement);

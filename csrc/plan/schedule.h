@@ -65,6 +65,7 @@ struct Actions {
 struct Agreement {
   bool is_dirty = false;          // some rank has new gradients
   bool is_dirty_on_all = false;   // every rank has
+  bool is_complete = false;       // every rank had launched every bucket before the window was closed
   bool is_uneven = false;         // a parameter of `held` had no gradient on some rank, which could not list it
   std::vector<uint8_t> held;      // per parameter: has any rank a gradient
   std::vector<int> voided;        // parameters whose first round is dropped

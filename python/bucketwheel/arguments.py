@@ -12,10 +12,10 @@ from torch import Tensor
 from .comm import Communicator
 from .device import CPU, device_index, torch_device
 from .flat import ParamInfo
+from .precision import PARAM_DTYPES
 from .rows import expect_uniform_flags
 
 __all__ = [
-    "DTYPES",
     "collect_params",
     "communicator_for",
     "communicators_for",
@@ -23,8 +23,6 @@ __all__ = [
     "expect_implemented",
     "group_texts",
 ]
-
-DTYPES = (torch.float32, torch.bfloat16)  # of parameters
 
 
 def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -71,9 +69,10 @@ def collect_params(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                 raise TypeError(
                     f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 )
-            if param.device.type not in ("cpu", "cuda") or param.dtype not in DTYPES:
+            if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
                 raise ValueError(
-                    f"parameter {name!r} is {param.dtype} on {param.device}; float32 and bfloat16 on cpu and cuda are implemented"
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
+                    "float64 on cpu and cuda are supported"
                 )
             if infos and infos[0].device != param.device:
                 raise ValueError(
@@ -89,7 +88,8 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     """What ranks must have in common of their groups, for comparison and for messages."""
     return [
         f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
-        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}"
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, decoupled_weight_decay "
+        f"{bool(g['decoupled_weight_decay'])}"
         for g in param_groups
     ]
 

@@ -1,29 +1,32 @@
 """Gather: parameters on their way back to all ranks, and what ranks must agree on before the first step.
 
-With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on. Whoever reads parameters waits
-first: `Gathers.wait_all`, or the forward-pre-hooks of `Gathers.attach`.
+With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on, in the order in which forward needs
+the parameters (`forward_order`). Whoever reads parameters waits first: `pending`, `prefetch`, `Gathers.wait_all`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch.nn import Parameter
 
+from . import handle
+from .bucket import stream_of
 from .comm import Communicator
 from .flat import ParamInfo
+from .forward_order import ForwardOrder
 from .grid import GRID_MARK, Grid
 from .handle import Handle
+from .pending import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
 from .plan import Packing
+from .prefetch import CompileWatch, Prefetch, watch_compilations
 
 __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
 
@@ -91,126 +94,117 @@ def broadcast_flat(comm: Communicator | Grid, flat: Tensor) -> None:
 
 
 class Gathers:
-    """The all-gathers of the last step that have not been waited for."""
+    """The all-gathers of the last step that have not been waited for.
 
-    def __init__(self, comm: Communicator, infos: Sequence[ParamInfo]) -> None:
+    ``params_of_bucket``: for every bucket, the parameters that it brings. ``overlaps``: they may run on when a step ends.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        infos: Sequence[ParamInfo],
+        params_of_bucket: Sequence[Collection[int]],
+        *,
+        overlaps: bool,
+    ) -> None:
         self._comm = comm
-        self._infos = list(infos)
-        self._running: list[tuple[Handle, frozenset[int]]] = []
-        self._hooks: list[RemovableHandle] = []
-        self._has_run: set[int] = set()  # modules (by id) whose forward has been seen
+        self._params = [info.param for info in infos]
+        self._params_of_bucket = params_of_bucket
+        self._overlaps = overlaps
+        self._running: list[tuple[Handle, int]] = []  # of this step, with the bucket; until all have been waited for
+        self._order = ForwardOrder(params_of_bucket)
+        self._compiled = CompileWatch()
+        self._prefetches: list[Prefetch] = []
+        self._thread = threading.get_ident()  # that of the last step
+        on_unseen_read(self)
+        if overlaps:
+            watch_compilations(self)
 
-    def start(self, full: Tensor, own: Tensor, params: Iterable[int]) -> None:
-        self._running.append((self._comm.all_gather_into(full, own), frozenset(params)))
+    def order(self) -> list[int]:
+        """The buckets in the order in which the step should bring them. Collective, once a step."""
+        if not self._overlaps:
+            return self._order.buckets
+        return self._order.next_step(self._comm.rank, self._comm.exchange, self._comm.max_payload_bytes)
+
+    def start(self, bucket: int, full: Tensor, own: Tensor) -> None:
+        self._running.append((self._comm.all_gather_into(full, own), bucket))
+
+    def leave_running(self) -> None:
+        """The end of a step: what may be on its way is pending from now on, the rest arrives here."""
+        if not self._overlaps:
+            self.wait_all()
+            return
+        watch_compilations(self)  # again: torch._dynamo.reset() forgets
+        self._thread = threading.get_ident()
+        handles: dict[int, list[Handle]] = {}
+        for gather, bucket in self._running:
+            for index in self._params_of_bucket[bucket]:
+                handles.setdefault(index, []).append(gather)
+        now: dict[Handle, None] = {}
+        for index, brings in handles.items():
+            param = self._params[index]
+            # Another class may have handlers of its own, which would be lost.
+            if type(param) is Parameter and self._compiled.may_be_pending(index):
+                make_pending(param, Arrival(brings, stream_of(param.device), partial(self._order.note, index)))
+            else:
+                now.update(dict.fromkeys(brings))
+        handle.wait_all(now)
 
     def wait_all(self) -> None:
-        running, self._running = self._running, []
-        for handle, _ in running:
-            handle.wait()
+        """Every parameter is that of the last step afterwards. Where gathers have failed: the error of the first, every
+        time that this is asked or a parameter is read, until `detach`."""
+        if self._running:
+            handle.wait_all(gather for gather, _ in self._running)
+            self._forget()
 
-    def wait_for(self, params: AbstractSet[int]) -> None:
-        """Waits for the gathers that bring ``params``."""
-        later = []
-        for handle, brings in self._running:
-            if brings.isdisjoint(params):
-                later.append((handle, brings))
-            else:
-                handle.wait()
-        self._running = later
+    def wait_for(self, params: Collection[int]) -> None:
+        """The same of these parameters alone."""
+        for index in params:
+            arrive(self._params[index])
+
+    def _forget(self) -> None:
+        for param in self._params:
+            forget(param)
+        self._running = []
+
+    @property
+    def pending(self) -> list[int]:
+        """The parameters that nobody has waited for since the last step."""
+        return [index for index, param in enumerate(self._params) if type(param) is PendingParameter]
+
+    def wait_for_unseen(self) -> None:
+        # Ranks that are threads: a thread may not wait for other ranks' gathers, which wait for it.
+        if self._comm.backend != "local" or self._thread == threading.get_ident():
+            self.wait_all()
+
+    def before_compilation(self) -> None:
+        """[Note: compiled forwards]"""
+        if self._comm.backend == "local" and self._thread != threading.get_ident():
+            return
+        self._compiled.note_compilation(self.pending)
+        for prefetch in self._prefetches:
+            prefetch.forget_calls()
+        self.wait_all()
 
     def attach(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Waits for parameters just before the forward that uses them. Returns a function that takes the hooks off
-        again.
-
-        A module's forward-pre-hook waits for the parameters that it owns, and for those of other modules that its
-        forward uses (`F.linear(x, self.embedding.weight)`): the model's first forward in training and in evaluation is
-        watched for them. Parameters of modules whose forward has not been seen are waited for when the model's own
-        forward begins, and so is everything before anything reads ``model.state_dict()``.
-        """
-        self_ref = weakref.ref(self)  # the model may outlive the optimizer
-        index_of = {id(info.param): info.index for info in self._infos}
-        used_by = {
-            id(module): {index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of}
-            for module in model.modules()
-        }
-        watched: set[bool] = set()
-        model_id = id(model)
-
-        def before_forward(module: torch.nn.Module, _: object) -> None:
-            gathers = self_ref()
-            if gathers is None:
-                return
-            is_whole = id(module) == model_id
-            if is_whole and module.training not in watched:
-                watched.add(module.training)
-                gathers.wait_all()
-                _WatchUses(module, index_of, used_by)
-            if gathers._running:
-                mine = used_by.get(id(module), set())
-                if is_whole:
-                    mine = mine.union(*(params for key, params in used_by.items() if key not in gathers._has_run))
-                if mine:
-                    gathers.wait_for(mine)
-            gathers._has_run.add(id(module))
-
-        def before_state_dict(*_: object) -> None:
-            gathers = self_ref()
-            if gathers is not None:
-                gathers.wait_all()
-
-        hooks = [module.register_forward_pre_hook(before_forward) for module in model.modules()]
-        hooks.append(model.register_state_dict_pre_hook(before_state_dict))
-        self._hooks += hooks
-        for hook in hooks:
-            weakref.finalize(self, hook.remove).atexit = False
+        """Hooks that wait just before the forwards that use the parameters. Returns a function that takes them off again."""
+        if not self._overlaps:
+            return lambda: None
+        wait_all = weakref.WeakMethod(self.wait_all)
+        prefetch = Prefetch(model, self._params, self._order, self._compiled, wait_all)
+        self._prefetches.append(prefetch)
 
         def detach() -> None:
-            self.wait_all()
-            for hook in hooks:
-                hook.remove()
+            if prefetch in self._prefetches:
+                self.wait_all()
+                self._prefetches.remove(prefetch)
+                prefetch.remove()
 
         return detach
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-class _WatchUses(TorchFunctionMode):
-    """Adds to ``used_by`` the parameters that each module's own forward gives to torch functions.
-
-    Made just before a forward of ``model``; ends with it, also when it raises.
-    """
-
-    def __init__(self, model: torch.nn.Module, index_of: Mapping[int, int], used_by: Mapping[int, set[int]]) -> None:
-        super().__init__()
-        self._index_of = index_of
-        self._used_by = used_by
-        self._running = [id(model)]  # its pre-hooks are being called
-        self._hooks = []
-        for module in model.modules():
-            if module is not model:
-                self._hooks.append(module.register_forward_pre_hook(self._enter))
-                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        self._hooks.append(model.register_forward_hook(self._end, always_call=True))
-        self.__enter__()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found = {self._index_of[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._index_of}
-        self._used_by[self._running[-1]].update(found)
-        return func(*args, **kwargs)
-
-    def _enter(self, module: torch.nn.Module, _: object) -> None:
-        self._running.append(id(module))
-
-    def _leave(self, *_: object) -> None:
-        self._running.pop()
-
-    def _end(self, *_: object) -> None:
-        self.__exit__(None, None, None)
-        for hook in self._hooks:
-            hook.remove()
+        """Takes all hooks off, and lets the parameters be whatever they are, without waiting."""
+        for prefetch in self._prefetches:
+            prefetch.remove()
+        self._prefetches.clear()
+        self._forget()

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
+from .device import CPU, device_index
 from .errors import ShardedGradError
 from .foreign_step import refuse_foreign_steps
 from .grad_owner import GradOwner
@@ -252,7 +253,7 @@ def _factor(op: Any, grad: Tensor, other: Any) -> float | Tensor:
     if isinstance(other, Tensor):
         if isinstance(other, ShardedGrad) or other.numel() != 1 or other.dim() > grad.dim():
             raise _NotAnswered
-        if other.device.type != "cpu":
+        if device_index(other.device) != CPU:
             private = other.detach().reshape(()).clone()
             return private.reciprocal() if divides else private
         other = other.item()

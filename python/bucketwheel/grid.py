@@ -3,14 +3,15 @@
 A rank's *shard group* are the ranks among which its gradients and states are sharded; its *replicas* are the ranks of
 other shard groups that own the same shard. A bucket is reduced in three operations, [Note: over a grid]:
 
-1. reduce-scatter over the shard group: the *partial sum* of this rank's shard, in fp32, into a buffer for such;
+1. reduce-scatter over the shard group: the *partial sum* of this rank's shard, in fp32 (fp64 of fp64), into a buffer
+   for such;
 2. reduce-scatter over the replicas, in place: each of the R sums an R-th of it;
 3. all-gather over the replicas, in place, whose sink is the gradient shard: it takes the whole sum and its norm.
 
 So every element is summed by one rank, in rank order, and the replicas receive its bits: they cannot drift apart,
 whatever order NCCL adds in. An all-gather of partial sums, added up on every rank, would save an operation, but has
 each rank receive R - 1 of them instead of 2 (R - 1) / R: as much for two replicas, and more for every other number.
-Partial sums travel in fp32 whatever the dtype of the buckets: only gradients are rounded, never sums.
+Partial sums travel in fp32 though buckets may have 16 bits: only gradients are rounded, never sums.
 
 What is agreed between hosts is exchanged within the shard group and then among the replicas.
 """
@@ -137,6 +138,10 @@ class Grid:
         return self.shard.backend
 
     @property
+    def sees_peers(self) -> bool:
+        return self.shard.sees_peers and self.replicate.sees_peers
+
+    @property
     def pool(self) -> Pool:
         """Where the shard group reads buckets from."""
         return self.shard.pool
@@ -189,16 +194,17 @@ class Grid:
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, shard_numels: Iterable[int], count: int) -> None:
-        """Memory for ``count`` buckets on their way at once, whose shards have these numbers of elements."""
-        self._numels = sorted(set(shard_numels))
-        self._partials = [self._new_partial() for _ in range(count)] if self._numels else []
+    def prepare(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+        """Memory for ``count`` buckets on their way at once; of each that there is the elements of a shard, and its dtype."""
+        self._kinds = sorted({(_sum_dtype(dtype), numel) for numel, dtype in buckets}, key=str)
+        self._partials = [self._new_partial() for _ in range(count)] if self._kinds else []
 
     def _new_partial(self) -> _Partial:
-        numel = self._padded(self._numels[-1])
-        lease = self.replicate.pool.acquire("", numel * torch.float32.itemsize)
-        memory = lease.tensor(torch.float32, (numel,))
-        return _Partial(lease, memory, {n: _storing_sink(memory.narrow(0, 0, n), self.device) for n in self._numels})
+        size_bytes = max(self._padded(numel) * dtype.itemsize for dtype, numel in self._kinds)
+        lease = self.replicate.pool.acquire("", size_bytes)
+        memory = {kind: lease.tensor(kind[0], (self._padded(kind[1]),)) for kind in self._kinds}
+        sinks = {kind: _storing_sink(memory[kind].narrow(0, 0, kind[1]), self.device) for kind in self._kinds}
+        return _Partial(lease, memory, sinks)
 
     def _padded(self, numel: int) -> int:
         """The elements of a shard and padding: a multiple of the replicas."""
@@ -223,8 +229,9 @@ class Grid:
         last = self._last if self._takes_turns else None
         after = [handle for handle in (partial.used_by, last) if handle is not None]
         with self._failing_as_one():
-            first = self.shard.reduce_scatter_into(full, partial.sinks[numel], after=after)
-            reduction = GridReduction(self, first, partial, sink, numel)
+            kind = (_sum_dtype(full.dtype), numel)
+            first = self.shard.reduce_scatter_into(full, partial.sinks[kind], after=after)
+            reduction = GridReduction(self, first, partial, sink, kind)
             self._waiting.append(reduction)
             self._advance()
         return reduction
@@ -250,13 +257,16 @@ class Grid:
         self._partials.clear()
 
 
+_Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has
+
+
 @dataclass
 class _Partial:
-    """Memory for partial sums. ``sinks``: what stores those of a bucket here, by the elements of its shard."""
+    """Memory for partial sums: as a padded tensor, and what stores the sums of a bucket there, by the kind of bucket."""
 
     lease: Lease
-    memory: Tensor
-    sinks: dict[int, Any]
+    memory: dict[_Kind, Tensor]
+    sinks: dict[_Kind, Any]
     used_by: Handle | None = None  # the last operation that reads or writes it
     is_busy: bool = False  # its reduction is not issued to the end
 
@@ -270,15 +280,15 @@ def grid_of(shard: Communicator, replicate: Communicator) -> Communicator | Grid
 class GridReduction(Handle):
     """The handle of one bucket's three operations, and its way from one to the next."""
 
-    __slots__ = ("_grid", "_numel", "_partial", "_sink", "steps")
+    __slots__ = ("_grid", "_kind", "_partial", "_sink", "steps")
 
-    def __init__(self, grid: Grid, first: Handle, partial: _Partial, sink: Any, numel: int) -> None:
+    def __init__(self, grid: Grid, first: Handle, partial: _Partial, sink: Any, kind: _Kind) -> None:
         super().__init__(first._native, grid.shard)  # `event`: when the bucket's memory is nobody's any more
         self.steps = [first]
         self._grid = grid
         self._partial = partial
         self._sink = sink
-        self._numel = numel
+        self._kind = kind
 
     @property
     def is_issued(self) -> bool:
@@ -286,13 +296,13 @@ class GridReduction(Handle):
 
     def _issue_next(self) -> None:
         replicate, partial = self._grid.replicate, self._partial
-        full = partial.memory.narrow(0, 0, self._grid._padded(self._numel))
+        full = partial.memory[self._kind]
         after = [self.steps[-1]]  # in: the sums are there; out: by `used_by`, which the next bucket in it waits for
         if len(self.steps) == 1:
             own = full.narrow(0, replicate.rank * (full.numel() // replicate.size), full.numel() // replicate.size)
             self.steps.append(reduce_scatter([own], [full], replicate, after=after))
         else:
-            self.steps.append(replicate.all_gather_to_sink(full, self._sink, self._numel, after=after))
+            self.steps.append(replicate.all_gather_to_sink(full, self._sink, self._kind[1], after=after))
             partial.used_by, partial.is_busy = self.steps[-1], False
 
     def wait(self, stream: Any = None) -> GridReduction:
@@ -351,8 +361,13 @@ def _unpacked(packed: bytes) -> list[bytes]:
     return out
 
 
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of partial sums of buckets of ``dtype``."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
 def _storing_sink(to: Tensor, device: int) -> Any:
-    """Stores the sums of a reduce-scatter in ``to``, in fp32."""
+    """Stores the sums of a reduce-scatter in ``to``."""
     if device == CPU:
         return native().StoringSink(to)
     sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))

@@ -67,7 +67,7 @@ class GradSync:
         self._overlap = overlap
         self._slots = slots  # where the communicator's pool is registered memory: [Note: bucket slots]
         self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
-        self._inflight = Inflight(comm.device, max_inflight)
+        self._inflight = Inflight(comm.device, max_inflight, is_blind=not comm.sees_peers)
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
         self._no_sync_depth = 0
@@ -258,7 +258,7 @@ class GradSync:
                 self._inflight.wait()
                 self._is_open = False
                 self._arrivals.disable()
-                self._inflight.end_window()
+                self._inflight.end_window(agreement.is_complete or not self._overlap)
             self._settle(agreement.held, found)
             return agreement
 

@@ -11,6 +11,8 @@ from .pool import Lease
 
 __all__ = ["Inflight"]
 
+_MEMORY_WINDOWS = 4  # how long ranks are taken to run different graphs after one in which they did
+
 # How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never
 # come.
 _MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
@@ -19,9 +21,12 @@ _MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
 class Inflight:
     """The reduce-scatters of one rank, all of one communicator. Not thread-safe."""
 
-    def __init__(self, device: int, limit: int) -> None:
+    def __init__(self, device: int, limit: int, *, is_blind: bool = False) -> None:
+        """``is_blind``: not `Communicator.sees_peers`."""
         self._is_on_cpu = device == CPU
         self._limit = limit
+        self._is_blind = is_blind
+        self._uneven_windows = 0  # how many more to hold memory in
         self._running: list[tuple[Handle, Lease]] = []
         self._last: Handle | None = None  # the window's, whoever has its memory
         self.patience_s = _MOST_PATIENCE_S
@@ -43,14 +48,20 @@ class Inflight:
         window that has waited in vain halves the patience of the next. For the same reason a bucket's lease ends when
         its handle has completed and not before: an acquire never waits for it.
 
-        On CUDA nobody waits. What is in a stream gives its memory on behind itself. On the local backend what peers
-        have yet to issue is in none and keeps it, so a rank that is ahead holds as many buckets as it has launched in
-        this window; at the window's end it waits for its peers. Over NCCL what this rank has issued is in a stream:
-        where peers run another graph and come only when they close their window, the stream waits for them, and
-        code that waits for that stream before this rank closes its window waits until the time limit.
+        On CUDA nobody waits. What all ranks have issued gives its memory on behind itself, in the stream. What peers
+        have yet to issue keeps it: a stream that waits for that memory would wait for a peer that comes, if it runs
+        another graph, only when it closes its window, and if the peer in turn waits for this stream first (a loss
+        all-reduce before ``step``), both would until the time limit. So a rank that is ahead holds as many buckets as
+        it has launched since.
+
+        Between hosts a rank does not see what the others have issued. There the ranks agree on whether all of them had
+        launched everything before they closed the window. Once one had not, memory stays where it is until the window
+        ends, in the next few windows too. (The first such window is bound as the others are: who knows that graphs
+        differ can set ``max_inflight_buckets`` high.)
         """
         if not self._is_on_cpu:
-            self._retire(self._limit - 1)
+            if not self._uneven_windows:
+                self._retire(self._limit - 1)
             return
         self._retire()
         if not self.is_patient:
@@ -70,7 +81,10 @@ class Inflight:
             self._last = None
         self._retire()
 
-    def end_window(self) -> None:
+    def end_window(self, is_complete: bool = True) -> None:
+        """``is_complete``: all ranks had launched everything before they closed it."""
+        if self._is_blind:
+            self._uneven_windows = max(self._uneven_windows - 1, 0) if is_complete else _MEMORY_WINDOWS
         self.patience_s *= 2.0 if self.is_patient else 0.5
         self.patience_s = min(max(self.patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
         self.is_patient = True

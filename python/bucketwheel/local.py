@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .flat import ParamInfo, expect_same_memory_kind
+from .master import follow_param
 from .ops import l2_norm
+from .precision import Precision, norm_dtype_of
 from .reduced import clip_coefficient
 from .rows import AdamRows
 
@@ -28,9 +30,11 @@ class LocalEngine:
 
     world = 1
 
-    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False) -> None:
+    def __init__(self, infos: Sequence[ParamInfo], *, precision: Precision, is_static: bool = False) -> None:
         self.infos = list(infos)
-        self.states = [_new_state(info.param.detach()) for info in self.infos]
+        self.states = [_new_state(info.param.detach(), precision) for info in self.infos]
+        self._amsgrad = precision.amsgrad
+        self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
         device = self.infos[0].param.device if self.infos else None
         self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=device)
         self._is_static = is_static
@@ -47,11 +51,19 @@ class LocalEngine:
         for info, state in ((self.infos[i], self.states[i]) for i in self._order):
             param = info.param.detach()
             self._rows.add(
-                info.index, info.group, param, None, state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
+                info.index,
+                info.group,
+                param,
+                None,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state.get("master_param"),
+                max_exp_avg_sq=state.get("max_exp_avg_sq"),
+                remainder=state.get("remainder"),
             )
 
     def _new_rows(self) -> Any:
-        return AdamRows(self.steps)
+        return AdamRows(self.steps, amsgrad=self._amsgrad)
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._follow_edits()
@@ -99,7 +111,7 @@ class LocalEngine:
         for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
             if info.param._version != self._versions[i] or info.param.data_ptr() != self._pointers[i]:
-                _read_master(info, state)
+                follow_param(info.param.detach(), state)
         if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
             self._bind()
 
@@ -110,7 +122,7 @@ class LocalEngine:
     # --- clipping ----------------------------------------------------------------------------------------------------
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
-        return torch.tensor(self._total_norm(indices, ord), dtype=torch.float32)
+        return torch.tensor(self._total_norm(indices, ord), dtype=self.norm_dtype)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         norm = self.total_norm(indices, ord)
@@ -193,10 +205,13 @@ class LocalEngine:
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad
-        return None if grad is None else grad.detach().float() * self._clip_of(self.infos[index], grad)
+        return None if grad is None else widened(grad) * self._clip_of(self.infos[index], grad)
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]
+
+    def values_of(self, index: int) -> Tensor:
+        return self.infos[index].param.detach()
 
     def memory(self) -> dict[str, int]:
         bytes_of = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
@@ -211,15 +226,13 @@ class LocalEngine:
         self._clips.clear()
 
 
-def _new_state(param: Tensor) -> dict[str, Tensor]:
-    state = {name: torch.zeros_like(param, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-    if param.dtype != torch.float32:
-        state["master_param"] = param.to(torch.float32)
+def widened(grad: Tensor) -> Tensor:
+    """``grad`` as `full_grad` shows it: float32, or float64 as it is."""
+    return grad.detach().to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
+
+
+def _new_state(param: Tensor, precision: Precision) -> dict[str, Tensor]:
+    kept = precision.kept_of(param.dtype)
+    state = {name: torch.zeros_like(param, dtype=dtype) for name, dtype in kept.items()}
+    follow_param(param, state)
     return state
-
-
-def _read_master(info: ParamInfo, state: dict[str, Tensor]) -> None:
-    """Takes a parameter into its master; a master that rounds to the parameter as it is stays."""
-    if "master_param" in state:
-        param, master = info.param.detach(), state["master_param"]
-        master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))

@@ -15,7 +15,8 @@ from ._build import native
 from .device import Uploads, index_of
 from .errors import CaptureError
 from .flat import ParamInfo
-from .local import LocalEngine
+from .local import LocalEngine, widened
+from .precision import Precision
 from .reduced import clip_coefficient
 from .rows_cuda import AdamRowsCuda
 
@@ -25,7 +26,14 @@ __all__ = ["LocalEngineCuda"]
 class LocalEngineCuda(LocalEngine):
     """At least one parameter, all on one device."""
 
-    def __init__(self, infos: Sequence[ParamInfo], *, is_static: bool = False, is_capturable: bool = False) -> None:
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        *,
+        precision: Precision,
+        is_static: bool = False,
+        is_capturable: bool = False,
+    ) -> None:
         self._is_capturable = is_capturable
         self._device = index_of(infos[0].param)
         self._torch_device = infos[0].param.device
@@ -33,10 +41,10 @@ class LocalEngineCuda(LocalEngine):
         self._factors = torch.ones(len(infos), dtype=torch.float64, device=self._torch_device)
         self._sums_table = native().SumsqCudaTable(self._device)
         self._uploads = Uploads(self._device)
-        super().__init__(infos, is_static=is_static)
+        super().__init__(infos, precision=precision, is_static=is_static)
 
     def _new_rows(self) -> AdamRowsCuda:
-        return AdamRowsCuda(self.steps, self._device)
+        return AdamRowsCuda(self.steps, self._device, amsgrad=self._amsgrad)
 
     def _drop_stale_clips(self) -> bool:
         """Factors of gradients that are no longer there become 1. False: none is there, and all are to be taken for 1.
@@ -89,7 +97,7 @@ class LocalEngineCuda(LocalEngine):
     def _measure(self, held: Sequence[int], max_norm: float | None) -> Tensor:
         """The 2-norm of ``held`` together; their factors times the clip coefficient where ``max_norm`` is given."""
         has_clips = self._drop_stale_clips()
-        norm = torch.empty(1, dtype=torch.float32, device=self._torch_device)
+        norm = torch.empty(1, dtype=self.norm_dtype, device=self._torch_device)
         chosen = self._uploads.mask("chosen", len(self.infos), held)
         native().clip_cuda(
             self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm, resets=not has_clips
@@ -99,7 +107,7 @@ class LocalEngineCuda(LocalEngine):
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
         held = self._held(indices)
         if not held:
-            return torch.zeros((), dtype=torch.float32, device=self._torch_device)
+            return torch.zeros((), dtype=self.norm_dtype, device=self._torch_device)
         if ord == 2.0:
             return self._measure(held, None)
         if not self._drop_stale_clips():
@@ -111,8 +119,8 @@ class LocalEngineCuda(LocalEngine):
             if grad.numel():
                 norms.append(torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._factors[i])
         if not norms:
-            return torch.zeros((), dtype=torch.float32, device=self._torch_device)
-        return torch.linalg.vector_norm(torch.stack(norms), ord).to(torch.float32)
+            return torch.zeros((), dtype=self.norm_dtype, device=self._torch_device)
+        return torch.linalg.vector_norm(torch.stack(norms), ord).to(self.norm_dtype)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
         self._begin_capture()
@@ -151,5 +159,6 @@ class LocalEngineCuda(LocalEngine):
         if grad is None:
             return None
         is_clipped = self._is_clipped(self.infos[index], grad)
-        # The factor as float32: with a 0-d gradient a float64 one would make the product float64.
-        return grad.detach().float() * (self._factors[index].to(torch.float32) if is_clipped else 1.0)
+        wide = widened(grad)
+        # The factor in its dtype: with a 0-d gradient a float64 one would make the product float64.
+        return wide * (self._factors[index].to(wide.dtype) if is_clipped else 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 
 from . import state_dict as states
 from .arguments import (
-    DTYPES,
     collect_params,
     communicators_for,
     expect_hyperparameters,
@@ -28,6 +28,7 @@ from .device import CPU, device_index
 from .errors import ClosedError
 from .local import LocalEngine
 from .local_cuda import LocalEngineCuda
+from .precision import Precision
 from .reduced import clip_coefficient
 from .sharded import ShardedEngine, ShardedOptions
 
@@ -50,12 +51,15 @@ class ShardedAdamW(Optimizer):
     `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
 
     Args:
-        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32 or bfloat16 on
-            the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone. A group may
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16,
+            float16 and float64, also mixed, on the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone. A group may
             carry ``"granularity"``: an int, or ``"row"``: shard boundaries then never split that many consecutive
             elements of a parameter (default 1).
-        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the
+            same in all groups; ``amsgrad`` stays what it is.
         foreach, fused: accepted and ignored; the update is always fused.
+        decoupled_weight_decay: False: weight decay is added to the gradient (L2), as in `torch.optim.Adam`. The same in
+            all groups.
         process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
             `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
             ``torch.distributed`` is initialised, else this process alone.
@@ -66,12 +70,21 @@ class ShardedAdamW(Optimizer):
             are a grid.
         gradient_average: mean over all ranks (True) or sum.
         broadcast_params: take rank 0's parameters at construction; of a grid, those of its first rank.
-        master_weights: ``"auto"``: an fp32 master shard for bfloat16 parameters.
-        reduce_dtype: of gradients in buckets; None: the parameter's. Sums are accumulated in fp32 in any case.
+        master_weights: where the precise weights of bfloat16 and float16 parameters are kept. ``"auto"``, ``"fp32"``: in
+            an fp32 master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of
+            12 bytes; ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own
+            weights, rounded to nearest at every step, so small updates are lost. float32 and float64 parameters always
+            are their own weights.
+        state_dtype: of the moments: float32 (None) or bfloat16, whose ``exp_avg_sq`` is rounded stochastically, with the
+            same bits at any world size.
+        reduce_dtype: of gradients in buckets: float32, bfloat16 or float16. None: the parameter's, but float32 for
+            float16, whose sums would overflow. On one host sums over ranks are float32 in any case; NCCL adds in it.
+        accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16. float64 parameters
+            are float64 throughout, whatever these options say; docs/numerics.md has it all in a table.
         bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
         overlap_grad_sync: reduce buckets during backward.
-        overlap_param_sync: leave the parameter gather running when `step` returns. Call `param_sync` before you read
-            parameters, or `prefetch_params(model)` once.
+        overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
+            waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
         static_graph: a promise that every step has gradients of the same parameters, on each rank its own. Ranks then
             agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
             backward or from the end of the window; the communicator is aborted, so that the other ranks raise
@@ -104,6 +117,7 @@ class ShardedAdamW(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
         process_group: dist.ProcessGroup | Communicator | None = None,
         replicate_group: dist.ProcessGroup | Communicator | None = None,
         gradient_average: bool = True,
@@ -121,12 +135,7 @@ class ShardedAdamW(Optimizer):
     ) -> None:
         expect_hyperparameters(lr, betas, eps, weight_decay)
         expect_implemented(
-            amsgrad=(amsgrad, False),
-            state_dtype=(state_dtype, None, torch.float32),
-            accum_dtype=(accum_dtype, None, torch.float32),
-            master_weights=(master_weights, "auto", "fp32"),
             on_external_update=(on_external_update, "resync"),
-            reduce_dtype=(reduce_dtype, None, *DTYPES),
         )
         if capturable and not static_graph:
             raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
@@ -147,13 +156,17 @@ class ShardedAdamW(Optimizer):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
-            decoupled_weight_decay=True,
+            decoupled_weight_decay=decoupled_weight_decay,
         )
         super().__init__(params, defaults)
         infos = collect_params(self.param_groups)
+        precision = Precision(
+            master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
+        )
+        precision.expect_fits({info.dtype for info in infos})
         device = infos[0].device if infos else torch.device("cpu")
         comm, replicate = communicators_for(process_group, replicate_group, device)
-        self._is_closed = False
+        self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         self._owned = [c for c in (comm, replicate) if c is not None and c not in (process_group, replicate_group)]
         self._made_engine: LocalEngine | ShardedEngine
         is_on_cuda = device_index(device) != CPU
@@ -162,12 +175,12 @@ class ShardedAdamW(Optimizer):
         if comm is None:
             cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
             engine = LocalEngineCuda if is_on_cuda else LocalEngine
-            self._made_engine = engine(infos, is_static=static_graph, **cuda_options)
+            self._made_engine = engine(infos, precision=precision, is_static=static_graph, **cuda_options)
         else:
             options = ShardedOptions(
                 gradient_average=gradient_average,
                 broadcast_params=broadcast_params,
-                reduce_dtype=reduce_dtype,
+                precision=precision,
                 bucket_cap_bytes=_bucket_cap_bytes(bucket_cap_mb, comm),
                 overlap_grad_sync=overlap_grad_sync,
                 overlap_param_sync=overlap_param_sync,
@@ -184,7 +197,7 @@ class ShardedAdamW(Optimizer):
 
     @property
     def _engine(self) -> LocalEngine | ShardedEngine:
-        if self._is_closed:  # its memory may be somebody else's by now
+        if self._closed.is_set():  # its memory may be somebody else's by now
             raise ClosedError("the optimizer is closed; make a new one for these parameters")
         return self._made_engine
 
@@ -243,13 +256,31 @@ class ShardedAdamW(Optimizer):
 
     def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
-        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers."""
+        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
+
+        Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
+        forwards that `prefetch_params` knows: a C++ extension bound with pybind11, TorchScript, `torch.func.grad`, ``jvp``
+        and the like of parameters as they are, a tensor subclass that handles torch functions itself, or a view, ``p.data``
+        or address taken before `step`. Everything else waits by itself: forwards, ``model.state_dict()``, moving averages,
+        ``p.data``, NumPy, ``print``, copies, saving. On CUDA the current stream waits, and that in which `step` was called;
+        code in others needs an edge behind one of them, as with any tensor.
+        """
         self._engine.param_sync(self._indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
-        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward.
+        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
+        gathers them in the order of these forwards. Does nothing otherwise.
 
-        Returns a function that removes the hooks again.
+        Without it a forward waits as well, wherever torch uses a parameter, but not for code that torch does not see, and
+        parameters come in the reverse order of registration. The order is that of the forwards before the steps 1, 2, 4,
+        8 and so on, of the first rank that has called the model. ``model`` may be any part of what is trained; call it for
+        each model of several.
+
+        Compiled code is entered when all it uses has arrived, so it is never compiled again because of this. Pass what is
+        called from Python: ``torch.compile(model)`` rather than ``model``, or a model whose blocks are compiled. Where
+        hooks are inside of compiled code only (``model.compile()``), `step` waits.
+
+        Returns a function that removes the hooks again; `close` does too.
         """
         return self._engine.prefetch_params(model)
 
@@ -267,8 +298,8 @@ class ShardedAdamW(Optimizer):
         """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
-        the next `step`, so it costs no pass over the gradients. The result is a float32 0-d tensor on the parameters'
-        device, equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
+        the next `step`, so it costs no pass over the gradients. The result is a 0-d tensor on the parameters' device,
+        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
         ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         indices = self._indices(parameters)
@@ -314,7 +345,9 @@ class ShardedAdamW(Optimizer):
         self._engine.clip_with(self._indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole averaged (and clipped) gradient of ``param``, fp32, on every rank; None if no rank has one. Collective."""
+        """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
+        no rank has one. Collective.
+        """
         if param not in self._index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
         return self._engine.full_grad(self._index_of[param])
@@ -335,9 +368,10 @@ class ShardedAdamW(Optimizer):
         """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into
         AdamW.
 
-        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq`` and, for bfloat16 parameters,
-        ``master_param``: of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory order),
-        1-D fp32; of a local one the parameter's shape.
+        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
+        for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
+        ``master_weights="none"``): of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory
+        order), 1-D; of a local one the parameter's shape.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -350,8 +384,10 @@ class ShardedAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
 
-        The dict is not changed and states stay fp32. ValueError if groups, parameters or this rank's ranges do not
-        match; nothing has been loaded then. RuntimeError while gradients are pending (call `step` or `zero_grad`
+        The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
+        ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first.
+        ValueError if groups, parameters, ``amsgrad`` or this rank's ranges do not match; nothing has been loaded then.
+        RuntimeError while gradients are pending (call `step` or `zero_grad`
         first).
         """
         state_dict = dict(state_dict)  # hooks may write to it
@@ -385,15 +421,19 @@ class ShardedAdamW(Optimizer):
         """Bytes on this rank: ``params``, ``grads``, ``states``, ``pool`` (communication memory beside the parameters)."""
         return self._engine.memory()
 
+    # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an
+    # object of it as ``self``: attributes are read from the optimizer then, but would be set on the wrapper. So none is
+    # set after construction; what changes lies in objects that both see.
+
     def close(self) -> None:
         """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
         Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent.
         """
-        if self._is_closed:
+        if self._closed.is_set():
             return
-        self._is_closed = True
+        self._closed.set()
         try:
             self._made_engine.close()
         finally:

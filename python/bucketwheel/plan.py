@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-__all__ = ["Bucket", "Fragment", "PackItem", "Packing", "Segment", "pack"]
+__all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,39 @@ class Packing:
         numbers += [n for item in self.items for n in (item.numel, item.granularity)]
         numbers += [n for b in self.buckets for n in (b.begin, b.shard_numel)]
         return hashlib.sha256(",".join(map(str, numbers)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A bucket as one rank knows it: what lies in it, and what of that the rank owns."""
+
+    space: int  # which packing it is a bucket of
+    bucket: Bucket
+    fragments: tuple[Fragment, ...]
+    segments: tuple[Segment, ...]
+
+
+def plan_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int) -> list[BucketPlan]:
+    """The buckets of all ``packings`` in the order in which they fill if gradients come from the last parameter to the first.
+
+    ``params``: for each packing, the numbers of its parameters among all.
+    """
+    count = sum(map(len, params))
+    plans: list[tuple[int, BucketPlan]] = []
+    for space, (packing, numbers) in enumerate(zip(packings, params, strict=True)):
+        fragments: list[list[Fragment]] = [[] for _ in packing.buckets]
+        for param in range(len(packing.items)):
+            for fragment in packing.fragments(param):
+                fragments[fragment.bucket].append(fragment)
+        segments: list[list[Segment]] = [[] for _ in packing.buckets]
+        for segment in packing.segments(rank):
+            segments[segment.bucket].append(segment)
+        for bucket in packing.buckets:
+            found = fragments[bucket.index]
+            last_arrival = max((count - 1 - numbers[fragment.param] for fragment in found), default=0)
+            plan = BucketPlan(space, bucket, tuple(found), tuple(segments[bucket.index]))
+            plans.append((last_arrival, plan))
+    return [plan for _, plan in sorted(plans, key=lambda pair: pair[0])]
 
 
 def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int = 64) -> Packing:

@@ -23,6 +23,7 @@ from ._build import native
 from .comm import Communicator
 from .flat import ParamInfo
 from .plan import Packing
+from .precision import norm_dtype_of
 
 __all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
 
@@ -36,7 +37,7 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
 class ShardPiece:
     """One segment of a parameter on this rank. ``row``: its place among the segments of ``accumulator``."""
 
-    grad: Tensor  # fp32, 1-D: a view into the gradient shard
+    grad: Tensor  # 1-D: a view into the gradient shard
     accumulator: Any
     row: int
 
@@ -61,6 +62,7 @@ class ReducedGrads:
         self.comm = comm
         self.average = average
         self.replicate = replicate
+        self.norm_dtype = torch.float32
         self._params: list[_Param] = []
         self._content = bytearray()  # the shards hold a gradient of an earlier window
         self._zeroed = bytearray()  # the content is zeros, by a local decision
@@ -72,12 +74,13 @@ class ReducedGrads:
 
     def add_param(self, info: ParamInfo, packing: Packing, packed: int, pieces: list[ShardPiece]) -> None:
         assert info.index == len(self._params)
+        self.norm_dtype = norm_dtype_of((self.norm_dtype, info.dtype))
         self._params.append(_Param(info, packing, packed, pieces))
         self._content.append(False)
         self._zeroed.append(False)
         self._edited.append(False)
         self._factors.append(1.0)
-        self._ones = array.array("d", [1.0] * len(self._params)).tobytes()
+        self._ones += array.array("d", [1.0]).tobytes()
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
@@ -281,12 +284,12 @@ class ReducedGrads:
         return float(sum(norm**ord for norm in norms.tolist())) ** (1.0 / ord)
 
     def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`norms`, float32, on the parameters' device. Collective."""
-        return self.norms(indices, ord).to(torch.float32)
+        """`norms`, of `norm_dtype`, on the parameters' device. Collective."""
+        return self.norms(indices, ord).to(self.norm_dtype)
 
     def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`total_norm`, float32 and 0-d, on the parameters' device. Collective."""
-        return torch.tensor(self.total_norm(indices, ord), dtype=torch.float32)
+        """`total_norm`, of `norm_dtype` and 0-d, on the parameters' device. Collective."""
+        return torch.tensor(self.total_norm(indices, ord), dtype=self.norm_dtype)
 
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
         """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
@@ -312,12 +315,14 @@ class ReducedGrads:
         self.mark_edited([index])
 
     def full(self, index: int) -> Tensor:
-        """The whole gradient as everybody sees it: fp32, the parameter's shape and strides. Collective."""
+        """The whole gradient as everybody sees it: float32 (float64 for a float64 parameter), the parameter's shape and
+        strides. Collective."""
         param = self._params[index]
         info, packing, world = param.info, param.packing, self.comm.size
         owned = [packing.owned(param.packed, rank) for rank in range(world)]
         longest = max(sum(s.numel for s in segments) for segments in owned)
-        mine = torch.zeros(longest, device=info.param.device)
+        dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
+        mine = torch.zeros(longest, dtype=dtype, device=info.param.device)
         if param.pieces:
             local = torch.cat([piece.grad for piece in param.pieces])
             mine[: local.numel()] = local

@@ -160,7 +160,7 @@ class ReducedGradsCuda(ReducedGrads):
     def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
         """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
         self._absorb()
-        norm = self._new(1, dtype=torch.float32)
+        norm = self._new(1, dtype=self.norm_dtype)
         native().clip_cuda(
             self._device,
             self._sums_by_rank(),
@@ -175,13 +175,13 @@ class ReducedGradsCuda(ReducedGrads):
 
     def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
         if not self._params:
-            return self._new(0, dtype=torch.float32)
+            return self._new(0, dtype=self.norm_dtype)
         if ord == 2.0:
             norms = self._new(len(self._params))
             self._clip(range(len(self._params)), None, norms)
         else:
             norms = self._other_norms(ord)
-        return norms.index_select(0, self._uploads.numbers("indices", indices)).to(torch.float32)
+        return norms.index_select(0, self._uploads.numbers("indices", indices)).to(self.norm_dtype)
 
     def _other_norms(self, ord: float) -> Tensor:
         """Norms of an order other than 2, of every parameter."""
@@ -209,7 +209,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
         if not indices:
-            return self._new(dtype=torch.float32).zero_()
+            return self._new(dtype=self.norm_dtype).zero_()
         if ord == 2.0:
             return self._clip(indices, None)
         return torch.linalg.vector_norm(self.norm_tensor(indices, ord), ord)

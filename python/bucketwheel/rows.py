@@ -19,9 +19,10 @@ __all__ = ["AdamRows", "expect_uniform_flags", "native_flags", "native_group"]
 
 def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
     """ValueError for flags that the kernel takes once for all groups and that differ between them."""
-    for key in ("maximize", "amsgrad", "capturable", "differentiable"):
-        if len({bool(group[key]) for group in param_groups}) > 1:
-            raise ValueError(f"{key} must be the same in all parameter groups, got {[g[key] for g in param_groups]}")
+    for key in ("maximize", "amsgrad", "capturable", "differentiable", "decoupled_weight_decay"):
+        given = [group.get(key, key == "decoupled_weight_decay") for group in param_groups]
+        if len(set(map(bool, given))) > 1:
+            raise ValueError(f"{key} must be the same in all parameter groups, got {given}")
 
 
 def native_group(group: dict[str, Any], lr: float) -> Any:
@@ -29,9 +30,15 @@ def native_group(group: dict[str, Any], lr: float) -> Any:
     return native().AdamGroup(lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
 
 
-def native_flags(param_groups: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """The flags that all groups share, as the kernel takes them."""
+def native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[str, bool]:
+    """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
+    is another one now."""
     expect_uniform_flags(param_groups)
+    if bool(param_groups[0]["amsgrad"]) != amsgrad:
+        raise ValueError(
+            f"amsgrad was {amsgrad} when the optimizer was made and is {param_groups[0]['amsgrad']} in its groups now; "
+            "make a new optimizer to change it"
+        )
     return {
         "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
         "maximize": bool(param_groups[0]["maximize"]),
@@ -44,7 +51,8 @@ class AdamRows:
 
     ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters
         that have
-    neither master nor remainder. ``seed``: of the random bits. ``table``: another native table (`rows_cuda`).
+    neither master nor remainder. ``seed``: of the random bits. ``amsgrad``: what the
+    groups must say. ``table``: another native table (`rows_cuda`).
     """
 
     def __init__(
@@ -54,10 +62,12 @@ class AdamRows:
         stochastic: bool = True,
         stochastic_param: bool = False,
         seed: int = 0,
+        amsgrad: bool = False,
         table: Any = None,
     ) -> None:
         self.table = native().AdamTable() if table is None else table
         self.steps = steps
+        self._amsgrad = amsgrad
         self._param_of_row: list[int] = []
         self._index: Tensor | None = None
         self._scalars: tuple[Tensor, Tensor, Tensor] | None = None
@@ -111,7 +121,7 @@ class AdamRows:
 
         ``factors``, one a parameter, are folded into the gradients with ``average``.
         """
-        flags = native_flags(param_groups)
+        flags = native_flags(param_groups, self._amsgrad)
         native().use_torch_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)

@@ -36,7 +36,7 @@ class AdamRowsCuda(AdamRows):
 
         ``factors``: float64, one a parameter, on the device, folded into the gradients with ``average``.
         """
-        flags = native_flags(param_groups)
+        flags = native_flags(param_groups, self._amsgrad)
         on_device = [_lr_on_device(group["lr"]) for group in param_groups]
         self._lr = on_device  # read when the step runs
         groups = [

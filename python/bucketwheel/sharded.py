@@ -1,7 +1,7 @@
 """Sharded: flat parameters, gradient buckets and state shards of one rank, put together (ZeRO-2).
 
-Every bucket goes the same way: gradients are packed, reduce-scattered into the fp32 gradient shard (with the norm of
-what arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
+Every bucket goes the same way: gradients are packed, reduce-scattered into the gradient shard (with the norm of what
+arrives), stepped by the fused kernel on this rank's rows, and all-gathered straight into the parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
-from .flat import FlatParams, ParamInfo, expect_dense
+from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
 from .hooks import GradSync
-from .plan import Segment
+from .plan import plan_buckets
 from .pool import Pool
+from .precision import Precision
 from .reduced import ReducedGrads, ShardPiece
 from .reduced_cuda import ReducedGradsCuda
 from .rows import AdamRows
 from .rows_cuda import AdamRowsCuda
+from .space import Space
 
 __all__ = ["ShardedEngine", "ShardedOptions"]
 
@@ -42,7 +44,7 @@ _UNKNOWN_VERSION = -1
 class ShardedOptions:
     gradient_average: bool
     broadcast_params: bool
-    reduce_dtype: torch.dtype | None
+    precision: Precision
     bucket_cap_bytes: int
     overlap_grad_sync: bool
     overlap_param_sync: bool
@@ -84,19 +86,6 @@ def _give_back(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> Non
         _engine_of_param.pop(info.param, None)
 
 
-@dataclass
-class _Space:
-    """The parameters of one dtype: flat memory, and this rank's shards beside it (each [shard_numel], fp32)."""
-
-    flat: FlatParams
-    wire_dtype: torch.dtype
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
-    first_param: list[int]  # global index of every packed parameter
-
-
 class ShardedEngine:
     """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
 
@@ -125,28 +114,30 @@ class ShardedEngine:
         expect_dense(self.infos)
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
-        gather.expect_equal_packings(self.grid, [space.flat.packing for space in self._spaces])
+        gather.expect_equal_packings(self.grid, [space.packing for space in self._spaces])
         if options.broadcast_params:
             for space in self._spaces:
                 gather.broadcast_flat(self.grid, space.flat.flat)
             torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
         for space in self._spaces:
-            if space.master is not None:
-                self._read_master(space, space.first_param)
+            if space.has_master:
+                space.read_master(space.indices)
         average = 1.0 / self.grid.size if options.gradient_average else 1.0
         self._rows: AdamRows | AdamRowsCuda
         if self.device == CPU:
-            self._rows = AdamRows(self.steps)
+            self._rows = AdamRows(self.steps, amsgrad=options.precision.amsgrad)
             self.reduced = ReducedGrads(comm, average, replicate)
         else:
-            self._rows = AdamRowsCuda(self.steps, self.device)
+            self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=options.precision.amsgrad)
             self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count(), replicate)
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
         self._make_buckets()
         slots = self._make_slots() if comm.is_registered else None
         if isinstance(self.grid, Grid):
-            self.grid.prepare((bucket.own.numel() for bucket in self._buckets), options.max_inflight_buckets)
+            self.grid.prepare(
+                ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets), options.max_inflight_buckets
+            )
         self.grads = GradSync(
             self.grid,
             self.infos,
@@ -157,65 +148,44 @@ class ShardedEngine:
             max_inflight=options.max_inflight_buckets,
             is_static=options.static_graph,
         )
-        self._gathers = gather.Gathers(comm, self.infos)
+        parts = [list(bucket.grads.parts) for bucket in self._buckets]
+        self._gathers = gather.Gathers(comm, self.infos, parts, overlaps=options.overlap_param_sync)
         self._versions = [info.param._version for info in self.infos]
 
     # --- construction ------------------------------------------------------------------------------------------------
 
-    def _make_space(self, dtype: torch.dtype) -> _Space:
-        infos = [info for info in self.infos if info.dtype == dtype]
-        wire = self.options.reduce_dtype or dtype
-        flat = FlatParams(
-            infos,
+    def _make_space(self, dtype: torch.dtype) -> Space:
+        return Space(
+            [info for info in self.infos if info.dtype == dtype],
+            rank=self.comm.rank,
             world=self.world,
-            bucket_numel=max(1, self.options.bucket_cap_bytes // wire.itemsize),
-            pool=self.comm.gathers.pool,
-        )
-        numel = flat.packing.shard_numel
-
-        def shard(name: str) -> Tensor:
-            return self._state_pool.acquire(f"{name}/{dtype}", numel * 4).tensor(torch.float32, (numel,)).zero_()
-
-        master = None if dtype == torch.float32 else shard("master_param")
-        return _Space(
-            flat,
-            wire,
-            shard("grad"),
-            shard("exp_avg"),
-            shard("exp_avg_sq"),
-            master,
-            [info.index for info in flat.infos],
+            precision=self.options.precision,
+            bucket_cap_bytes=self.options.bucket_cap_bytes,
+            param_pool=self.comm.gathers.pool,
+            state_pool=self._state_pool,
         )
 
     def _make_buckets(self) -> None:
         """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
-        plans = [(space, bucket) for space in self._spaces for bucket in space.flat.packing.buckets]
-        arrival = {info.index: place for place, info in enumerate(reversed(self.infos))}
-        parts: dict[int, list[list[Part]]] = {}
-        owned: dict[int, list[list[Segment]]] = {}
-        for space in self._spaces:
-            packing = space.flat.packing
-            parts[id(space)] = [[] for _ in packing.buckets]
-            owned[id(space)] = [[] for _ in packing.buckets]
-            for packed, index in enumerate(space.first_param):
-                for f in packing.fragments(packed):
-                    parts[id(space)][f.bucket].append(Part(index, f.bucket_begin, f.param_begin, f.numel))
-            for segment in packing.segments(self.comm.rank):
-                owned[id(space)][segment.bucket].append(segment)
-        plans.sort(key=lambda plan: max((arrival[p.param] for p in parts[id(plan[0])][plan[1].index]), default=0))
+        packings = [space.packing for space in self._spaces]
+        plans = plan_buckets(packings, [space.indices for space in self._spaces], self.comm.rank)
         pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
-        for number, (space, bucket) in enumerate(plans):
-            segments = owned[id(space)][bucket.index]
+        for number, plan in enumerate(plans):
+            space, bucket, segments = self._spaces[plan.space], plan.bucket, plan.segments
+            params = space.indices
+            parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
             shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
             ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
             accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
-            first_row = self._add_rows(space, segments)
+            first_row = int(self._rows.table.rows)
+            for s in segments:
+                space.add_row(self._rows, s)
             for place, s in zip(places, segments, strict=True):
                 piece = space.grad.narrow(0, s.shard_begin, s.numel)
-                pieces[space.first_param[s.param]].append(ShardPiece(piece, accumulator, place))
+                pieces[space.indices[s.param]].append(ShardPiece(piece, accumulator, place))
             numel = self.world * bucket.shard_numel
             full = space.flat.flat.narrow(0, bucket.begin, numel)
-            grads = GradBucket(number, numel, space.wire_dtype, parts[id(space)][bucket.index], accumulator)
+            grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
             own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
             self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
         self._add_params(pieces)
@@ -234,8 +204,8 @@ class ShardedEngine:
         """How many sums of squares all accumulators together write, at most."""
         count = 0
         for space in self._spaces:
-            per_bucket = Counter(s.bucket for s in space.flat.packing.segments(self.comm.rank))
-            for bucket in space.flat.packing.buckets:
+            per_bucket = Counter(s.bucket for s in space.packing.segments(self.comm.rank))
+            for bucket in space.packing.buckets:
                 count += native().ShardAccumulatorCuda.max_spans(per_bucket[bucket.index])
         return count
 
@@ -249,50 +219,14 @@ class ShardedEngine:
         accumulator = native().ShardAccumulatorCuda(shard, ranges, self.reduced.row_sums.narrow(0, begin, count))
         return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
 
-    def _add_rows(self, space: _Space, segments: Sequence[Segment]) -> int:
-        first = self._rows.table.rows
-        for s in segments:
-            index = space.first_param[s.param]
-            self._rows.add(
-                index,
-                self.infos[index].group,
-                space.flat.flat.narrow(0, s.flat_begin, s.numel),
-                space.grad.narrow(0, s.shard_begin, s.numel),
-                space.exp_avg.narrow(0, s.shard_begin, s.numel),
-                space.exp_avg_sq.narrow(0, s.shard_begin, s.numel),
-                None if space.master is None else space.master.narrow(0, s.shard_begin, s.numel),
-                param_begin=s.param_begin,
-            )
-        return int(first)
+    def _space_of(self, index: int) -> Space:
+        return next(space for space in self._spaces if index in space)
 
     def _add_params(self, pieces: dict[int, list[ShardPiece]]) -> None:
-        packed_at = {index: (space, packed) for space in self._spaces for packed, index in enumerate(space.first_param)}
         for info in self.infos:
-            space, packed = packed_at[info.index]
-            packing = space.flat.packing
-            self.reduced.add_param(info, packing, packed, pieces[info.index])
-            segments = packing.owned(packed, self.comm.rank)
-            begin = segments[0].shard_begin if segments else 0
-            numel = sum(s.numel for s in segments)  # contiguous in shard space
-            state = {
-                "exp_avg": space.exp_avg.narrow(0, begin, numel),
-                "exp_avg_sq": space.exp_avg_sq.narrow(0, begin, numel),
-            }
-            if space.master is not None:
-                state["master_param"] = space.master.narrow(0, begin, numel)
-            self.states.append(state)
-
-    def _read_master(self, space: _Space, indices: Sequence[int]) -> None:
-        """Takes this rank's part of the parameters ``indices`` into the fp32 master shard.
-
-        A master that rounds to the parameter as it is stays: it knows more digits of the same value.
-        """
-        assert space.master is not None
-        for packed, index in enumerate(space.first_param):
-            for s in space.flat.packing.owned(packed, self.comm.rank) if index in indices else ():
-                own = space.flat.flat.narrow(0, s.flat_begin, s.numel)
-                master = space.master.narrow(0, s.shard_begin, s.numel)
-                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+            space = self._space_of(info.index)
+            self.reduced.add_param(info, space.packing, space.packed_at(info.index), pieces[info.index])
+            self.states.append(space.state_of(info.index))
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -301,26 +235,26 @@ class ShardedEngine:
         self.param_sync()
         self._follow_edits()
         used = self.grads.held
-        with torch.no_grad():
-            self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
-            for bucket in reversed(self._buckets):  # what the next forward needs first goes first
-                if any(used[index] for index in bucket.grads.parts):
-                    self._rows.step(bucket.first_row, bucket.last_row)
-                    self._gathers.start(bucket.full, bucket.own, bucket.grads.parts)
-        torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
-        self._versions = [info.param._version for info in self.infos]
-        if not self.options.overlap_param_sync:
-            self.param_sync()
+        order = self._gathers.order()  # what the next forward needs first goes first
+        try:
+            with torch.no_grad():
+                self._rows.begin_step(param_groups, used, self.reduced.pending_factors(), self.reduced.average)  # type: ignore[arg-type]
+                for bucket in (self._buckets[number] for number in order):
+                    if any(used[index] for index in bucket.grads.parts):
+                        self._rows.step(bucket.first_row, bucket.last_row)
+                        self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
+            self._versions = [info.param._version for info in self.infos]
+        finally:  # what has been started must be waited for, whatever happened then
+            self._gathers.leave_running()
 
     def _follow_edits(self) -> None:
         """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
         moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
         for space in self._spaces:
-            if space.master is not None:
-                edited = [
-                    i for i in space.first_param if i in moved or self.infos[i].param._version != self._versions[i]
-                ]
-                self._read_master(space, edited)
+            if space.has_master:
+                edited = {i for i in space.indices if self.infos[i].param._version != self._versions[i]}
+                space.read_master(moved | edited)
 
     def follow_loaded_state(self) -> None:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
@@ -379,30 +313,22 @@ class ShardedEngine:
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         """This rank's part of a parameter: [begin, end) in its memory order, ascending."""
-        for space in self._spaces:
-            if index in space.first_param:
-                segments = space.flat.packing.owned(space.first_param.index(index), self.comm.rank)
-                return [(s.param_begin, s.param_begin + s.numel) for s in segments]
-        return []
+        return [(s.param_begin, s.param_begin + s.numel) for s in self._space_of(index).owned(index)]
+
+    def values_of(self, index: int) -> Tensor:
+        """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
+        return self._space_of(index).values_of(index)
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradient shards, states, and what the communication pool has reserved beside them."""
-        params = sum(space.flat.lease.nbytes for space in self._spaces)
-        states = sum(
-            t.numel() * 4
-            for space in self._spaces
-            for t in (space.exp_avg, space.exp_avg_sq, space.master)
-            if t is not None
-        )
+        memory = Counter[str]()
+        for space in self._spaces:
+            memory.update(space.memory())
         # Two of one pair have one pool, unless each registers its own.
         comms = [each for comm in self._comms for each in (comm, comm.gathers)]
         pools = {pool._native: pool for pool in (self.grads.pool, *(comm.pool for comm in comms))}.values()
-        return {
-            "params": params,
-            "grads": sum(space.grad.numel() * 4 for space in self._spaces),
-            "states": states,
-            "pool": sum(pool.stats().reserved_bytes for pool in pools) - params,
-        }
+        reserved = sum(pool.stats().reserved_bytes for pool in pools)
+        return {name: memory[name] for name in ("params", "grads", "states")} | {"pool": reserved - memory["params"]}
 
     def describe(self) -> list[str]:
         lines = []

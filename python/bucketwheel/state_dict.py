@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .flat import ParamInfo
+from .master import forget_master, load_master, master_of
 from .rows import expect_uniform_flags
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     state = {}
     for info, tensors in zip(engine.infos, engine.states, strict=True):
         entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
-        for name, tensor in tensors.items():
-            copy = entry[name] = tensor.clone()
-            if engine.world == 1 and copy.shape != info.param.shape:
-                entry[name] = copy.as_strided(info.param.shape, info.stride)
+        for name in _saved_names(tensors):
+            copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
+            assert copy is not None
+            is_flat = engine.world == 1 and copy.shape != info.param.shape
+            entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
         if engine.world > 1:
             entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
         state[number[info.param]] = entry
@@ -64,9 +66,7 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    if any(group.get("amsgrad") for group in groups):
-        raise NotImplementedError("amsgrad=True in the loaded state dict is not implemented yet")
-    expect_uniform_flags([{**ours, **theirs} for ours, theirs in zip(optimizer.param_groups, groups, strict=True)])
+    _expect_flags(optimizer.param_groups, groups)
     saved_as = {
         p: saved
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
@@ -78,12 +78,40 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         plans.append(_plan(info, tensors, engine.owned_ranges(info.index), entry))
     for info, step, loaded in plans:
         engine.steps[info.index] = step
-        for name, tensor in engine.states[info.index].items():
-            if name in loaded:
-                tensor.copy_(loaded[name].contiguous().as_strided(tensor.shape, tensor.stride()))  # memory order
+        state = engine.states[info.index]
+        if "master_param" not in loaded:
+            forget_master(engine.values_of(info.index), state)
+        for name, value in loaded.items():
+            like = state["exp_avg"]
+            laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
+            if name == "master_param":
+                load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
+            else:
+                state[name].copy_(laid_out)
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in _KEPT_KEYS})
     engine.follow_loaded_state()
+
+
+def _saved_names(tensors: dict[str, Tensor]) -> list[str]:
+    """What is saved of the states ``tensors``: a remainder as the master that it makes with its parameter."""
+    return ["master_param" if name == "remainder" else name for name in tensors]
+
+
+def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+    """ValueError for loaded groups whose flags differ between them, or for another ``amsgrad`` than ours."""
+    wanted = bool(ours[0]["amsgrad"])
+    loaded_flags = [bool(loaded.get("amsgrad", wanted)) for loaded in theirs]
+    if any(flag != wanted for flag in loaded_flags):
+        raise ValueError(
+            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it with "
+            "the same"
+        )
+    after = [
+        {**group, **{key: value for key, value in loaded.items() if key not in _KEPT_KEYS}}
+        for group, loaded in zip(ours, theirs, strict=True)
+    ]
+    expect_uniform_flags(after)
 
 
 def _numbers(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
@@ -96,12 +124,14 @@ def _plan(
 ) -> tuple[ParamInfo, int, dict[str, Tensor]]:
     """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
     if entry is None:  # torch saves nothing for a parameter that was never stepped
-        return info, 0, {name: torch.zeros_like(t) for name, t in tensors.items() if name != "master_param"}
+        names = [name for name in _saved_names(tensors) if name != "master_param"]
+        return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
     loaded = {}
-    for name, tensor in tensors.items():
+    numel = tensors["exp_avg"].numel()
+    for name in _saved_names(tensors):
         value = entry.get(name)
         if value is None:
-            if name != "master_param":  # the master is read from the parameter
+            if name != "master_param":  # then the parameter is the weight
                 raise ValueError(f"the state of {info.name!r} has no {name!r}; it has {sorted(entry)}")
             continue
         if "ranges" in entry:
@@ -117,10 +147,8 @@ def _plan(
                     f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter {tuple(info.param.shape)}"
                 )
             part = _cut(value, info, ranges)
-        if part.numel() != tensor.numel():
-            raise ValueError(
-                f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {tensor.numel()}"
-            )
+        if part.numel() != numel:
+            raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")
         loaded[name] = part
     return info, int(entry.get("step", 0)), loaded
 
@@ -128,6 +156,6 @@ def _plan(
 def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The elements of ``ranges`` out of a tensor of the parameter's shape, in the parameter's memory order."""
     param = info.param
-    laid_out = torch.empty_strided(param.shape, info.stride, dtype=torch.float32, device=param.device).copy_(full)
+    laid_out = torch.empty_strided(param.shape, info.stride, dtype=full.dtype, device=param.device).copy_(full)
     flat = laid_out.as_strided((param.numel(),), (1,))
     return torch.cat([flat[begin:end] for begin, end in ranges]) if ranges else flat[:0]

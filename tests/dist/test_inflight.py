@@ -97,3 +97,37 @@ def test_backward_does_not_wait_for_a_peer_that_has_not_begun(monkeypatch: pytes
     assert ahead[0] >= behind[0] + (BUCKETS - 2) * NUMEL * 4
     for p, q in zip(params, others, strict=True):
         assert torch.equal(p, q) and not torch.equal(p, torch.ones(NUMEL))
+
+
+class Blind:
+    """A handle that is in a stream of this rank; nobody knows whether peers have issued it."""
+
+    def is_ordered(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class Memory:
+    def __init__(self, held: list[int]) -> None:
+        self.held = held
+        held[0] += 1
+
+    def release(self, after: Any) -> None:
+        self.held[0] -= 1
+
+
+def test_between_hosts_memory_stays_while_ranks_run_different_graphs() -> None:
+    """Windows of six buckets, of which two may have memory; in the second some rank had not launched everything."""
+    inflight_now = inflight.Inflight(0, 2, is_blind=True)
+    held, most = [0], []
+    for window in range(8):
+        most.append(0)
+        for _ in range(6):
+            inflight_now.make_room()
+            inflight_now.add(Blind(), Memory(held))  # type: ignore[arg-type]
+            most[-1] = max(most[-1], held[0])
+        inflight_now.wait()
+        inflight_now.end_window(window != 1)
+        assert held == [0]
+    assert most == [2, 2, 6, 6, 6, 6, 2, 2]

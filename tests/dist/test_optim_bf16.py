@@ -55,6 +55,8 @@ def expect_masters_round_to_parameters(opt: ShardedAdamW, params: list[Parameter
 
 @pytest.mark.parametrize("world", [None, *WORLDS])
 def test_parameters_are_their_masters_rounded_after_every_step(world: int | None) -> None:
+    """N5 of the optimizer's test rows; remainders: test_optim_masters.py."""
+
     def body(comm: Communicator | None) -> int:
         params = make_params(torch.bfloat16)
         opt = optimizer(params, comm)
@@ -67,11 +69,16 @@ def test_parameters_are_their_masters_rounded_after_every_step(world: int | None
     assert sum(counts) == sum(p.numel() for p in make_params())
 
 
+@pytest.mark.parametrize("master_weights", ["auto", "bf16_remainder", "none"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_updates_below_the_precision_of_a_parameter_accumulate(world: int) -> None:
+def test_updates_below_the_precision_of_a_parameter_accumulate(world: int, master_weights: str) -> None:
+    """N6 of the optimizer's test rows. Without a master they are lost, as docs/numerics.md says."""
+
     def body(comm: Communicator) -> Tensor:
         param = Parameter(torch.ones(300, dtype=torch.bfloat16))
-        opt = ShardedAdamW([param], lr=1e-4, weight_decay=0.0, process_group=comm, **TINY)
+        opt = ShardedAdamW(
+            [param], lr=1e-4, weight_decay=0.0, process_group=comm, master_weights=master_weights, **TINY
+        )
         for step in range(60):
             param.sum().backward()
             opt.step()
@@ -81,6 +88,9 @@ def test_updates_below_the_precision_of_a_parameter_accumulate(world: int) -> No
         return param.detach().clone()
 
     for param in run_local(world, body):
+        if master_weights == "none":
+            assert (param == 1.0).all()
+            continue
         assert (param < 1.0).all()
         torch.testing.assert_close(param.float(), torch.full((300,), 1 - 60e-4), atol=4e-3, rtol=0)
 
@@ -102,7 +112,7 @@ def test_both_dtypes_in_one_optimizer(world: int, reduce_dtype: torch.dtype | No
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_reduce_dtype_float32_adds_what_bfloat16_cannot_hold(world: int) -> None:
-    """Accumulation over two backwards in a bucket: 1 + 1/256 needs nine bits."""
+    """N13 of the optimizer's test rows. Accumulation over two backwards in a bucket: 1 + 1/256 needs nine bits."""
 
     def body(comm: Communicator, reduce_dtype: torch.dtype | None) -> Tensor:
         param = Parameter(torch.zeros(70, dtype=torch.bfloat16))

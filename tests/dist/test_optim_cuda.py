@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, Graph, posing
+from simulated_cuda import Calls, Graph, HostReads, posing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bucketwheel as bw
@@ -113,8 +113,36 @@ def test_ranks_on_one_device_have_the_bits_of_the_cpu(world: int, dtype: torch.d
                 assert torch.equal(a, b), f"rank {rank}, delays {delays}"
 
 
-def test_other_norms_agree_with_the_cpu() -> None:
-    body = lambda rank, comm: trained(rank, comm, torch.float32, "three")  # noqa: E731
+PRECISIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {"state_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16, "decoupled_weight_decay": False}),
+    (torch.bfloat16, {"master_weights": "bf16_remainder", "state_dtype": torch.bfloat16, "amsgrad": True}),
+    (torch.bfloat16, {"master_weights": "none", "reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16}),
+    (torch.float16, {"reduce_dtype": torch.float16, "accum_dtype": torch.bfloat16}),
+    (torch.float64, {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize("clip", ["own", "stock", "inf"])
+@pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("world", [None, 1, 3])
+def test_every_precision_has_the_bits_of_the_cpu(
+    world: int | None, dtype: torch.dtype, options: dict[str, Any], clip: str
+) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, clip, **options)  # noqa: E731
+    expected = in_world(world, False, body) if world else [body(0, None)]
+    if world:
+        got = in_world(world, True, body)
+    else:
+        with posing():
+            got = [body(0, None)]
+    for mine, theirs in zip(got, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_norms_agree_with_the_cpu(dtype: torch.dtype) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, "three")  # noqa: E731
     for rank, (got, expected) in enumerate(zip(in_world(2, True, body), in_world(2, False, body), strict=True)):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"rank {rank}")
@@ -376,6 +404,46 @@ def test_stock_grad_scaler_unscales_and_skips() -> None:
     for got, expected in zip(in_world(2, True, body), in_world(2, False, body), strict=True):
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
+
+
+CLIPS: dict[str, Callable[[Any, list[torch.nn.Parameter]], Any]] = {
+    "own": lambda opt, params: [opt.clip_grad_norm_(0.3, norm) for norm in (2.0, float("inf"), 1.0, 3.0)],
+    "own, a part": lambda opt, params: opt.clip_grad_norm_(0.3, parameters=params[:2]),
+    "stock": lambda opt, params: [torch.nn.utils.clip_grad_norm_(params, 0.3, n) for n in (2.0, float("inf"), 1.0, 3.0)],
+    "stock, one by one": lambda opt, params: torch.nn.utils.clip_grad_norm_(params, 0.3, foreach=False),
+    "values": lambda opt, params: torch.nn.utils.clip_grad_value_(params, 1e-3),
+}
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_unscale_clip_and_step_read_no_value(world: int | None, clip: Callable[..., Any]) -> None:
+    """6.D of the semantics: the one value that is read is the scaler's own, before it steps."""
+
+    def body(rank: int, comm: Communicator | None) -> list[str]:
+        model = model_of()
+        params = list(model.parameters())
+        opt = bw.ShardedAdamW(params, lr=1e-2, process_group=comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        with HostReads() as reads:
+            for step in range(4):
+                loss = model(batch(rank, step, torch.float32)).square().mean()
+                scaler.scale(loss * float("inf") if step == 1 and rank == 0 else loss).backward()
+                scaler.unscale_(opt)
+                clip(opt, params)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+        opt.close()
+        return reads.callers
+
+    if world is None:
+        with posing():
+            everyone = [body(0, None)]
+    else:
+        everyone = in_world(world, True, body)
+    for callers in everyone:
+        assert len(callers) == 4 and all("grad_scaler.py" in caller for caller in callers), callers
 
 
 def test_the_devices_of_parameters_and_communicator_must_agree() -> None:

@@ -63,12 +63,23 @@ def restart(
     return fresh, opt
 
 
+BF16 = torch.bfloat16
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16": (BF16, {}),
+    "bf16 remainder": (BF16, {"master_weights": "bf16_remainder", "state_dtype": BF16, "amsgrad": True}),
+    "bf16 none": (BF16, {"master_weights": "none", "state_dtype": BF16}),
+    "fp16": (torch.float16, {"amsgrad": True}),
+    "fp64": (torch.float64, {"decoupled_weight_decay": False}),
+}
+
+
 @pytest.mark.parametrize("order", ["model, make, optimizer", "make, model, optimizer", "make, optimizer, model"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, order: str) -> None:
+@pytest.mark.parametrize(("dtype", "options"), PRECISIONS.values(), ids=PRECISIONS.keys())
+def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, options: dict[str, Any], order: str) -> None:
     def body(comm: Communicator | None) -> tuple[list[Tensor], Saved]:
         params = make_params(dtype)
-        opt = make(params, comm)
+        opt = make(params, comm, **options)
         steps(opt, params, range(5), comm)
         saved, middle = opt.state_dict(), make_params(dtype)
         for p, q in zip(middle, params, strict=True):
@@ -76,7 +87,7 @@ def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, order: str) -> N
         steps(opt, params, range(5, 9), comm)
         end = opt.state_dict()["state"]
         opt.close()
-        again, resumed = restart(middle, dtype, comm, copy.deepcopy(saved), order)
+        again, resumed = restart(middle, dtype, comm, copy.deepcopy(saved), order, **options)
         assert_bitwise_equal(resumed.state_dict()["state"], saved["state"], "loaded")
         steps(resumed, again, range(5, 9), comm)
         assert_bitwise_equal(values(again), values(params))
@@ -217,7 +228,7 @@ BROKEN = [
     (with_another_split, ValueError, "doesn't match the size of optimizer's group"),
     (with_another_shape, ValueError, "group 1 parameter 4.*shape"),
     (with_a_state_missing, ValueError, "group 1 parameter 4.*no 'exp_avg'"),
-    (with_amsgrad, NotImplementedError, "amsgrad"),
+    (with_amsgrad, ValueError, "has amsgrad=True, this optimizer was made with amsgrad=False"),
     (with_maximize_in_one_group, ValueError, "maximize must be the same"),
 ]
 

@@ -23,7 +23,7 @@ from bucketwheel.grad import ShardedGrad
 from bucketwheel.testing import assert_bitwise_equal
 
 FOREACH = [True, False, None]
-# --- clipping ---------------------------------------------------------------------------------------------------------
+# --- clipping: rows A1 to A4 of the semantics, the rest is in test_optim_clip.py ----------------------------------------
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -256,6 +257,31 @@ def test_ranks_neither_wait_nor_allocate(world: int) -> None:
 
     in_world(world, body)
     assert checked == [4, 5, 6]
+
+
+@pytest.mark.parametrize("world", [0, 1])
+def test_unscaling_and_stock_clipping_neither_wait_nor_allocate(world: int) -> None:
+    """World 0: without a communicator. The scaler's own step reads one flag."""
+
+    def body(rank: int, comm: Communicator | None) -> None:
+        model = GivenGrads(F32, DEVICE.tensors)
+        opt = optimizer_of(model.parameters(), comm)
+        scaler = torch.amp.GradScaler(DEVICE.tensors.type, init_scale=16.0)
+        for step in range(6):
+            grads = model.draw_here(step)
+            DEVICE.synchronize()
+            if step < 3:
+                DEVICE.hold(BEHIND_S)
+            with DEVICE.free_running() if step >= 3 else nullcontext():
+                scaler.scale(model(grads)).backward()
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        opt.close()
+
+    in_world(world, body) if world else body(0, None)
 
 
 # ---- state

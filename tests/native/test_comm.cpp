@@ -77,7 +77,9 @@ CommRef join_shm(int rank, std::vector<int> sockets, std::vector<pid_t> pids) {
 
 struct CheckSink final : ReduceSink {
   explicit CheckSink(std::vector<Floats*> shards) : shards(std::move(shards)) {}
-  void consume(size_t index, int64_t begin, const float* sum, int64_t numel) override {
+  bool takes(DType dtype) const override { return dtype != DType::kFloat64; }
+  void consume(size_t index, int64_t begin, const void* sums, int64_t numel) override {
+    const auto* const sum = static_cast<const float*>(sums);
     CHECK(index == segment || (index > segment && at == static_cast<int64_t>(shards[segment]->size())));
     at = index == segment ? at : 0;
     segment = index;

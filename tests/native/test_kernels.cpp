@@ -203,7 +203,7 @@ TEST(sums_copies_and_reductions_stay_within_their_memory) {
       CHECK(n == 0 || sum[n - 1] == 2.0 * world);
     }
     CHECK(n == 0 || (out[n - 1] == 3.0F && out_bf16[n - 1] == 0x4040));
-    ShardAccumulator shard(out.get(), n, {{n / 3, n - n / 4}});
+    ShardAccumulator shard(out.get(), DType::kFloat32, n, {{n / 3, n - n / 4}});
     for (const bool add : {false, true}) {
       shard.start(add);
       shard.consume(0, a.get(), n / 2);

@@ -36,7 +36,7 @@ TEST(sums_that_fail_are_waited_for_too) {
 
 TEST(a_shard_allocates_when_it_is_made_and_never_again) {
   const uint64_t before = cuda_calls(CudaCall::malloc_device);
-  ShardAccumulatorCuda shard(CudaDevice::at(0), values, 64, {{0, 10}, {20, 40}}, sums);
+  ShardAccumulatorCuda shard(CudaDevice::at(0), values, DType::kFloat32, 64, {{0, 10}, {20, 40}}, sums);
   const uint64_t made = cuda_calls(CudaCall::malloc_device);
   CHECK(made > before);
   const void* source = values;
@@ -51,7 +51,7 @@ TEST(a_shard_allocates_when_it_is_made_and_never_again) {
 
 // A graph's uploads happen in its replays, which may never come.
 TEST(what_a_graph_uploads_is_uploaded_outside_too) {
-  ShardAccumulatorCuda shard(CudaDevice::at(0), values, 64, {{0, 64}}, sums);
+  ShardAccumulatorCuda shard(CudaDevice::at(0), values, DType::kFloat32, 64, {{0, 64}}, sums);
   const void* source = values;
   const StreamRef a = stream_named('A');
   const Actions first = {"A: upload", "A: upload", "A: launch_accumulate", "A: launch_fold"};
@@ -67,7 +67,7 @@ TEST(what_a_graph_uploads_is_uploaded_outside_too) {
 
 TEST(an_empty_shard_needs_nothing) {
   const uint64_t before = cuda_calls(CudaCall::malloc_device);
-  ShardAccumulatorCuda shard(CudaDevice::at(0), nullptr, 0, {}, sums);
+  ShardAccumulatorCuda shard(CudaDevice::at(0), nullptr, DType::kFloat32, 0, {}, sums);
   const void* source = values;
   const StreamRef a = stream_named('A');
   shard.run({&source, 1}, DType::kFloat32, 0, *a);

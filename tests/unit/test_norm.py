@@ -221,14 +221,39 @@ def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(block: int) -> No
     assert torch.isposinf(shard[0])
 
 
-def test_a_shard_without_segments_is_stored() -> None:
-    shard = torch.zeros(100)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_shard_of_another_dtype_rounds_once_a_pass(dtype: torch.dtype) -> None:
+    """float64 is added in float64; bfloat16 in float32, and the squares are of what was stored."""
+    numel = CHUNK + 5000
+    segments = [(3, 50), (51, CHUNK + 100), (CHUNK + 2001, numel - 77)]
+    like = torch.float64 if dtype == torch.float64 else torch.float32
+    first = values(numel, 1).to(like) * (1 + 2.0**-40 if dtype == torch.float64 else 1)
+    second = values(numel, 2).to(like)
+    shard = torch.full((numel,), 1e9, dtype=dtype)
+    accumulator = native().ShardAccumulator(shard, segments)
+    for add, source, expected in (
+        (False, first, first.to(dtype)),
+        (True, second, (first.to(dtype) + second).to(dtype)),
+    ):
+        accumulator.start(add)
+        for begin, n in cut(numel, 4096):
+            accumulator.consume(begin, source[begin : begin + n])
+        assert torch.equal(shard, expected)
+        assert accumulator.results() == native().sumsq([expected[a:b] for a, b in segments])
+    with pytest.raises(TypeError, match="expected float"):
+        accumulator.consume(numel, torch.zeros(0, dtype=torch.float32 if dtype == torch.float64 else torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_shard_without_segments_is_stored(dtype: torch.dtype) -> None:
+    shard = torch.zeros(100, dtype=dtype)
+    ones = torch.ones(100, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     accumulator = native().ShardAccumulator(shard, [])
     accumulator.start(False)
-    accumulator.consume(0, torch.ones(100))
+    accumulator.consume(0, ones)
     accumulator.start(True)
-    accumulator.consume(0, torch.ones(100))
-    assert torch.equal(shard, torch.full((100,), 2.0))
+    accumulator.consume(0, ones)
+    assert torch.equal(shard, torch.full((100,), 2.0, dtype=dtype))
     assert accumulator.results() == []
 
 
@@ -237,8 +262,8 @@ def test_a_shard_refuses_bad_segments_and_blocks_out_of_order() -> None:
     for segments in ([(-1, 5)], [(5, 4)], [(0, 101)], [(0, 10), (9, 20)], [(20, 30), (0, 10)]):
         with pytest.raises(ValueError, match="segment"):
             native().ShardAccumulator(shard, segments)
-    with pytest.raises(TypeError, match="float64"):
-        native().ShardAccumulator(shard.double(), [])
+    with pytest.raises(TypeError, match="a gradient shard of float16: float32, bfloat16 and float64"):
+        native().ShardAccumulator(shard.half(), [])
     accumulator = native().ShardAccumulator(shard, [(0, 100)])
     accumulator.start(False)
     accumulator.consume(0, torch.ones(40))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 
 import pytest
 
-from bucketwheel.plan import Packing, PackItem, pack
+from bucketwheel.plan import Packing, PackItem, pack, plan_buckets
 
 
 def check(packing: Packing, align: int) -> None:
@@ -124,3 +125,48 @@ def test_seven_billion_parameters_at_world_4096() -> None:
     assert time.perf_counter() - begin < 2
     assert len(segments) < 4 * len(shapes)
     assert packing.padding < 0.001 * packing.numel
+
+
+def llama_7b() -> list[PackItem]:
+    layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
+    return [PackItem(numel) for numel in [32000 * 4096, *layer * 32, 4096, 32000 * 4096]]
+
+
+def test_what_a_rank_plans_does_not_grow_with_the_world() -> None:
+    counts, kept = [], []
+    for world in (8, 64, 512, 4096):
+        for rank in (0, world // 2, world - 1):
+            tracemalloc.start()
+            packing = pack(llama_7b(), world=world, bucket_numel=16 << 20)
+            plans = plan_buckets([packing], [range(291)], rank)
+            kept.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+            counts.append((len(plans), sum(len(plan.segments) for plan in plans)))
+            assert sum(s.numel for plan in plans for s in plan.segments) <= packing.shard_numel
+    assert max(buckets for buckets, _ in counts) == min(buckets for buckets, _ in counts) == 402
+    assert max(segments for _, segments in counts) <= 402 + 291  # a boundary between parameters lies in one shard
+    assert max(kept) < 1.2 * min(kept) < 2 << 20
+
+
+def test_buckets_come_in_the_order_in_which_they_fill() -> None:
+    packings = [
+        pack([PackItem(n) for n in numels], world=2, bucket_numel=16, align=4) for numels in ([40, 3], [7, 0, 9])
+    ]
+    numbers = [[4, 1], [3, 2, 0]]  # the two spaces have turns
+    plans = plan_buckets(packings, numbers, 1)
+    last = [max((4 - numbers[plan.space][f.param] for f in plan.fragments), default=0) for plan in plans]
+    assert last == sorted(last)
+    assert sorted((plan.space, plan.bucket.index) for plan in plans) == [
+        (space, bucket.index) for space, packing in enumerate(packings) for bucket in packing.buckets
+    ]
+    for space, packing in enumerate(packings):
+        mine = sorted((plan for plan in plans if plan.space == space), key=lambda plan: plan.bucket.index)
+        assert [s for plan in mine for s in plan.segments] == packing.segments(1)
+        assert [f for plan in mine for f in plan.fragments] == [
+            f
+            for bucket in packing.buckets
+            for param in range(len(packing.items))
+            for f in packing.fragments(param)
+            if f.bucket == bucket.index
+        ]
+        assert all(s.bucket == plan.bucket.index for plan in mine for s in plan.segments)
