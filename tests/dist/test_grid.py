@@ -123,6 +123,23 @@ def test_bfloat16_is_not_rounded_on_its_way() -> None:
     assert_equal_ranks(on_grid(2, 2, script, **options), on_flat(4, script, **options), 2, torch.bfloat16)
 
 
+def test_float64_stays_float64() -> None:
+    """A third of a gradient has no end: float32 anywhere on the way would show."""
+
+    def script(run: Run) -> None:
+        for seed in range(3):
+            loss_of(run.params, [g / 3 if run.rank == 0 else torch.zeros_like(g) for g in dyadic(run.params, seed)]).backward()
+            run.see_grads()
+            run.clip(0.5)
+            run.step()
+
+    options: dict[str, Any] = {**TINY, "dtype": torch.float64}
+    expected = on_flat(4, script, **options)
+    for rank, (params, seen, _) in enumerate(on_grid(2, 2, script, **options)):
+        assert_bitwise_equal(params, expected[0][0], f"parameters of rank {rank}")
+        assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
+
+
 def test_ranks_that_use_other_parameters_in_other_orders() -> None:
     def script(run: Run) -> None:
         for step in range(6):
