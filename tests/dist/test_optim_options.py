@@ -241,7 +241,6 @@ def test_it_describes_itself() -> None:
 # -----------------------------------------------------------------------------------------------------
 
 LATER = {
-    "replicate_group": object(),
     "on_external_update": "error",
 }
 
