@@ -58,7 +58,7 @@ PYTHON_LAYERS = [
         "space",
     ],
     ["foreign_step", "grad", "grad_owner", "hooks"],
-    ["local", "local_cuda", "sharded", "arguments"],
+    ["local", "local_cuda", "sharded", "arguments", "engine"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor", "flight"],
     ["__init__", "__main__"],

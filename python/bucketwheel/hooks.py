@@ -56,13 +56,16 @@ class GradSync:
         overlap: bool,
         max_inflight: int,
         is_static: bool = False,
+        frozen: Sequence[Tensor] = (),
     ) -> None:
+        """``frozen``: parameters that are taken in when they are trained, by methods of the optimizer."""
         self.comm = comm
         self.infos = list(infos)
         self.buckets = list(buckets)
         self.reduced = reduced
         self.held = bytes(len(self.infos))  # flags, agreed when the last window closed
         self._params = [info.param for info in self.infos]
+        self._frozen = frozen
         self._overlap = overlap
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._no_sync_depth = 0
@@ -295,8 +298,18 @@ class GradSync:
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
+    def _expect_none_new(self, what: str) -> None:
+        """RuntimeError if stock code has found a gradient that is of this rank alone, for nobody has taken it in."""
+        for param in self._frozen:
+            if param.requires_grad and param.grad is not None:
+                raise RuntimeError(
+                    f"{what}: a parameter of shape {tuple(param.shape)} was frozen when the optimizer was made, and its first gradient "
+                    "is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) before torch's own"
+                )
+
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
         """Closes the window and verifies that all ranks ask for the same gradients."""
+        self._expect_none_new(what)
         self._agreement.expect_same_question(what, indices, self.close(what))
 
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
@@ -331,6 +344,7 @@ class GradSync:
         dtypes = {self.infos[i].dtype for i in indices}
         why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
+            self._expect_none_new(why)
             self.close(why)
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
             found_inf.copy_(self.reduced.found_inf(found_inf))
@@ -357,6 +371,14 @@ class GradSync:
         with self._lock, torch.no_grad():
             self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
+
+    def carry_over(self, held: bytes) -> None:
+        """The shards hold gradients of the first parameters: flags."""
+        held = held.ljust(len(self._params), b"\0")
+        for param, is_held, placeholder in zip(self._params, held, self._placeholders, strict=True):
+            if is_held:
+                param.grad = placeholder
+        self.held = held
 
     def remove(self) -> None:
         """Takes the hooks off and the placeholders out of ``p.grad``; gives the memory of buckets back."""
