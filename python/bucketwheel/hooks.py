@@ -194,6 +194,8 @@ class GradSync:
         """
         with self._lock, torch.no_grad():
             found = self._sweep()
+            for launch in self._schedule.flush():
+                self.launcher.launch(launch)
             agreement = self._agree(why, found)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
