@@ -46,6 +46,7 @@ PYTHON_LAYERS = [
         "launcher",
         "grad_agreement",
         "flat",
+        "owners",
         "reduced",
         "reduced_cuda",
         "forward_order",

@@ -148,7 +148,6 @@ class ShardedGrad(Tensor):
                 pass
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad)).refusal(str(op))
 
-
     def untyped_storage(self) -> Any:
         """Refused, but to `torch.compile`, which describes the gradient of a parameter by it and reads nothing."""
         if torch._guards.TracingContext.try_get() is None:

@@ -6,7 +6,6 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import gather
 from ._build import native
@@ -26,6 +24,7 @@ from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
 from .hooks import GradSync
+from .owners import give_back, take
 from .plan import plan_buckets
 from .pool import Pool
 from .precision import Precision
@@ -50,40 +49,6 @@ class ShardedOptions:
     max_inflight_buckets: int
     static_graph: bool
     on_external_update: str
-
-
-_engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
-_engine_of_param: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _is_taken(by: weakref.ref[ShardedEngine] | None) -> bool:
-    return by is not None and by() is not None
-
-
-def _take(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
-    """ValueError if a live optimizer has one of the communicators or a parameter.
-
-    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
-    """
-    for comm in comms:
-        if _is_taken(_engine_of_comm.get(comm)):
-            raise ValueError(
-                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-            )
-    for info in infos:
-        if _is_taken(_engine_of_param.get(info.param)):
-            raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    for comm in comms:
-        _engine_of_comm[comm] = weakref.ref(engine)
-    for info in infos:
-        _engine_of_param[info.param] = weakref.ref(engine)
-
-
-def _give_back(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
-    for comm in comms:
-        _engine_of_comm.pop(comm, None)
-    for info in infos:
-        _engine_of_param.pop(info.param, None)
 
 
 class ShardedEngine:
@@ -116,7 +81,7 @@ class ShardedEngine:
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces: list[Space] = []
         self._gathers = gather.Gathers(comm, overlaps=options.overlap_param_sync)
-        _take(self._comms, self.infos, self)
+        take(self._comms, self.infos, self)
         gather.expect_equal_layout(self.grid, self.infos, groups, self._options_text())
         expect_dense(self.infos)
         self._take_in(self.infos)
@@ -185,7 +150,7 @@ class ShardedEngine:
         self.param_sync()
         gather.expect_equal_layout(self.grid, infos, groups, self._options_text())
         expect_dense(infos)
-        _take([], infos, self)
+        take([], infos, self)
         held, reduced, versions = self.grads.held, self.reduced, self._versions
         self.grads.remove()
         if isinstance(self.grid, Grid):
@@ -429,7 +394,7 @@ class ShardedEngine:
                 space.flat.release()
             if isinstance(self.grid, Grid):
                 self.grid.release()
-            _give_back(self._comms, self.infos)
+            give_back(self._comms, self.infos)
 
 
 @dataclass(frozen=True)
