@@ -21,6 +21,7 @@ __all__ = [
     "communicators_for",
     "expect_hyperparameters",
     "expect_implemented",
+    "expect_options",
     "group_texts",
 ]
 
@@ -38,6 +39,27 @@ def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: 
             raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
     if not 0.0 <= weight_decay:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def expect_options(
+    capturable: bool,
+    static_graph: bool,
+    differentiable: bool,
+    on_external_update: str,
+    max_inflight_buckets: int,
+    bucket_cap_mb: float | None,
+) -> None:
+    """ValueError for options that are wrong whatever the parameters are."""
+    if capturable and not static_graph:
+        raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
+    if differentiable:
+        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
+    if on_external_update not in ("resync", "error", "ignore"):
+        raise ValueError(f"on_external_update must be 'resync', 'error' or 'ignore', got {on_external_update!r}")
+    if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
+        raise ValueError(
+            f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
+        )
 
 
 def expect_implemented(**options: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from . import state_dict as states
-from .arguments import collect_params, expect_hyperparameters, group_texts
+from .arguments import collect_params, expect_hyperparameters, expect_options, group_texts
 from .comm import Communicator
 from .engine import Ranks, close_all, make_engine
 from .errors import ClosedError
@@ -131,16 +131,9 @@ class ShardedAdamW(Optimizer):
         on_external_update: str = "resync",
     ) -> None:
         expect_hyperparameters(lr, betas, eps, weight_decay)
-        if capturable and not static_graph:
-            raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
-        if differentiable:
-            raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
-        if on_external_update not in ("resync", "error", "ignore"):
-            raise ValueError(f"on_external_update must be 'resync', 'error' or 'ignore', got {on_external_update!r}")
-        if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
-            raise ValueError(
-                f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
-            )
+        expect_options(
+            capturable, static_graph, differentiable, on_external_update, max_inflight_buckets, bucket_cap_mb
+        )
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -174,7 +167,7 @@ class ShardedAdamW(Optimizer):
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         everything = [p for group in self.param_groups for p in group["params"]]
         self._frozen: list[Tensor] = [p for p in everything if p not in self._index_of]
-        device = (infos[0].param if infos else everything[0]).device
+        device = everything[0].device if everything else torch.device("cpu")
         ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
         self._made_engine, self._owned = make_engine(
             infos, self.param_groups, self._frozen, device, ranks, options, is_capturable=capturable
