@@ -167,7 +167,7 @@ class ShardedAdamW(Optimizer):
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
         everything = [p for group in self.param_groups for p in group["params"]]
         self._frozen: list[Tensor] = [p for p in everything if p not in self._index_of]
-        device = everything[0].device if everything else torch.device("cpu")
+        device = next((p.device for p in [*self._index_of, *everything]), torch.device("cpu"))
         ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
         self._made_engine, self._owned = make_engine(
             infos, self.param_groups, self._frozen, device, ranks, options, is_capturable=capturable
