@@ -172,8 +172,8 @@ class GradSync:
     # --- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, stores: Sequence[Any], launches: Sequence[Any], flat: Tensor) -> None:
-        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if self._slots else stores:
-            # With slots a bucket is launched before a later one of the same parameter needs its slot.
+        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if launches else stores:
+            # A bucket is launched before a later one of the same parameter needs memory, or its slot.
             if isinstance(action, native().Launch):
                 self._launch(action)
                 continue
@@ -181,20 +181,19 @@ class GradSync:
             memory = bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
             if not action.late and self.comm.device == CPU:
                 self._arrivals.open(bucket.index, memory)
-        for launch in () if self._slots else launches:
-            self._launch(launch)
 
     def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for gradients that arrive."""
         slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
         if slot is not None:
             return slot
-        self._inflight.make_room()
-        return bucket.lease_of(self.pool, late)
+        return self._inflight.lease(self.pool, bucket, late)
 
     def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for a bucket that is launched without any."""
-        return bucket.lease_of(self.pool, late) if self._slots is None else self._slots.enter(bucket.index)
+        if self._slots is not None:
+            return self._slots.enter(bucket.index)
+        return self._inflight.lease(self.pool, bucket, late)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
@@ -247,6 +246,7 @@ class GradSync:
                 if not self._is_open:
                     self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
                 self.reduced.set_factors(agreement.factors)
+                self._inflight.begin_close()
                 for launch in first:
                     self._launch(launch)
                 self._inflight.wait()
@@ -465,6 +465,12 @@ class GradSync:
         with self._lock, torch.no_grad():
             self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of buckets: now, at the most so far, and in bucket slots."""
+        slots = 0 if self._slots is None else self._slots.nbytes
+        live = sum(lease.nbytes for lease in self._inflight.live)
+        return {"buckets": live, "buckets_peak": self._inflight.peak_bytes, "slots": slots}
 
     def remove(self) -> None:
         """Takes the hooks off and the placeholders out of ``p.grad``; gives registered memory back."""

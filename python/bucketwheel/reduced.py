@@ -84,6 +84,11 @@ class ReducedGrads:
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Of what is kept for each parameter beside its gradient: flags and factors."""
+        return 3 * len(self._content) + len(self._factors) * self._factors.itemsize
+
     # --- content -----------------------------------------------------------------------------------------------------
 
     @property

@@ -47,6 +47,11 @@ class ReducedGradsCuda(ReducedGrads):
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """And, on the device, factors and the sums of squares of spans."""
+        return super().bookkeeping_bytes + self._on_device.nbytes + self.row_sums.nbytes
+
     # --- factors -----------------------------------------------------------------------------------------------------
 
     def has_factor(self, index: int) -> bool:
