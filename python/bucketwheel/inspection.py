@@ -145,14 +145,14 @@ def describe(parts: ShardedParts) -> str:
     if isinstance(grid, Grid):
         ranks += f", replicated {grid.replicate.size} times ({grid.replicate.backend})"
     said = [f"{name}={getattr(options, name)}" for name, usual in _USUAL.items() if getattr(options, name) != usual]
-    said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_mib(options.bucket_cap_bytes)}"]
+    said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(options.bucket_cap_bytes)}"]
     if comm.is_registered:
         said.append("registered memory")
     rows = [
         (
             str(bucket.index),
             _name(bucket.dtype),
-            f"{bucket.nbytes / 2**20:.2f}",
+            f"{bucket.nbytes / 2**20:.3f}",
             str(len(bucket.parts)),
             f"{100 * (1 - _used(bucket) / bucket.numel):.1f} %",
             f"{bucket.nbytes // comm.size:,}",
@@ -184,12 +184,12 @@ def _totals(parts: ShardedParts) -> list[str]:
         parts.replicas,
     )
     peak = expected_peak(parts)
-    kinds = ", ".join(f"{name} {_mib(nbytes)}" for name, nbytes in peak.items())
+    kinds = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in peak.items())
     return [
         f"total: {len(parts.infos)} parameters, {numel - padding:,} elements, {100 * padding / max(numel, 1):.1f} % padding, "
         f"{len(parts.buckets)} buckets",
-        f"sent by a rank in a step: {_mib(sent)} ({sent:,} bytes)",
-        f"expected peak of a rank: {_mib(sum(peak.values()))} ({kinds})",
+        f"sent by a rank in a step: {_size(sent)} ({sent:,} bytes)",
+        f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds})",
     ]
 
 
@@ -211,7 +211,7 @@ def describe_local(infos: Sequence[ParamInfo], states: Sequence[dict[str, Tensor
             f"local: one process, {len(infos)} parameters, nothing is sharded",
             _precision_line(infos, precision),
             *_table(titles, rows),
-            f"expected peak: {_mib(total)} ({total:,} bytes: parameters, as much for their gradients, states)",
+            f"expected peak: {_size(total)} ({total:,} bytes: parameters, as much for their gradients, states)",
         ]
     )
 
@@ -220,8 +220,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.2f} KiB"
 
 
 def _used(bucket: GradBucket) -> int:
@@ -278,7 +278,7 @@ def warn_of_padding(spaces: Sequence[Space]) -> None:
         else "every parameter begins at a multiple of 64 elements: join small ones, or leave them to another optimizer"
     )
     warnings.warn(
-        f"{100 * (numel - padding) / numel:.0f} % of the optimizer's buckets are parameters, the rest ({_mib(lost)} of "
+        f"{100 * (numel - padding) / numel:.0f} % of the optimizer's buckets are parameters, the rest ({_size(lost)} of "
         f"parameter memory, and as many elements of gradients and states over all ranks) is padding; {why}",
         stacklevel=5,
     )

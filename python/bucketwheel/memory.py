@@ -59,7 +59,9 @@ def arrivals_in_order(buckets: Sequence[BucketSize]) -> list[int]:
 
 
 class BucketMemory:
-    """The memory of a rank's buckets in one window. ``peak_bytes`` and ``peak_count`` are the most so far.
+    """The memory of a rank's buckets in one window. ``peak_bytes`` is the most that buckets had at once so far,
+    ``peak_leased_bytes`` what that took of the pool, ``peak_count`` the most buckets, and ``peak_gathering`` the most
+    that waited for gradients or, with late ones, for the window's end: peak_count < limit + peak_gathering.
 
     ``limit``: ``max_inflight_buckets``. ``overlap``: buckets are reduced when they are full, not at the window's end.
     ``slots``: how many bucket slots there are in registered memory, which does not count here; 0: none.
@@ -77,8 +79,7 @@ class BucketMemory:
         due: Mapping[int, int] | None = None,
         used: Collection[int] | None = None,
     ) -> None:
-        self.peak_bytes = 0  # of leases, rounded as the pool does
-        self.peak_count = 0
+        self.peak_bytes = self.peak_leased_bytes = self.peak_count = self.peak_gathering = 0
         self._buckets = buckets
         self._limit = limit
         self._overlap = overlap
@@ -94,6 +95,20 @@ class BucketMemory:
         self._gathering: dict[int, int] = {}  # bytes, by bucket
         self._late: dict[int, int] = {}
         self._running: list[int] = []
+
+    @property
+    def _held(self) -> list[int]:
+        return [size for size in (*self._running, *self._gathering.values(), *self._late.values()) if size]
+
+    @property
+    def count(self) -> int:
+        """How many buckets have memory now."""
+        return len(self._held)
+
+    @property
+    def late(self) -> set[int]:
+        """The buckets that have late memory."""
+        return set(self._late)
 
     def gradient(self, param: int) -> None:
         """A gradient comes."""
@@ -143,10 +158,12 @@ class BucketMemory:
             memory[number] = 0  # in its slot
             return
         del self._running[: max(len(self._running) - (self._limit - 1), 0)]
-        memory[number] = lease_bytes(self._buckets[number].nbytes)
-        held = [*self._running, *self._gathering.values(), *self._late.values()]
+        memory[number] = self._buckets[number].nbytes
+        held = self._held
         self.peak_bytes = max(self.peak_bytes, sum(held))
-        self.peak_count = max(self.peak_count, sum(size > 0 for size in held))
+        self.peak_leased_bytes = max(self.peak_leased_bytes, sum(map(lease_bytes, held)))
+        self.peak_count = max(self.peak_count, len(held))
+        self.peak_gathering = max(self.peak_gathering, len(held) - len(self._running))
 
 
 @dataclass(frozen=True)
