@@ -340,6 +340,40 @@ def test_registered_memory_is_what_the_formula_says(world: int, rank_pool: Any) 
     assert sum(sum(rank_pool(world).run(on_registered, seed)) for seed in range(50, 56)) > 0
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_no_more_buckets_are_alive_than_asked_for(world: int, limit: int) -> None:
+    """Gradients in order, reductions as fast as they are: counted at every hook, before and after ours."""
+
+    def body(comm: Communicator) -> int:
+        params = [Parameter(torch.zeros(numel)) for numel in (100, 700, 128, 128, 300, 128)]
+        most = 0
+
+        def count(_: object) -> None:
+            nonlocal most
+            live = comm.pool.stats().live_leases - at_rest
+            assert live <= limit and live == len(opt._engine.grads._inflight.live)  # type: ignore[union-attr]
+            most = max(most, live)
+
+        for p in params:
+            p.register_hook(count)
+        opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=128 * 4 / 2**20, max_inflight_buckets=limit)
+        for p in params:
+            p.register_post_accumulate_grad_hook(count)
+        at_rest = comm.pool.stats().live_leases
+        for _ in range(5):
+            for p in reversed(params):
+                p.sum().backward()
+            opt.step()
+            opt.zero_grad()
+            assert comm.pool.stats().live_leases == at_rest
+        opt.close()
+        return most
+
+    with mock.patch.multiple(inflight, _MOST_PATIENCE_S=20.0, _CLOSING_PATIENCE_S=20.0):
+        assert all(1 <= most <= limit for most in run_local(world, body))
+
+
 def test_a_parameter_in_many_buckets_keeps_to_the_limit() -> None:
     """Each of its buckets is launched before the next one takes memory."""
 
