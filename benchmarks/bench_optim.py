@@ -1,6 +1,6 @@
 """Clip + step on the CPU, and the whole step of a GPT on two CPU ranks, against every stock way to train it.
 
-    python benchmarks/bench_optim.py [--quick] [--json PATH] [--part clip|gpt|all] [--systems ours,ddp,...]
+    python benchmarks/bench_optim.py [--quick] [--json PATH] [--part clip|gpt|host|all] [--systems ours,ddp,...]
     python benchmarks/bench_optim.py --profile ours
 
 clip + step: ours and `clip_grad_norm_` + `torch.optim.AdamW(fused=True)` on the tensors of the GPT, in one process and
@@ -12,6 +12,8 @@ step) minus the time of forward + backward alone of the same model without hooks
 interleaved in one job. "cpu" is the same difference in CPU time of a rank's threads, which other work on the machine
 disturbs less. Limit: the bare loops, which pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak
 over some steps of the proportional set size, summed over the ranks, one fresh job per system.
+
+Host time of a step: models of 300 and 3,000 tiny parameters, where nearly all of a step is bookkeeping (host_step.py).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 import clip_step
+import host_step
 import torch
 from gpt_systems import PEERS, SYSTEMS, Gpt, GptConfig, Plain, build, token_batches
 from harness import Memory, Rank, Results, Timing, parse_args, rotation, run_ranks, slowest
@@ -203,7 +206,7 @@ def print_gpt(
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("all", "clip", "gpt"), default="all")
+    parser.add_argument("--part", choices=("all", "clip", "gpt", "host"), default="all")
     parser.add_argument("--systems", help=f"comma-separated, of: {', '.join(SYSTEMS)}", type=lambda s: s.split(","))
     parser.add_argument("--repeats", type=int, help="pairs per system in the timing job")
     parser.add_argument("--profile", metavar="SYSTEM", choices=SYSTEMS, help="where a system's step spends its time")
@@ -227,6 +230,8 @@ def main() -> None:
     if options.part in ("all", "gpt"):
         repeats = options.repeats or (8 if options.quick else 31)
         run_gpt(results, names, config, repeats=repeats, memory_steps=0 if options.quick else 4)
+    if options.part in ("all", "host"):
+        host_step.run(results, repeats=11 if options.quick else 41)
     results.print_table()
 
 

@@ -5,7 +5,7 @@
 The parameters of Llama 2 7B (291, 6.74 billion elements, bfloat16), buckets of 32 MiB, as by default on GPUs. For the first, a
 middle and the last rank of each world: `plan`, the packing, its digest and the rank's buckets (`pack`, `plan_buckets`),
 pure Python; `tables`, what the engine makes of it: gradient buckets with their accumulators, rows of the Adam kernel, views of
-the states, the forward order; `state`, the rank's gradient sums, moments and masters, zeroed (16 bytes an element owned; up to
+the states, the forward order; `state`, the rank's parameters, gradient sums, moments and masters, zeroed (18 bytes an element; up to
 1 GiB). No parameter has memory: rows point into a buffer of the rank's share, which nothing reads. Bookkeeping is what is
 kept of plan and tables: bytes of Python objects (tracemalloc) and of native ones (malloc), counted apart from the states.
 
@@ -40,7 +40,7 @@ from bucketwheel.rows import AdamRows  # noqa: E402
 
 WORLDS = (8, 64, 512, 4096)
 BUCKET_BYTES, ELEMENT_BYTES = 32 << 20, 2
-STATE_BYTES = 16  # gradient sum, two moments and a master, fp32
+STATE_BYTES = 18  # gradient sum, two moments and a master, fp32, and the parameter
 LIMIT_S = 2.0
 LIMIT_GROWTH = 1.5
 LAYERS, WIDTH, INNER, VOCABULARY = 32, 4096, 11008, 32000

@@ -8,10 +8,7 @@ for the other rank.
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
-import sys
 import time
 from typing import Any
 
@@ -125,20 +122,6 @@ def job(rank: Rank, count: int, repeats: int) -> dict[str, list[Timing]]:
     for system in systems.values():
         system.close()
     return {name: [Timing(tuple(v)) for v in lists] for name, lists in samples.items()}
-
-
-def profile_job(rank: Rank, count: int, steps: int) -> None:
-    ours = Ours(count, rank.rank)
-    for _ in range(5):
-        ours.train_step()
-    profiler = cProfile.Profile()
-    for _ in range(steps):
-        rank.barrier()
-        profiler.runcall(ours.train_step)
-    if rank.rank == 0:
-        pstats.Stats(profiler, stream=sys.stdout).strip_dirs().sort_stats("tottime").print_stats(40)
-        sys.stdout.flush()
-    ours.close()
 
 
 def run(results: Results, *, repeats: int) -> None:

@@ -99,6 +99,7 @@ inline void bind_schedule(py::module_& m) {
             return self.complete(params);
           },
           py::arg("params"))
+      .def("flush", &Schedule::flush)
       .def("discard", &Schedule::discard)
       .def(
           "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(self, held)); },

@@ -65,6 +65,7 @@ Schedule::Schedule(std::vector<std::vector<int>> buckets_of, int bucket_count, b
   }
   last_held_.assign(buckets_of_.size(), 0);
   due_.assign(buckets_of_.size(), 1);
+  last_arrived_.assign(buckets_of_.size(), 1);
   begin_window();
 }
 
@@ -87,7 +88,7 @@ void Schedule::begin_window() {
   late_.assign(params_of_.size(), 0);
   is_late_.assign(count, 0);
   next_ = 0;
-  is_dirty_ = false;
+  is_complete_ = is_dirty_ = false;
 }
 
 Actions Schedule::gradient(int param, bool replaces, bool launch) {
@@ -166,6 +167,14 @@ std::vector<LaunchAction> Schedule::complete(std::span<const int> params) {
   return launches(false);
 }
 
+std::vector<LaunchAction> Schedule::flush() {
+  if (!is_dirty_) {
+    return {};
+  }
+  is_complete_ = is_complete_ || next_ == static_cast<int>(params_of_.size());
+  return launches(true);
+}
+
 void Schedule::discard() {
   if (is_dirty_) {
     std::fill(void_.begin(), void_.end(), uint8_t{1});
@@ -191,8 +200,7 @@ std::vector<StoreAction> Schedule::drops(Flags held) const {
 std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const double> factors) const {
   std::vector<uint8_t> out;
   out.reserve(1 + buckets_of_.size() + late_.size() + 8);
-  const bool is_complete = next_ == static_cast<int>(params_of_.size());
-  out.push_back(static_cast<uint8_t>(is_dirty_ * kDirty | is_complete * kComplete));
+  out.push_back(static_cast<uint8_t>(is_dirty_ * kDirty | is_complete_ * kComplete));
   for (int param = 0; param < param_count(); ++param) {
     const bool is_held = flag(held, param);
     const bool is_void = void_[param] || (stored_[param] && !is_held);
@@ -314,7 +322,8 @@ void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* firs
       last_held_[param] = window_;
     }
     if (arrived_[param]) {
-      due_[param] = arrived_[param];
+      due_[param] = is_static_ ? arrived_[param] : std::min(arrived_[param], last_arrived_[param]);
+      last_arrived_[param] = arrived_[param];
     }
   }
   if (is_static_ && !is_learnt_ && agreement.is_dirty_on_all) {

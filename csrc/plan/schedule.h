@@ -6,16 +6,17 @@
 //
 // 1. During backward a bucket is launched when all gradients that are due in it have arrived and every bucket before
 //    it has gone.
-// 2. When the window closes the ranks compare notes (`notes`, `agree`); what is left is launched, with zeros for what
-//    is missing.
+// 2. When the window closes what is left is launched, with zeros for what is missing (`flush`; peers that run another
+//    graph may be waiting for it), and the ranks compare notes (`notes`, `agree`). A rank without gradients learns from
+//    these that there is something to launch.
 // 3. A gradient that came after its bucket had gone was kept in *late* memory. If any rank has late gradients of a
 //    bucket, all ranks reduce that bucket once more: the *late round*.
 //
 // So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
 //
 // What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows, and of each
-// as many gradients as this rank had of it the last time (a weight that is shared, or checkpointed reentrantly, gets
-// several in one backward). A parameter that nobody uses therefore holds nothing up, and one that returns goes through
+// as many gradients as this rank had of it in both of the last windows (a weight that is shared, or checkpointed
+// reentrantly, gets several in one backward). A parameter that nobody uses therefore holds nothing up, and one that returns goes through
 // the late round once.
 //
 // A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and
@@ -104,6 +105,9 @@ class Schedule {
   // at all: others may have none either, and then nobody launches.
   std::vector<LaunchAction> complete(std::span<const int> params);
 
+  // All that is left of the first round, if this rank has gradients: the window is about to be closed.
+  std::vector<LaunchAction> flush();
+
   // All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter. The
   // caller drops its late memory.
   void discard();
@@ -152,6 +156,7 @@ class Schedule {
   int64_t window_ = 0;
   std::vector<int64_t> last_held_;  // the window in which any rank used the parameter last
   std::vector<int> due_;            // how many gradients of it to wait for
+  std::vector<int> last_arrived_;   // how many there were the last time
   // Of this window:
   std::vector<uint8_t> expected_;
   std::vector<int> missing_;  // of each bucket: how many parameters it waits for
@@ -162,6 +167,7 @@ class Schedule {
   std::vector<uint8_t> late_;     // buckets
   std::vector<uint8_t> is_late_;  // parameters: in late memory
   int next_ = 0;
+  bool is_complete_ = false;  // `flush` had nothing to do
   bool is_dirty_ = false;
 };
 

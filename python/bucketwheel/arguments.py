@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,17 @@ def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
     return value
 
 
-def collect_params(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
-    """The trainable parameters of all groups, in order. ValueError or TypeError naming the first that cannot be trained."""
+def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = ()) -> list[ParamInfo]:
+    """The trainable parameters of all groups that are not ``known``, in order; their indices go on behind those.
+
+    ValueError or TypeError naming the first that cannot be trained.
+    """
     infos: list[ParamInfo] = []
+    devices = {param.device for param in known}
     for g, group in enumerate(param_groups):
         names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
-            if not param.requires_grad:
+            if not param.requires_grad or param in known:
                 continue
             if type(param.data) is not Tensor or param.layout != torch.strided:
                 raise TypeError(
@@ -74,12 +78,15 @@ def collect_params(param_groups: Sequence[dict[str, Any]]) -> list[ParamInfo]:
                     f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
                     "float64 on cpu and cuda are supported"
                 )
-            if infos and infos[0].device != param.device:
+            devices.add(param.device)
+            if len(devices) > 1:
+                others = next(iter(devices - {param.device}))
                 raise ValueError(
-                    f"parameter {name!r} is on {param.device}, {infos[0].name!r} on {infos[0].device}; all must be on one device"
+                    f"parameter {name!r} is on {param.device}, others on {others}; all must be on one device"
                 )
             granularity = _granularity(group, param, name)
-            infos.append(ParamInfo(len(infos), name, param, g, granularity, param.dtype, param.stride(), param.device))
+            index = len(known) + len(infos)
+            infos.append(ParamInfo(index, name, param, g, granularity, param.dtype, param.stride(), param.device))
     expect_uniform_flags(param_groups)
     return infos
 

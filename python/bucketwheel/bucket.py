@@ -128,6 +128,13 @@ class GradBucket:
         if held is not None:
             held[0].release()
 
+    def drop_all(self) -> None:
+        """Gives all memory back unused."""
+        self.drop_late()
+        held, self._memory[False] = self._memory[False], None
+        if held is not None:
+            held[0].release()
+
     def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Lease | BucketSlot, Tensor]:
         """The buffer to reduce, with zeros where this rank has nothing; the bucket forgets it."""
         if not late and self._memory[late] is None:

@@ -96,6 +96,11 @@ class FlatParams:
                 info.param.data = slot
                 self._slots.append(slot)
 
+    def moved(self) -> list[int]:
+        """Indices of the parameters whose memory was replaced."""
+        pairs = zip(self._slots, self.infos, strict=True)
+        return [info.index for slot, info in pairs if info.param.data_ptr() != slot.data_ptr()]
+
     def rebind_moved(self) -> list[int]:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``): D13. Returns their indices.
 

@@ -94,31 +94,33 @@ def broadcast_flat(comm: Communicator | Grid, flat: Tensor) -> None:
 
 
 class Gathers:
-    """The all-gathers of the last step that have not been waited for.
+    """The all-gathers of the last step that have not been waited for, of the parameters and buckets of the last `bind`.
 
-    ``params_of_bucket``: for every bucket, the parameters that it brings. ``overlaps``: they may run on when a step ends.
+    ``overlaps``: they may run on when a step ends.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        infos: Sequence[ParamInfo],
-        params_of_bucket: Sequence[Collection[int]],
-        *,
-        overlaps: bool,
-    ) -> None:
+    def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
         self._comm = comm
-        self._params = [info.param for info in infos]
-        self._params_of_bucket = params_of_bucket
+        self._params: list[Parameter] = []
+        self._params_of_bucket: Sequence[Collection[int]] = []
         self._overlaps = overlaps
         self._running: list[tuple[Handle, int]] = []  # of this step, with the bucket; until all have been waited for
-        self._order = ForwardOrder(params_of_bucket)
+        self._order = ForwardOrder([])
         self._compiled = CompileWatch()
         self._prefetches: list[Prefetch] = []
         self._thread = threading.get_ident()  # that of the last step
         on_unseen_read(self)
         if overlaps:
             watch_compilations(self)
+
+    def bind(self, infos: Sequence[ParamInfo], params_of_bucket: Sequence[Collection[int]]) -> None:
+        """Says which parameters there are, and for every bucket those that it brings. Nothing is running."""
+        assert not self._running
+        self._params = [info.param for info in infos]
+        self._params_of_bucket = params_of_bucket
+        self._order = ForwardOrder(params_of_bucket)
+        for prefetch in self._prefetches:
+            prefetch.bind(self._params, self._order)
 
     def order(self) -> list[int]:
         """The buckets in the order in which the step should bring them. Collective, once a step."""

@@ -15,25 +15,24 @@ gradient that is not in any bucket yet, which *replaces* what the buckets hold, 
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._build import native
-from .bucket import GradBucket, join, stream_of
-from .bucket_slots import BucketSlot, BucketSlots
+from .bucket import GradBucket, stream_of
+from .bucket_slots import BucketSlots
 from .comm import Communicator
-from .device import CPU, torch_device
+from .device import CPU
 from .flat import ParamInfo
 from .grad import ShardedGrad
+from .grad_agreement import GradAgreement
 from .grid import Grid
-from .inflight import Inflight
-from .pool import Lease, Pool
+from .launcher import Launcher
 from .reduced import ReducedGrads
 
 __all__ = ["GradSync"]
@@ -57,19 +56,18 @@ class GradSync:
         overlap: bool,
         max_inflight: int,
         is_static: bool = False,
+        frozen: Sequence[Tensor] = (),
     ) -> None:
+        """``frozen``: parameters that are taken in when they are trained, by methods of the optimizer."""
         self.comm = comm
         self.infos = list(infos)
         self.buckets = list(buckets)
         self.reduced = reduced
         self.held = bytes(len(self.infos))  # flags, agreed when the last window closed
         self._params = [info.param for info in self.infos]
+        self._frozen = frozen
         self._overlap = overlap
-        self._slots = slots  # where the communicator's pool is registered memory: [Note: bucket slots]
-        self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
-        self._inflight = Inflight(comm.device, max_inflight, is_blind=not comm.sees_peers)
         self._is_open = False  # this rank has prepared its shards for the window's sums
-        self._opened_in: torch.cuda.Stream | None = None  # CUDA: where it has
         self._no_sync_depth = 0
         self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
         self._lock = threading.RLock()
@@ -87,6 +85,8 @@ class GradSync:
                 placeholder,
                 [(b, p.begin, p.param_begin, p.numel) for b, p in zip(holding, parts, strict=True)],
             )
+        self.launcher = Launcher(comm, self.buckets, self._arrivals, slots=slots, max_inflight=max_inflight)
+        self._agreement = GradAgreement(comm, self.infos, self._schedule)
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._arrivals.hook(index))
             for index, param in enumerate(self._params)
@@ -126,14 +126,14 @@ class GradSync:
                 self.reduced.reset_factor(index)
         stores, launches = self._schedule.gradient(index, has_older and not add, launch)
         if self._schedule.is_deviation(index):
-            self._break_promise(index)
-        self._carry_out(stores, launches, flat)
+            self._agreement.break_promise(index)
+        self.launcher.carry_out(stores, launches, flat)
 
     def launch_ready(self) -> None:
         """Gradients that were done with quickly have filled a bucket."""
         with self._lock, torch.no_grad():
             for launch in self._schedule.ready():
-                self._launch(launch)
+                self.launcher.launch(launch)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
         self._placeholders[info.index].reject_reducer_view(grad)
@@ -149,7 +149,7 @@ class GradSync:
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
         self._is_open = True
-        self._opened_in = stream_of(self.infos[0].device) if self.infos else None
+        self.launcher.prepared_in = stream_of(self.infos[0].device) if self.infos else None
         found = self._arrivals.look(self._params).translate(_IS_PLACEHOLDER)
         if not any(found):
             self.reduced.forget_all()
@@ -169,52 +169,6 @@ class GradSync:
         if self.comm.device == CPU and not self._kept and not self.reduced.factors():
             self._arrivals.enable(content, self._overlap)
 
-    # --- carrying out ------------------------------------------------------------------------------------------------
-
-    def _carry_out(self, stores: Sequence[Any], launches: Sequence[Any], flat: Tensor) -> None:
-        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if launches else stores:
-            # A bucket is launched before a later one of the same parameter needs memory, or its slot.
-            if isinstance(action, native().Launch):
-                self._launch(action)
-                continue
-            bucket = self.buckets[action.bucket]
-            memory = bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
-            if not action.late and self.comm.device == CPU:
-                self._arrivals.open(bucket.index, memory)
-
-    def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
-        """Memory for gradients that arrive."""
-        slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
-        if slot is not None:
-            return slot
-        return self._inflight.lease(self.pool, bucket, late)
-
-    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
-        """Memory for a bucket that is launched without any."""
-        if self._slots is not None:
-            return self._slots.enter(bucket.index)
-        return self._inflight.lease(self.pool, bucket, late)
-
-    def _join_streams(self, bucket: GradBucket) -> None:
-        """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
-        several.
-
-        Those in which gradients were stored, and the one in which the shards were prepared for the sums.
-        """
-        for stream in (self._opened_in, *bucket.take_streams()):
-            if stream is not None:
-                join(stream.device, stream)
-
-    def _launch(self, action: Any) -> None:
-        bucket = self.buckets[action.bucket]
-        self._arrivals.shut(bucket.index)
-        self._join_streams(bucket)
-        memory, flat = bucket.take(self._acquire_to_launch, action.absent, late=action.late)
-        if self._slots is not None:
-            memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
-        bucket.sink.begin(action.late or bucket.accumulates)
-        self._inflight.add(self.comm.reduce_scatter_into(flat, bucket.sink), memory)
-
     def start(self, indices: Sequence[int]) -> None:
         """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
         if self._no_sync_depth:
@@ -227,7 +181,7 @@ class GradSync:
                 if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
                     self._arrive(index, kept, add=True, launch=True)
             for launch in self._schedule.complete(indices):
-                self._launch(launch)
+                self.launcher.launch(launch)
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
@@ -240,25 +194,27 @@ class GradSync:
         """
         with self._lock, torch.no_grad():
             found = self._sweep()
+            for launch in self._schedule.flush():
+                self.launcher.launch(launch)
             agreement = self._agree(why, found)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
                     self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
                 self.reduced.set_factors(agreement.factors)
-                self._inflight.begin_close()
+                self.launcher.inflight.begin_close()
                 for launch in first:
-                    self._launch(launch)
-                self._inflight.wait()
+                    self.launcher.launch(launch)
+                self.launcher.inflight.wait()
                 self.reduced.mark_reduced()
                 for index in agreement.void:
                     self.reduced.zero(index)
                 for launch in late:
-                    self._launch(launch)
-                self._inflight.wait()
+                    self.launcher.launch(launch)
+                self.launcher.inflight.wait()
                 self._is_open = False
                 self._arrivals.disable()
-                self._inflight.end_window(agreement.is_complete or not self._overlap)
+                self.launcher.inflight.end_window(agreement.is_complete or not self._overlap)
             self._settle(agreement.held, found)
             return agreement
 
@@ -285,39 +241,7 @@ class GradSync:
         older = self.reduced.older()
         if not all(held):
             older = bytes(map(min, older, held))
-        factors = self.reduced.factors()
-        if self._schedule.is_learnt:
-            deviating = self._schedule.find_deviation(held)
-            if deviating >= 0:
-                self._break_promise(deviating)
-            agreement = self._schedule.assume(held, older, factors)
-        else:
-            notes = self._schedule.notes(held, older, factors)
-            agreement = self._schedule.agree(self._exchange(why, notes))
-        if agreement.conflicts:
-            raise RuntimeError(
-                f"some ranks replaced or dropped the gradients of {self._names(agreement.conflicts)} and others did not, or had "
-                "none to drop yet; drop gradients on all ranks with optimizer.zero_grad(), or on none, and call optimizer.grad_sync() "
-                "before that where some ranks skip backward"
-            )
-        if agreement.scaled_apart:
-            raise RuntimeError(
-                f"ranks scaled the gradients of {self._names(agreement.scaled_apart)} differently; scale by the same factor on all "
-                "ranks, after optimizer.grad_sync() where ranks use different parameters"
-            )
-        return agreement
-
-    def _break_promise(self, index: int) -> NoReturn:
-        """[Note: static graph] There is no agreement in which the other ranks would be told, so they are told at once."""
-        text = (
-            f"static_graph=True, but the gradients of parameter {self.infos[index].name!r} on rank {self.comm.rank} are not those "
-            "of the first step (missing, new, or more of them); make the optimizer without static_graph"
-        )
-        self.comm.abort(text)
-        raise RuntimeError(text)
-
-    def _names(self, indices: Sequence[int]) -> str:
-        return ", ".join(repr(self.infos[i].name) for i in indices[:5]) + (", ..." if len(indices) > 5 else "")
+        return self._agreement.agree(why, held, older, self.reduced.factors())
 
     def _settle(self, held: bytes, before: bytes) -> None:
         """Makes ``p.grad`` say what all ranks now hold. ``before``: flags of what had a placeholder."""
@@ -377,35 +301,19 @@ class GradSync:
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
-    def _exchange(self, why: str, payload: bytes) -> list[bytes]:
-        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason."""
-        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + payload)]
-        reasons = [str(other[0], "utf-8") for other in everyone]
-        if len(set(reasons)) > 1:
-            raise RuntimeError(
-                f"ranks did different things with their gradients: {', '.join(reasons)} (by rank). All ranks must call step, "
-                "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different parameters, "
-                "call optimizer.grad_sync() before stock code"
-            )
-        return [other[1] for other in everyone]
+    def _expect_none_new(self, what: str) -> None:
+        """RuntimeError if stock code has found a gradient that is of this rank alone, for nobody has taken it in."""
+        for param in self._frozen:
+            if param.requires_grad and param.grad is not None:
+                raise RuntimeError(
+                    f"{what}: a parameter of shape {tuple(param.shape)} was frozen when the optimizer was made, and its first gradient "
+                    "is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) before torch's own"
+                )
 
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
-        """Closes the window and verifies that all ranks ask for the same gradients.
-
-        Code that asks for one gradient after the other made its list before it began: where lists differ, the first
-        question is the time to say so, for the last ones have no counterpart on some ranks.
-        """
-        is_uneven = self.close(what).is_uneven
-        asked = struct.pack(f"<{len(indices)}q", *indices)
-        everyone = self._exchange(what, asked)
-        if any(other != asked for other in everyone) or (is_uneven and len(indices) == 1):
-            only = sorted(set(range(len(self.infos))) & set(indices))
-            missing = [self.infos[i].name for i, is_held in enumerate(self.held) if is_held and i not in only]
-            hint = f" This rank had no gradient for {missing[:3]} when it asked." if missing else ""
-            raise RuntimeError(
-                f"ranks asked for the {what} of different gradients, {[len(o) // 8 for o in everyone]} of them.{hint} "
-                "Where ranks use different parameters call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
-            )
+        """Closes the window and verifies that all ranks ask for the same gradients."""
+        self._expect_none_new(what)
+        self._agreement.expect_same_question(what, indices, self.close(what))
 
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
         with self._lock:
@@ -439,6 +347,7 @@ class GradSync:
         dtypes = {self.infos[i].dtype for i in indices}
         why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
+            self._expect_none_new(why)
             self.close(why)
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
             found_inf.copy_(self.reduced.found_inf(found_inf))
@@ -466,23 +375,22 @@ class GradSync:
             self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of buckets: now, at the most so far, and in bucket slots."""
-        slots = 0 if self._slots is None else self._slots.nbytes
-        live = sum(lease.nbytes for lease in self._inflight.live)
-        return {"buckets": live, "buckets_peak": self._inflight.peak_bytes, "slots": slots}
+    def carry_over(self, held: bytes) -> None:
+        """The shards hold gradients of the first parameters: flags."""
+        held = held.ljust(len(self._params), b"\0")
+        for param, is_held, placeholder in zip(self._params, held, self._placeholders, strict=True):
+            if is_held:
+                param.grad = placeholder
+        self.held = held
 
     def remove(self) -> None:
-        """Takes the hooks off and the placeholders out of ``p.grad``; gives registered memory back."""
+        """Takes the hooks off and the placeholders out of ``p.grad``; gives the memory of buckets back."""
         for hook in self._hooks:
             hook.remove()
         for info, placeholder in zip(self.infos, self._placeholders, strict=True):
             if info.param.grad is placeholder:
                 info.param.grad = None
-        if self._slots is not None:
-            for bucket in self.buckets:
-                self._join_streams(bucket)
-            self._slots.release()
+        self.launcher.release()
 
 
 def _in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:

@@ -34,6 +34,7 @@ _USUAL = {
     "overlap_grad_sync": True,
     "overlap_param_sync": False,
     "static_graph": False,
+    "on_external_update": "resync",
 }
 
 
@@ -50,6 +51,7 @@ class ShardedParts:
     grads: GradSync
     reduced: ReducedGrads
     steps: Tensor
+    bucket_cap_bytes: int
 
     @property
     def replicas(self) -> int:
@@ -77,12 +79,12 @@ def memory_of(parts: ShardedParts) -> dict[str, int]:
         for name, shard in space.states.items():
             found["states"] += shard.nbytes
             found[name] += shard.nbytes
-    found.update(parts.grads.memory())
+    found.update(parts.grads.launcher.memory())
     found["partial_sums"] = parts.grid.partial_sum_bytes if isinstance(parts.grid, Grid) else 0
     # Two of one pair have one pool, unless each registers its own.
     shard_comms = [parts.grid.shard, parts.grid.replicate] if isinstance(parts.grid, Grid) else [parts.comm]
     comms = [each for comm in shard_comms for each in (comm, comm.gathers)]
-    pools = {pool._native: pool for pool in (parts.grads.pool, *(comm.pool for comm in comms))}.values()
+    pools = {pool._native: pool for pool in (parts.grads.launcher.pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
     found["bookkeeping"] = parts.steps.nbytes + parts.reduced.bookkeeping_bytes
     return dict(found)
@@ -145,7 +147,7 @@ def describe(parts: ShardedParts) -> str:
     if isinstance(grid, Grid):
         ranks += f", replicated {grid.replicate.size} times ({grid.replicate.backend})"
     said = [f"{name}={getattr(options, name)}" for name, usual in _USUAL.items() if getattr(options, name) != usual]
-    said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(options.bucket_cap_bytes)}"]
+    said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(parts.bucket_cap_bytes)}"]
     if comm.is_registered:
         said.append("registered memory")
     rows = [

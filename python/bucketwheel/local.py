@@ -31,20 +31,35 @@ class LocalEngine:
 
     world = 1
 
-    def __init__(self, infos: Sequence[ParamInfo], *, precision: Precision, is_static: bool = False) -> None:
-        self.infos = list(infos)
-        self.states = [_new_state(info.param.detach(), precision) for info in self.infos]
-        self._precision = precision
-        self._amsgrad = precision.amsgrad
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        *,
+        precision: Precision,
+        is_static: bool = False,
+        on_external_update: str = "resync",
+    ) -> None:
+        self.precision = precision
+        self._is_static = is_static
+        self._on_external_update = on_external_update
+        self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
+        self.infos: list[ParamInfo] = []
+        self.states: list[dict[str, Tensor]] = []
+        self._versions: list[int] = []
+        self.steps = torch.zeros(0, dtype=torch.int64)
+        self.add(infos)
+
+    def add(self, infos: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = "") -> None:
+        """More parameters, whose indices go on where the others end."""
+        self.infos += infos
+        self.states += [_new_state(info.param.detach(), self.precision) for info in infos]
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
         device = self.infos[0].param.device if self.infos else None
-        self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=device)
-        self._is_static = is_static
+        self.steps = torch.cat([self.steps.to(device), torch.zeros(len(infos), dtype=torch.int64, device=device)])
         self._static_used: list[bool] | None = None
         # Rows of one dtype next to each other: a kernel launch for each run.
         self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
-        self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
-        self._versions = [info.param._version for info in self.infos]
+        self._versions += [info.param._version for info in infos]
         self._bind()
 
     def _bind(self) -> None:
@@ -65,7 +80,7 @@ class LocalEngine:
             )
 
     def _new_rows(self) -> Any:
-        return AdamRows(self.steps, amsgrad=self._amsgrad)
+        return AdamRows(self.steps, amsgrad=self.precision.amsgrad)
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._follow_edits()
@@ -110,12 +125,28 @@ class LocalEngine:
 
     def _follow_edits(self) -> None:
         """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
+        edited = []
         for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
-            if info.param._version != self._versions[i] or info.param.data_ptr() != self._pointers[i]:
-                follow_param(info.param.detach(), state)
+            is_moved = info.param.data_ptr() != self._pointers[i]
+            if info.param._version != self._versions[i] or is_moved:
+                edited.append(i)
+                if self._on_external_update == "error" and (is_moved or self._versions[i] != _UNKNOWN_VERSION):
+                    raise RuntimeError(
+                        f"parameter {info.name!r} was modified since the optimizer's last step (on_external_update='error'); call "
+                        "optimizer.reload_master_params() if that was meant"
+                    )
+        self._take_edits(edited if self._on_external_update != "ignore" else [])
+
+    def _take_edits(self, edited: Sequence[int]) -> None:
+        for i in edited:
+            follow_param(self.infos[i].param.detach(), self.states[i])
         if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
             self._bind()
+
+    def reload_masters(self) -> None:
+        self._take_edits(range(len(self.infos)))
+        self._versions = [info.param._version for info in self.infos]
 
     def follow_loaded_state(self) -> None:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
@@ -219,7 +250,7 @@ class LocalEngine:
         return inspection.memory_of_local(self.infos, self.states, self.steps)
 
     def describe(self) -> str:
-        return inspection.describe_local(self.infos, self.states, self._precision)
+        return inspection.describe_local(self.infos, self.states, self.precision)
 
     def close(self) -> None:
         self._clips.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._build import native
-from .device import Uploads, index_of
+from .device import Uploads, device_index, index_of
 from .errors import CaptureError
 from .flat import ParamInfo
 from .local import LocalEngine, widened
@@ -24,27 +24,33 @@ __all__ = ["LocalEngineCuda"]
 
 
 class LocalEngineCuda(LocalEngine):
-    """At least one parameter, all on one device."""
+    """Parameters of one CUDA device."""
 
     def __init__(
         self,
         infos: Sequence[ParamInfo],
         *,
+        device: torch.device,
         precision: Precision,
         is_static: bool = False,
         is_capturable: bool = False,
+        on_external_update: str = "resync",
     ) -> None:
         self._is_capturable = is_capturable
-        self._device = index_of(infos[0].param)
-        self._torch_device = infos[0].param.device
+        self._device = device_index(device)
+        self._torch_device = device
         # The clip factor of each gradient, where `_clips` says that it was clipped; else 1, or left over.
-        self._factors = torch.ones(len(infos), dtype=torch.float64, device=self._torch_device)
+        self._factors = torch.ones(0, dtype=torch.float64, device=device)
         self._sums_table = native().SumsqCudaTable(self._device)
         self._uploads = Uploads(self._device)
-        super().__init__(infos, precision=precision, is_static=is_static)
+        super().__init__(infos, precision=precision, is_static=is_static, on_external_update=on_external_update)
+
+    def add(self, infos: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = "") -> None:
+        super().add(infos, groups, why)
+        self._factors = torch.cat([self._factors, self._factors.new_ones(len(infos))])
 
     def _new_rows(self) -> AdamRowsCuda:
-        return AdamRowsCuda(self.steps, self._device, amsgrad=self._amsgrad)
+        return AdamRowsCuda(self.steps, self._device, amsgrad=self.precision.amsgrad)
 
     def _drop_stale_clips(self) -> bool:
         """Factors of gradients that are no longer there become 1. False: none is there, and all are to be taken for 1.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,18 +15,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from . import state_dict as states
-from .arguments import (
-    collect_params,
-    communicators_for,
-    expect_hyperparameters,
-    expect_implemented,
-    group_texts,
-)
+from .arguments import collect_params, expect_hyperparameters, group_texts
 from .comm import Communicator
-from .device import CPU, device_index
+from .engine import Ranks, close_all, make_engine
 from .errors import ClosedError
 from .local import LocalEngine
-from .local_cuda import LocalEngineCuda
 from .precision import Precision
 from .reduced import clip_coefficient
 from .sharded import ShardedEngine, ShardedOptions
@@ -52,7 +44,8 @@ class ShardedAdamW(Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16,
-            float16 and float64, also mixed, on the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone. A group may
+            float16 and float64, also mixed, on the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone; once
+            they are trained the next collective call takes them in. A group may
             carry ``"granularity"``: an int, or ``"row"``: shard boundaries then never split that many consecutive
             elements of a parameter (default 1).
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the
@@ -91,6 +84,10 @@ class ShardedAdamW(Optimizer):
             `PeerError` with the same text.
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
             learning rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
+        on_external_update: what `step` does where a parameter was written to since the last one (``load_state_dict`` of
+            the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
+            RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
+            weight, if there is one. See `reload_master_params`.
         max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
             a peer has not issued yet come on top, for backward waits for nobody. On a communicator with
             ``registered=True``: how many buckets' worth of registered memory there is, all the time.
@@ -134,13 +131,12 @@ class ShardedAdamW(Optimizer):
         on_external_update: str = "resync",
     ) -> None:
         expect_hyperparameters(lr, betas, eps, weight_decay)
-        expect_implemented(
-            on_external_update=(on_external_update, "resync"),
-        )
         if capturable and not static_graph:
             raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
         if differentiable:
             raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
+        if on_external_update not in ("resync", "error", "ignore"):
+            raise ValueError(f"on_external_update must be 'resync', 'error' or 'ignore', got {on_external_update!r}")
         if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
             raise ValueError(
                 f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
@@ -164,35 +160,25 @@ class ShardedAdamW(Optimizer):
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
         precision.expect_fits({info.dtype for info in infos})
-        device = infos[0].device if infos else torch.device("cpu")
-        comm, replicate = communicators_for(process_group, replicate_group, device)
+        options = ShardedOptions(
+            gradient_average=gradient_average,
+            broadcast_params=broadcast_params,
+            precision=precision,
+            overlap_grad_sync=overlap_grad_sync,
+            overlap_param_sync=overlap_param_sync,
+            max_inflight_buckets=max_inflight_buckets,
+            static_graph=static_graph,
+            on_external_update=on_external_update,
+        )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
-        self._owned = [c for c in (comm, replicate) if c is not None and c not in (process_group, replicate_group)]
-        self._made_engine: LocalEngine | ShardedEngine
-        is_on_cuda = device_index(device) != CPU
-        if capturable and not is_on_cuda:
-            raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
-        if comm is None:
-            cuda_options = {"is_capturable": capturable} if is_on_cuda else {}
-            engine = LocalEngineCuda if is_on_cuda else LocalEngine
-            self._made_engine = engine(infos, precision=precision, is_static=static_graph, **cuda_options)
-        else:
-            options = ShardedOptions(
-                gradient_average=gradient_average,
-                broadcast_params=broadcast_params,
-                precision=precision,
-                bucket_cap_bytes=_bucket_cap_bytes(bucket_cap_mb, comm),
-                overlap_grad_sync=overlap_grad_sync,
-                overlap_param_sync=overlap_param_sync,
-                max_inflight_buckets=max_inflight_buckets,
-                static_graph=static_graph,
-            )
-            try:
-                self._made_engine = ShardedEngine(comm, infos, group_texts(self.param_groups), options, replicate)
-            except BaseException:
-                _close_all(self._owned, 0.0)
-                raise
         self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
+        everything = [p for group in self.param_groups for p in group["params"]]
+        self._frozen: list[Tensor] = [p for p in everything if p not in self._index_of]
+        device = (infos[0].param if infos else everything[0]).device
+        ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
+        self._made_engine, self._owned = make_engine(
+            infos, self.param_groups, self._frozen, device, ranks, options, is_capturable=capturable
+        )
         self._publish_state()
 
     @property
@@ -224,7 +210,7 @@ class ShardedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._expect_frozen_stay_frozen()
+        self._take_in_unfrozen()
         self._engine.step(self.param_groups)
         return loss
 
@@ -250,6 +236,7 @@ class ShardedAdamW(Optimizer):
         inside `no_sync`.
         """
         if parameters is None:
+            self._take_in_unfrozen()
             self._engine.close_window()
         else:
             self._engine.start_window(self._indices(parameters) or ())
@@ -259,11 +246,7 @@ class ShardedAdamW(Optimizer):
         ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
 
         Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
-        forwards that `prefetch_params` knows: a C++ extension bound with pybind11, TorchScript, `torch.func.grad`, ``jvp``
-        and the like of parameters as they are, a tensor subclass that handles torch functions itself, or a view, ``p.data``
-        or address taken before `step`. Everything else waits by itself: forwards, ``model.state_dict()``, moving averages,
-        ``p.data``, NumPy, ``print``, copies, saving. On CUDA the current stream waits, and that in which `step` was called;
-        code in others needs an edge behind one of them, as with any tensor.
+        forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
         """
         self._engine.param_sync(self._indices(parameters))
 
@@ -271,14 +254,8 @@ class ShardedAdamW(Optimizer):
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
         gathers them in the order of these forwards. Does nothing otherwise.
 
-        Without it a forward waits as well, wherever torch uses a parameter, but not for code that torch does not see, and
-        parameters come in the reverse order of registration. The order is that of the forwards before the steps 1, 2, 4,
-        8 and so on, of the first rank that has called the model. ``model`` may be any part of what is trained; call it for
-        each model of several.
-
-        Compiled code is entered when all it uses has arrived, so it is never compiled again because of this. Pass what is
-        called from Python: ``torch.compile(model)`` rather than ``model``, or a model whose blocks are compiled. Where
-        hooks are inside of compiled code only (``model.compile()``), `step` waits.
+        ``model`` may be a part of what is trained; call it for each of several. Of compiled models pass what is called
+        from Python: ``torch.compile(model)``, or a model whose blocks are compiled; otherwise `step` waits.
 
         Returns a function that removes the hooks again; `close` does too.
         """
@@ -302,6 +279,7 @@ class ShardedAdamW(Optimizer):
         float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
         ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
+        self._take_in_unfrozen()
         indices = self._indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
             norm = float(self._engine.total_norm(indices, float(norm_type)))
@@ -321,6 +299,7 @@ class ShardedAdamW(Optimizer):
         hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
         must be left out of ``parameters`` in all but one of them.
         """
+        self._take_in_unfrozen()
         return self._engine.total_norm(self._indices(parameters), float(norm_type))
 
     def clip_grads_with_norm_(
@@ -341,6 +320,7 @@ class ShardedAdamW(Optimizer):
             raise ValueError(
                 f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
             )
+        self._take_in_unfrozen()
         norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
         self._engine.clip_with(self._indices(parameters), clip_coefficient(float(max_norm), norm))
 
@@ -348,6 +328,7 @@ class ShardedAdamW(Optimizer):
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
         no rank has one. Collective.
         """
+        self._take_in_unfrozen()
         if param not in self._index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
         return self._engine.full_grad(self._index_of[param])
@@ -398,18 +379,44 @@ class ShardedAdamW(Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_made_engine"):
-            raise NotImplementedError("add_param_group after construction is not implemented yet")
-        super().add_param_group(param_group)
+        """Adds a group, as torch does; at any time. Collective once the optimizer is made.
 
-    def _expect_frozen_stay_frozen(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p not in self._index_of and p.grad is not None:
-                    raise NotImplementedError(
-                        f"a parameter of shape {tuple(p.shape)} was frozen when the optimizer was made and has a gradient now; "
-                        "unfreezing later is not implemented yet: make the optimizer with requires_grad=True"
-                    )
+        The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
+        Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
+        parameters that cannot be trained, RuntimeError on all ranks where they were given different ones.
+        """
+        super().add_param_group(param_group)
+        if not hasattr(self, "_made_engine"):  # called by the constructor
+            return
+        try:
+            self._take_in("add_param_group")
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._frozen += [p for p in self.param_groups[-1]["params"] if p not in self._index_of]
+
+    def _take_in(self, why: str) -> None:
+        """Takes in the parameters of all groups that are to be trained and were not so far. Collective."""
+        infos = collect_params(self.param_groups, self._index_of)
+        engine = self._engine
+        engine.precision.expect_fits({info.dtype for info in (*engine.infos, *infos)})
+        engine.add(infos, group_texts(self.param_groups), why)
+        self._index_of.update({info.param: info.index for info in infos})
+        self._frozen[:] = [p for p in self._frozen if p not in self._index_of]
+        self._publish_state()
+
+    def _take_in_unfrozen(self) -> None:
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        if unfrozen:
+            self._take_in(f"unfreeze {len(unfrozen)} parameters")
+
+    def reload_master_params(self) -> None:
+        """Takes the parameters as they are for the weights. Local.
+
+        For edits that cannot be seen (``p.data.mul_(2)`` and what else does not raise a parameter's version), and for
+        those that ``on_external_update`` "error" or "ignore" would not take. All ranks must have made the same edit.
+        """
+        self._engine.reload_masters()
 
     def describe(self) -> str:
         """A readable text: ranks and options, a line for each bucket (of one process: for each dtype), and totals.
@@ -454,26 +461,10 @@ class ShardedAdamW(Optimizer):
         try:
             self._made_engine.close()
         finally:
-            _close_all(self._owned)
+            close_all(self._owned)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
-
-
-def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
-    """Each, and the other of its pair."""
-    with contextlib.ExitStack() as stack:  # every one, whichever fails
-        for comm in reversed(comms):
-            stack.callback(comm.close, timeout)
-            stack.callback(comm.gathers.close, timeout)
-
-
-def _bucket_cap_bytes(cap_mb: float | None, comm: Communicator) -> int:
-    if cap_mb is None:
-        # On GPUs large enough that what a launch costs does not show; else small enough to stay in cache between packing
-        # and summing.
-        cap_mb = 32.0 if comm.backend == "nccl" else 8.0
-    return int(cap_mb * 2**20)

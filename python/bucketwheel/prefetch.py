@@ -68,11 +68,21 @@ class Prefetch:
         compiled: CompileWatch,
         wait_all: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
-        self._params = list(params)
-        self._order = order
         self._compiled = compiled
         self._wait_all = wait_all
         self._root = id(model)
+        self._model = weakref.ref(model)
+        self._hooks: list[RemovableHandle] = []
+        self.bind(params, order)
+
+    def bind(self, params: Sequence[Parameter], order: ForwardOrder) -> None:
+        """Hooks every module that the model has by now, for these parameters."""
+        model = self._model()
+        self.remove()
+        self._params = list(params)
+        self._order = order
+        if model is None:
+            return
         index_of = {id(p): index for index, p in enumerate(params)}
         indices = lambda found: [index_of[id(p)] for p in found if id(p) in index_of]  # noqa: E731
         self._all = indices(model.parameters())

@@ -84,6 +84,14 @@ class ReducedGrads:
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
+    def carry_over(self, old: ReducedGrads) -> None:
+        """The shards of the first parameters are those of ``old``, which is of no use afterwards."""
+        count = len(old._params)
+        self._content[:count] = old._content
+        self._zeroed[:count] = old._zeroed
+        self._factors[:count] = old._factors
+        self.mark_edited(range(count))  # the accumulators that have summed are gone
+
     @property
     def bookkeeping_bytes(self) -> int:
         """Of what is kept for each parameter beside its gradient: flags and factors."""

@@ -47,6 +47,12 @@ class ReducedGradsCuda(ReducedGrads):
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
+    def carry_over(self, old: ReducedGrads) -> None:
+        assert isinstance(old, ReducedGradsCuda)
+        super().carry_over(old)
+        self._on_device[: len(old._params)].copy_(old._on_device)
+        self._scaled, self._to_reset = old._scaled, old._to_reset
+
     @property
     def bookkeeping_bytes(self) -> int:
         """And, on the device, factors and the sums of squares of spans."""

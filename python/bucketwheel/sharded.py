@@ -6,7 +6,6 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import gather, inspection
 from ._build import native
@@ -26,6 +24,7 @@ from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
 from .hooks import GradSync
+from .owners import give_back, take
 from .plan import plan_buckets
 from .pool import Pool
 from .precision import Precision
@@ -45,45 +44,11 @@ class ShardedOptions:
     gradient_average: bool
     broadcast_params: bool
     precision: Precision
-    bucket_cap_bytes: int
     overlap_grad_sync: bool
     overlap_param_sync: bool
     max_inflight_buckets: int
     static_graph: bool
-
-
-_engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[ShardedEngine]] = weakref.WeakKeyDictionary()
-_engine_of_param: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _is_taken(by: weakref.ref[ShardedEngine] | None) -> bool:
-    return by is not None and by() is not None
-
-
-def _take(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: ShardedEngine) -> None:
-    """ValueError if a live optimizer has one of the communicators or a parameter.
-
-    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
-    """
-    for comm in comms:
-        if _is_taken(_engine_of_comm.get(comm)):
-            raise ValueError(
-                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-            )
-    for info in infos:
-        if _is_taken(_engine_of_param.get(info.param)):
-            raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    for comm in comms:
-        _engine_of_comm[comm] = weakref.ref(engine)
-    for info in infos:
-        _engine_of_param[info.param] = weakref.ref(engine)
-
-
-def _give_back(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
-    for comm in comms:
-        _engine_of_comm.pop(comm, None)
-    for info in infos:
-        _engine_of_param.pop(info.param, None)
+    on_external_update: str
 
 
 class ShardedEngine:
@@ -98,7 +63,9 @@ class ShardedEngine:
         infos: Sequence[ParamInfo],
         groups: Sequence[str],
         options: ShardedOptions,
+        bucket_cap_bytes: int,
         replicate: Communicator | None = None,
+        frozen: Sequence[Tensor] = (),
     ) -> None:
         self.comm = comm
         self._comms = [comm] if replicate is None else [comm, replicate]
@@ -106,62 +73,103 @@ class ShardedEngine:
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
+        self.precision = options.precision
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._frozen = frozen
         self.device = comm.device
-        self.steps = torch.zeros(len(self.infos), dtype=torch.int64, device=torch_device(comm.device))
-        self.states: list[dict[str, Tensor]] = []
-        _take(self._comms, self.infos, self)
-        gather.expect_equal_layout(self.grid, self.infos, groups, options)
-        expect_dense(self.infos)
+        self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
-        self._spaces = [self._make_space(dtype) for dtype in dict.fromkeys(info.dtype for info in self.infos)]
-        gather.expect_equal_packings(self.grid, [space.packing for space in self._spaces])
-        if options.broadcast_params:
-            for space in self._spaces:
+        self._spaces: list[Space] = []
+        self._gathers = gather.Gathers(comm, overlaps=options.overlap_param_sync)
+        take(self._comms, self.infos, self)
+        gather.expect_equal_layout(self.grid, self.infos, groups, self._options_text())
+        expect_dense(self.infos)
+        self._take_in(self.infos)
+        self._assemble()
+
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    def _options_text(self) -> str:
+        return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}"
+
+    def _take_in(self, infos: Sequence[ParamInfo]) -> None:
+        """Moves parameters into flat memory, with states that are new."""
+        dtypes = dict.fromkeys(info.dtype for info in infos)
+        spaces = [self._make_space([info for info in infos if info.dtype == dtype]) for dtype in dtypes]
+        gather.expect_equal_packings(self.grid, [space.packing for space in spaces])
+        if self.options.broadcast_params:
+            for space in spaces:
                 gather.broadcast_flat(self.grid, space.flat.flat)
-            torch.autograd.graph.increment_version([info.param for info in self.infos])  # D14
-        for space in self._spaces:
-            if space.has_master:
-                space.read_master(space.indices)
-        average = 1.0 / self.grid.size if options.gradient_average else 1.0
+            torch.autograd.graph.increment_version([info.param for info in infos])  # D14
+        for space in spaces:
+            space.read_master(space.indices)
+        self._spaces += spaces
+        self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
+
+    def _assemble(self) -> None:
+        """Makes what works on the flat memory: rows, buckets, hooks and gathers, of all parameters that there are."""
+        replicate = self._comms[1] if isinstance(self.grid, Grid) else None
+        average = 1.0 / self.grid.size if self.options.gradient_average else 1.0
+        amsgrad = self.options.precision.amsgrad
         self._rows: AdamRows | AdamRowsCuda
+        self.reduced: ReducedGrads
         if self.device == CPU:
-            self._rows = AdamRows(self.steps, amsgrad=options.precision.amsgrad)
-            self.reduced = ReducedGrads(comm, average, replicate)
+            self._rows = AdamRows(self.steps, amsgrad=amsgrad)
+            self.reduced = ReducedGrads(self.comm, average, replicate)
         else:
-            self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=options.precision.amsgrad)
-            self.reduced = ReducedGradsCuda(comm, average, len(self.infos), self._span_count(), replicate)
+            self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=amsgrad)
+            self.reduced = ReducedGradsCuda(self.comm, average, len(self.infos), self._span_count(), replicate)
         self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
         self._buckets: list[_StepBucket] = []
+        self.states: list[dict[str, Tensor]] = []
         self._make_buckets()
-        slots = self._make_slots() if comm.is_registered else None
+        slots = self._make_slots() if self.comm.is_registered else None
         if isinstance(self.grid, Grid):
-            self.grid.prepare(
-                ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets), options.max_inflight_buckets
-            )
+            kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets)
+            self.grid.prepare(kinds, self.options.max_inflight_buckets)
         self.grads = GradSync(
             self.grid,
             self.infos,
             [bucket.grads for bucket in self._buckets],
             self.reduced,
             slots=slots,
-            overlap=options.overlap_grad_sync,
-            max_inflight=options.max_inflight_buckets,
-            is_static=options.static_graph,
+            overlap=self.options.overlap_grad_sync,
+            max_inflight=self.options.max_inflight_buckets,
+            is_static=self.options.static_graph,
+            frozen=self._frozen,
         )
-        parts = [list(bucket.grads.parts) for bucket in self._buckets]
-        self._gathers = gather.Gathers(comm, self.infos, parts, overlaps=options.overlap_param_sync)
+        self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in self._buckets])
         self._versions = [info.param._version for info in self.infos]
         inspection.warn_of_padding(self._spaces)
 
-    # --- construction ------------------------------------------------------------------------------------------------
+    def add(self, infos: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
+        """More parameters, whose indices go on where the others end. Gradients, states and factors stay. Collective.
 
-    def _make_space(self, dtype: torch.dtype) -> Space:
+        RuntimeError on all ranks, and nothing has changed, if they are not the same there.
+        """
+        self.grads.close(why)
+        self.param_sync()
+        gather.expect_equal_layout(self.grid, infos, groups, self._options_text())
+        expect_dense(infos)
+        take([], infos, self)
+        held, reduced, versions = self.grads.held, self.reduced, self._versions
+        self.grads.remove()
+        if isinstance(self.grid, Grid):
+            self.grid.release()
+        self.infos += infos
+        self._take_in(infos)
+        self._assemble()
+        self._versions[: len(versions)] = versions
+        self.reduced.carry_over(reduced)
+        self.grads.carry_over(held)
+
+    def _make_space(self, infos: Sequence[ParamInfo]) -> Space:
         return Space(
-            [info for info in self.infos if info.dtype == dtype],
+            infos,
             rank=self.comm.rank,
             world=self.world,
             precision=self.options.precision,
-            bucket_cap_bytes=self.options.bucket_cap_bytes,
+            bucket_cap_bytes=self._bucket_cap_bytes,
             param_pool=self.comm.gathers.pool,
             state_pool=self._state_pool,
         )
@@ -249,13 +257,46 @@ class ShardedEngine:
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
 
+    def _edited(self) -> set[int]:
+        """Parameters that were written to since our last write."""
+        return {
+            index
+            for index, (info, ours) in enumerate(zip(self.infos, self._versions, strict=True))
+            if info.param._version != ours
+        }
+
     def _follow_edits(self) -> None:
-        """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write."""
-        moved = {index for space in self._spaces for index in space.flat.rebind_moved()}
+        """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write.
+
+        Or RuntimeError on all ranks where that is asked for, and nothing is read.
+        """
+        edited = self._edited()
+        if self.options.on_external_update == "error":
+            known = (index for index in edited if self._versions[index] != _UNKNOWN_VERSION)
+            moved = (index for space in self._spaces for index in space.flat.moved())
+            self._expect_no_edit(min([*known, *moved], default=-1))
+        edited.update(index for space in self._spaces for index in space.flat.rebind_moved())
+        if self.options.on_external_update != "ignore":
+            for space in self._spaces if edited else ():
+                space.read_master(edited)
+
+    def _expect_no_edit(self, edited: int) -> None:
+        """RuntimeError on all ranks if ``edited`` is the index of a parameter on one of them. Collective."""
+        everyone = [int(other) for other in self.grid.exchange(str(edited).encode())]
+        for rank, index in enumerate(everyone):
+            if index >= 0:
+                raise RuntimeError(
+                    f"parameter {self.infos[index].name!r} was modified on rank {rank} since the optimizer's last step "
+                    "(on_external_update='error'); call optimizer.reload_master_params() on all ranks if that was meant"
+                )
+
+    def reload_masters(self) -> None:
+        self.param_sync()
+        edited = set(range(len(self.infos)))
         for space in self._spaces:
-            if space.has_master:
-                edited = {i for i in space.indices if self.infos[i].param._version != self._versions[i]}
-                space.read_master(moved | edited)
+            space.flat.rebind_moved()
+            space.read_master(edited)
+        self._versions = [info.param._version for info in self.infos]
 
     def follow_loaded_state(self) -> None:
         """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
@@ -323,7 +364,16 @@ class ShardedEngine:
     def _parts(self) -> inspection.ShardedParts:
         grads = [bucket.grads for bucket in self._buckets]
         return inspection.ShardedParts(
-            self.comm, self.grid, self.options, self.infos, self._spaces, grads, self.grads, self.reduced, self.steps
+            self.comm,
+            self.grid,
+            self.options,
+            self.infos,
+            self._spaces,
+            grads,
+            self.grads,
+            self.reduced,
+            self.steps,
+            self._bucket_cap_bytes,
         )
 
     def memory(self) -> dict[str, int]:
@@ -343,7 +393,7 @@ class ShardedEngine:
                 space.flat.release()
             if isinstance(self.grid, Grid):
                 self.grid.release()
-            _give_back(self._comms, self.infos)
+            give_back(self._comms, self.infos)
 
 
 @dataclass(frozen=True)

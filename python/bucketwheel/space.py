@@ -49,7 +49,7 @@ class Space:
 
     def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
-        lease = self._state_pool.acquire(f"{name}/{self.dtype}", numel * dtype.itemsize)
+        lease = self._state_pool.acquire(f"{name}/{self.dtype}/{self.indices[0]}", numel * dtype.itemsize)
         return lease.tensor(dtype, (numel,)).zero_()
 
     @property
@@ -107,15 +107,9 @@ class Space:
         )
 
     def read_master(self, indices: Collection[int]) -> None:
-        """`follow_param` for this rank's part of the parameters ``indices``."""
+        """`follow_param` for this rank's part of those of the parameters ``indices`` that are here and have a master."""
+        if not self.has_master:
+            return
         for index in self.indices:
             for s in self.owned(index) if index in indices else ():
                 follow_param(self._own(s), self._states_in(s))
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of the parameters, the gradient shard and the states."""
-        return {
-            "params": self.flat.lease.nbytes,
-            "grads": self.grad.nbytes,
-            "states": sum(shard.nbytes for shard in self.states.values()),
-        }

@@ -56,7 +56,7 @@ class Inputs:
     def __init__(self, comm: Communicator, opt: bw.ShardedAdamW) -> None:
         self.offsets: list[int] = []
         self._comm, self._reduce = comm, comm.reduce_scatter_into
-        self._slots = opt._engine.grads._slots._slots if comm.is_registered else []
+        self._slots = opt._engine.grads.launcher._slots._slots if comm.is_registered else []
         self._begin = self._slots[0].tensor(torch.uint8, (1,)).data_ptr() if self._slots else 0
         comm.reduce_scatter_into = self._watched  # type: ignore[method-assign]
 
@@ -139,7 +139,7 @@ def on_slots(
         )
     inputs, sync = watched
     lates = len(inputs.offsets) - sync._schedule.window * len(sync.buckets)
-    return out, inputs.offsets, len(sync.buckets), {"in other memory": sync.pool.stats().acquires, "late": lates}
+    return out, inputs.offsets, len(sync.buckets), {"in other memory": sync.launcher.pool.stats().acquires, "late": lates}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -173,7 +173,7 @@ def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list
         reserved_bytes = comm.pool.stats().reserved_bytes + comm.gathers.pool.stats().reserved_bytes
         assert opt.memory_summary()["pool"] + opt.memory_summary()["params"] == reserved_bytes
         opt.close()
-        return inputs.offsets, len(sync.buckets), sync.pool.stats().acquires
+        return inputs.offsets, len(sync.buckets), sync.launcher.pool.stats().acquires
 
 
 @pytest.mark.parametrize("numels", [(300, 200, 250, 240, 260), (100, 3000), (50,)], ids=str)
@@ -317,7 +317,7 @@ def written_in_another_stream(rank: int, world: int) -> None:
         sync = bw.ShardedAdamW(params, process_group=comm, **SMALL)._engine.grads
         streams.use("b")
         run_backward(params, [8], dyadic(params, 0))
-        assert comm.pool.stats().live_leases == 2 and not sync.pool.stats().acquires
+        assert comm.pool.stats().live_leases == 2 and not sync.launcher.pool.stats().acquires
         streams.use("a")
         streams.waited()
         sync.remove()

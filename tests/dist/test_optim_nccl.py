@@ -155,7 +155,7 @@ def on_registered_memory(rank: int, world: int) -> tuple[list[torch.Tensor], int
                 opt.step()
                 opt.zero_grad()
             out = [p.detach().clone() for p in model.parameters()]
-            assert not opt._engine.grads.pool.stats().acquires, "[Note: bucket slots]"
+            assert not opt._engine.grads.launcher.pool.stats().acquires, "[Note: bucket slots]"
             opt.close()
         return out, windows
 

@@ -242,18 +242,6 @@ def test_it_describes_itself() -> None:
 # --- what is refused
 # -----------------------------------------------------------------------------------------------------
 
-LATER = {
-    "replicate_group": object(),
-    "on_external_update": "error",
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_options_of_later_name_themselves(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}="):
-        ShardedAdamW(make_params(), **{name: LATER[name]})
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -313,29 +301,12 @@ def test_bad_parameters_are_named_and_nothing_moves() -> None:
     run_local(2, body)
 
 
-def test_what_comes_later_is_refused_while_running() -> None:
-    def body(comm: Communicator | None) -> None:
-        params = make_params()
-        params[0].requires_grad_(False)
-        opt = ShardedAdamW(params, process_group=comm)
-        with pytest.raises(NotImplementedError, match="add_param_group"):
-            opt.add_param_group({"params": [Parameter(torch.zeros(3))]})
-        params[0].requires_grad_(True)
-        loss_of(params, dyadic(params, 0)).backward()
-        with pytest.raises(NotImplementedError, match="unfreezing"):
-            opt.step()
-        params[0].grad = None
+def test_sparse_gradients_are_refused_by_the_step() -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    opt = ShardedAdamW(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
         opt.step()
-        opt.zero_grad()
-        embedding = torch.nn.Embedding(5, 3, sparse=True)
-        other = ShardedAdamW(embedding.parameters()) if comm is None else None
-        if other is not None:
-            embedding(torch.tensor([1, 2])).sum().backward()
-            with pytest.raises(RuntimeError, match="sparse"):
-                other.step()
-
-    body(None)
-    run_local(2, body)
 
 
 def test_sparse_gradients_are_refused_by_the_hook() -> None:

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.grad import ShardedGrad
+from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 
 FOREACH = [True, False, None]
@@ -342,3 +343,25 @@ def test_over_processes(rank_pool: Any) -> None:
     expected = [run_flow(None, flow, steps=4) for flow in (_clip_flow, _scaler_flow)]
     assert_bitwise_equal(results[0][:2], expected)
     assert_bitwise_equal(results[1], results[0])
+
+
+def test_a_model_is_compiled_while_gradients_are_sharded() -> None:
+    """torch describes a parameter's gradient when it compiles what uses the parameter, and reads nothing of it."""
+
+    def body(comm: Communicator, compiles: bool) -> list[torch.Tensor]:
+        model = torch.nn.Linear(4, 4)
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.5)
+        opt = ShardedAdamW(model.parameters(), 0.1, process_group=comm)
+        model(torch.ones(2, 4)).sum().backward()
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        for rows in (2, 3):  # the second one is compiled again
+            forward(torch.ones(rows, 4)).sum().backward()
+        opt.step()
+        with pytest.raises(ShardedGradError, match="untyped_storage"):
+            model.weight.grad.untyped_storage()
+        values = [p.detach().clone() for p in model.parameters()]
+        opt.close()
+        return values
+
+    assert_bitwise_equal(run_local(1, body, True), run_local(1, body, False))

@@ -6,7 +6,9 @@
 #include "kernels/norm_cuda.h"
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cuda_memory.h"
@@ -90,8 +92,18 @@ TEST(sums_of_squares_equal_the_cpu) {
 
 namespace {
 
+// ((a + b) + ...) + old, each addition rounded to float, or to double where the sources are.
+template <class Real>
+double sum_of(const std::vector<Array>& sources, int64_t i, std::optional<double> old) {
+  auto sum = static_cast<Real>(sources[0].get(i));
+  for (size_t rank = 1; rank < sources.size(); ++rank) {
+    sum += static_cast<Real>(sources[rank].get(i));
+  }
+  return old ? static_cast<Real>(*old) + sum : sum;
+}
+
 // A shard of padding and rows, from sources of one dtype; `skips`: elements between 16-byte alignment and each array.
-void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<size_t>& skips) {
+void accumulate_and_compare(DType shard_dtype, DType dtype, int world, bool add, const std::vector<size_t>& skips) {
   std::vector<NormCudaRow> rows;
   std::vector<int64_t> sizes;
   int64_t numel = 0;
@@ -101,7 +113,7 @@ void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<
     numel += size;
   }
   const std::vector<int64_t> first_chunk = chunk_starts(sizes, kNormChunkNumel);
-  Array shard(DType::kFloat32, numel, skips[0] * 4 % 16);
+  Array shard(shard_dtype, numel, skips[0] * size_of(shard_dtype) % 16);
   shard.fill(99, world != 2);
   Array expected(shard);
   AccumulateLaunch launch;
@@ -112,14 +124,12 @@ void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<
     launch.sources[rank] = sources.back().data();
   }
   for (int64_t i = 0; i < numel; ++i) {
-    auto sum = static_cast<float>(sources[0].get(i));
-    for (int rank = 1; rank < world; ++rank) {
-      sum += static_cast<float>(sources[static_cast<size_t>(rank)].get(i));
-    }
-    expected.at<float>(i) = add ? expected.at<float>(i) + sum : sum;
+    const std::optional<double> old = add ? std::optional(expected.get(i)) : std::nullopt;
+    expected.set(i, dtype == DType::kFloat64 ? sum_of<double>(sources, i, old) : sum_of<float>(sources, i, old));
   }
   std::vector<double> partial(static_cast<size_t>(first_chunk.back()), kUntouched);
-  launch.shard = &shard.at<float>(0);
+  launch.shard = shard.data();
+  launch.shard_dtype = shard_dtype;
   launch.world = world;
   launch.dtype = dtype;
   launch.add = add;
@@ -128,7 +138,8 @@ void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<
   CHECK(launch_accumulate(launch, nullptr) == cudaSuccess);
   CHECK(shard.equals(expected));
   for (size_t r = 0; r < rows.size(); ++r) {
-    const NormRow row = {&expected.at<float>(rows[r].begin), rows[r].numel, DType::kFloat32};
+    const auto begin_bytes = static_cast<size_t>(rows[r].begin) * size_of(shard_dtype);
+    const NormRow row = {static_cast<std::byte*>(expected.data()) + begin_bytes, rows[r].numel, shard_dtype};
     const double* sums = partial.data() + first_chunk[r];
     const int64_t chunks = first_chunk[r + 1] - first_chunk[r];
     if (rows[r].is_summed != 0) {
@@ -143,13 +154,21 @@ void accumulate_and_compare(DType dtype, int world, bool add, const std::vector<
 }  // namespace
 
 TEST(accumulated_shards_and_their_sums_equal_the_cpu) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    for (int world = 1; world <= 5; ++world) {
+  struct Case {
+    DType shard, source;
+    int worlds;
+  };
+  const Case cases[] = {{DType::kFloat32, DType::kFloat32, 5},   {DType::kFloat32, DType::kBFloat16, 5},
+                        {DType::kFloat32, DType::kFloat16, 5},   {DType::kBFloat16, DType::kFloat32, 2},
+                        {DType::kBFloat16, DType::kBFloat16, 2}, {DType::kBFloat16, DType::kFloat16, 2},
+                        {DType::kFloat64, DType::kFloat64, 3}};
+  for (const auto& [shard, source, worlds] : cases) {
+    for (int world = 1; world <= worlds; ++world) {
       for (const bool add : {false, true}) {
         fake_cuda::set_seed(static_cast<uint64_t>(world) % 3);
-        accumulate_and_compare(dtype, world, add, {0});
-        accumulate_and_compare(dtype, world, add, {3});
-        accumulate_and_compare(dtype, world, add, {0, 1});
+        accumulate_and_compare(shard, source, world, add, {0});
+        accumulate_and_compare(shard, source, world, add, {3});
+        accumulate_and_compare(shard, source, world, add, {0, 1});
       }
     }
   }
@@ -265,13 +284,25 @@ TEST(clipping_equals_a_plain_loop) {
       }
       const auto expected = static_cast<float>(std::sqrt(fold.result()) * 0.25);
       CHECK(same_bits(norm, expected));
-      const float ratio = 1.0F / (expected + 1e-6F) * launch.max_norm;
+      const float ratio = 1.0F / (expected + 1e-6F) * static_cast<float>(launch.max_norm);
       const double coefficient = ratio > 1.0F ? 1.0F : ratio;
       CHECK(variant != 4 || coefficient == 1.0);
       CHECK(variant != 3 || count == 0 || std::isnan(coefficient));
       for (size_t i = 0; i < size; ++i) {
         const bool is_clipped = launch.clips && (variant == 1 || chosen[i] != 0);
         CHECK(same_bits(factors[i], is_clipped ? before[i] * coefficient : before[i]));
+      }
+      factors = before;
+      double precise = -1.0;
+      launch.is_double = true;
+      launch.norm = &precise;
+      CHECK(launch_clip(launch, nullptr) == cudaSuccess);
+      CHECK(same_bits(precise, std::sqrt(fold.result()) * 0.25));
+      const double precise_ratio = 1.0 / (precise + 1e-6) * launch.max_norm;
+      for (size_t i = 0; i < size; ++i) {
+        const bool is_clipped = launch.clips && (variant == 1 || chosen[i] != 0);
+        const double by = precise_ratio > 1.0 ? 1.0 : precise_ratio;
+        CHECK(same_bits(factors[i], is_clipped ? before[i] * by : before[i]));
       }
     }
   }
@@ -327,6 +358,11 @@ TEST(what_there_is_not_is_refused) {
     accumulate.dtype = dtype;
     CHECK(launch_accumulate(accumulate, nullptr) == cudaErrorInvalidValue);
   }
+  accumulate.shard_dtype = DType::kFloat64;
+  accumulate.dtype = DType::kFloat32;
+  CHECK(launch_accumulate(accumulate, nullptr) == cudaErrorInvalidValue);
+  accumulate.shard_dtype = accumulate.dtype = DType::kFloat16;
+  CHECK(launch_accumulate(accumulate, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_sumsq({nullptr, nullptr, 0, 1, nullptr, 0}, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_fold({nullptr, nullptr, -1, nullptr, nullptr}, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_fold({nullptr, nullptr, 0, nullptr, nullptr}, nullptr) == cudaSuccess);

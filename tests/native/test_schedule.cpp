@@ -212,6 +212,11 @@ class Simulation {
         rank.late[{drop.param, drop.bucket}] = 0;
       }
     }
+    for (Rank& rank : ranks_) {
+      for (const LaunchAction& launch : rank.schedule.flush()) {
+        rank.send(launch);
+      }
+    }
     const std::vector<Agreement> agreements = agree();
     for (const Agreement& agreement : agreements) {
       CHECK(agreement.conflicts.empty() && agreement.held == agreements.front().held);

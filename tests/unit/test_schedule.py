@@ -242,20 +242,46 @@ def test_factors_are_those_of_the_ranks_with_a_part_in_the_gradient() -> None:
 
 
 def test_as_many_gradients_as_the_last_time_are_waited_for() -> None:
-    """A shared weight gets two in every backward: late in the first window only."""
+    """A shared weight gets two in every backward: late in the first two windows only."""
     schedule = Schedule([[0], [0]], 1)
     late = []
-    for _ in range(3):
+    for _ in range(4):
         for param in (0, 1, 0):
             schedule.gradient(param)
         agreement = schedule.agree([schedule.notes(bytes([True, True]))])
         schedule.close(agreement)
         late.append(agreement.late)
-    assert late == [[0], [], []]
+    assert late == [[0], [0], [], []]
     schedule.gradient(0)  # fewer: it goes when the window closes
     schedule.gradient(1)
     first, _ = schedule.close(schedule.agree([schedule.notes(bytes([True, True]))]))
     assert first == [Launch(0)]
+
+
+def test_what_is_left_goes_before_ranks_agree() -> None:
+    """All of it on a rank with gradients; on one without only when it has heard of theirs."""
+    busy, idle = (Schedule([[0], [1]], 2) for _ in range(2))
+    busy.gradient(1)
+    assert busy.flush() == [Launch(0, [0]), Launch(1)] and idle.flush() == []
+    agreement = busy.agree([busy.notes(bytes([False, True])), idle.notes(bytes(2))])
+    assert agreement.is_dirty and not agreement.is_complete
+    assert busy.close(agreement) == ([], [])
+    assert idle.close(agreement) == ([Launch(0, [0]), Launch(1, [1])], [])
+    for schedule in (busy, idle):
+        schedule.gradient(1)
+        schedule.gradient(0)
+        assert schedule.flush() == []
+    both = bytes([True, True])
+    assert busy.agree([schedule.notes(both) for schedule in (busy, idle)]).is_complete
+
+
+def test_grad_sync_of_some_launches_what_is_complete() -> None:
+    schedule = Schedule([[0], [0], [1]], 2)
+    schedule.gradient(1, launch=False)
+    schedule.gradient(2, launch=False)
+    assert schedule.complete([2]) == []
+    assert schedule.complete([0, 1]) == [Launch(0, [0]), Launch(1)]
+    assert schedule.flush() == []
 
 
 def test_notes_of_another_layout_are_refused() -> None:

@@ -1,0 +1,89 @@
+"""Engine: which one an optimizer needs, and the communicators that it makes for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import communicators_for, expect_implemented, group_texts
+from .comm import Communicator
+from .device import CPU, device_index
+from .flat import ParamInfo
+from .local import LocalEngine
+from .local_cuda import LocalEngineCuda
+from .sharded import ShardedEngine, ShardedOptions
+
+__all__ = ["Group", "Ranks", "close_all", "make_engine"]
+
+Group = dist.ProcessGroup | Communicator | None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks to shard over and the replicas, as the user gave them; what a bucket holds at most."""
+
+    process_group: Group
+    replicate_group: Group
+    bucket_cap_mb: float | None
+
+
+def make_engine(
+    infos: Sequence[ParamInfo],
+    param_groups: Sequence[dict[str, Any]],
+    frozen: Sequence[Tensor],
+    device: torch.device,
+    ranks: Ranks,
+    options: ShardedOptions,
+    *,
+    is_capturable: bool,
+) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
+    """An engine for the parameters ``infos`` on ``device``, and the communicators that were made for it. Collective.
+
+    ``frozen``: parameters that it may be given later.
+    """
+    is_on_cuda = device_index(device) != CPU
+    if is_capturable and not is_on_cuda:
+        raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
+    comm, replicate = communicators_for(ranks.process_group, ranks.replicate_group, device)
+    given = (ranks.process_group, ranks.replicate_group)
+    owned = [made for made in (comm, replicate) if made is not None and made not in given]
+    try:
+        if comm is not None:
+            expect_implemented(capturable=(is_capturable, False))
+            return ShardedEngine(
+                comm, infos, group_texts(param_groups), options, _cap_bytes(ranks, comm), replicate, frozen
+            ), owned
+        local: dict[str, Any] = {
+            "precision": options.precision,
+            "is_static": options.static_graph,
+            "on_external_update": options.on_external_update,
+        }
+        if is_on_cuda:
+            return LocalEngineCuda(infos, device=device, is_capturable=is_capturable, **local), owned
+        return LocalEngine(infos, **local), owned
+    except BaseException:
+        close_all(owned, 0.0)
+        raise
+
+
+def close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
+    """Each, and the other of its pair."""
+    with contextlib.ExitStack() as stack:  # every one, whichever fails
+        for comm in reversed(comms):
+            stack.callback(comm.close, timeout)
+            stack.callback(comm.gathers.close, timeout)
+
+
+def _cap_bytes(ranks: Ranks, comm: Communicator) -> int:
+    cap_mb = ranks.bucket_cap_mb
+    if cap_mb is None:
+        # On GPUs large enough that what a launch costs does not show; else small enough to stay in cache between packing
+        # and summing.
+        cap_mb = 32.0 if comm.backend == "nccl" else 8.0
+    return int(cap_mb * 2**20)
