@@ -88,8 +88,9 @@ class ShardedAdamW(Optimizer):
             the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
             RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
             weight, if there is one. See `reload_master_params`.
-        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
-            a peer has not issued yet come on top, for backward waits for nobody. On a communicator with
+        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order: the one that
+            gathers, and reduce-scatters. A soft bound: those that a peer has not issued yet come on top, for backward
+            waits for nobody (on the CPU for a moment). docs/memory.md has the formula. On a communicator with
             ``registered=True``: how many buckets' worth of registered memory there is, all the time.
 
     Raises:

@@ -21,6 +21,7 @@ from grid_ranks import in_grid
 from optim_twins import SHAPES, make_params, run_local
 from simulated_cuda import posing
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from bucketwheel import inflight, memory
@@ -116,8 +117,9 @@ def expect_sizes(opt: ShardedAdamW, options: dict[str, Any]) -> None:
     }
     used = sum(p.nbytes for p in opt.param_groups[0]["params"])
     assert found["params"] - found["params_padding"] == used
-    count = len(parts.infos)
-    assert found["bookkeeping"] >= 19 * count and (parts.comm.device >= 0 or found["bookkeeping"] == 19 * count)
+    segments = sum(len(space.packing.segments(parts.comm.rank)) for space in parts.spaces)
+    on_device = 8 * len(parts.infos) + 16 * segments + 8 * len(parts.buckets)
+    assert found["bookkeeping"] == 19 * len(parts.infos) + (on_device if parts.comm.device >= 0 else 0)
 
 
 def options_of(seed: int) -> tuple[list[torch.dtype], dict[str, Any], dict[str, Any]]:
@@ -341,6 +343,37 @@ def on_registered(rank: int, world: int, seed: int) -> int:
 def test_registered_memory_is_what_the_formula_says(world: int, rank_pool: Any) -> None:
     """Slots all the time; beside them what comes too early, and late gradients."""
     assert sum(sum(rank_pool(world).run(on_registered, seed)) for seed in range(50, 56)) > 0
+
+
+def test_autograd_keeps_the_gradients_of_one_operation() -> None:
+    """Of a linear layer one at a time; inside `no_sync` all."""
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+        grads: list[StorageWeakRef] = []
+        most = 0
+
+        def alive() -> int:
+            return sum(not grad.expired() for grad in grads)
+
+        def note(grad: Tensor) -> None:
+            nonlocal most
+            grads.append(StorageWeakRef(grad.untyped_storage()))
+            most = max(most, alive())
+
+        for p in model.parameters():
+            p.register_hook(note)
+        opt = ShardedAdamW(model.parameters(), process_group=comm, bucket_cap_mb=1e-3)
+        model(torch.randn(2, 16)).sum().backward()
+        assert len(grads) == 12 and alive() == 0
+        opt.zero_grad()
+        outside, most = most, 0
+        with opt.no_sync():
+            model(torch.randn(2, 16)).sum().backward()
+        opt.close()
+        return outside, most
+
+    assert run_local(2, body) == [(1, 12)] * 2
 
 
 @pytest.mark.parametrize("world", [1, 2])
