@@ -37,6 +37,10 @@ class BucketSlot:
     def place(self) -> tuple[int, int]:
         return self._lease.place
 
+    @property
+    def nbytes(self) -> int:
+        return self._lease.nbytes
+
     def enter(self) -> BucketSlot:
         """The current stream waits for the reduce-scatter that reads what lies here: peers would get the next bucket's.
 
@@ -74,6 +78,11 @@ class BucketSlots:
     def places(self) -> list[tuple[int, int]]:
         """`Lease.place` of each."""
         return [slot.place for slot in self._slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots together."""
+        return sum(slot.nbytes for slot in self._slots)
 
     def _of(self, bucket: int) -> BucketSlot:
         return self._slots[bucket % len(self._slots)]

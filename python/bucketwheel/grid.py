@@ -249,6 +249,11 @@ class Grid:
                 self._last = reduction.steps[-1]
                 self._waiting.popleft()
 
+    @property
+    def partial_sum_bytes(self) -> int:
+        """Of the memory for partial sums."""
+        return sum(partial.lease.nbytes for partial in self._partials)
+
     def release(self) -> None:
         """Gives the memory of partial sums back."""
         self._waiting.clear()

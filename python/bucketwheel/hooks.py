@@ -202,6 +202,7 @@ class GradSync:
                 if not self._is_open:
                     self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
                 self.reduced.set_factors(agreement.factors)
+                self.launcher.inflight.begin_close()
                 for launch in first:
                     self.launcher.launch(launch)
                 self.launcher.inflight.wait()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from .bucket import GradBucket
 from .bucket_slots import BucketSlot
 from .device import CPU
 from .handle import Handle
-from .pool import Lease
+from .pool import Lease, Pool
 
 __all__ = ["Inflight"]
 
@@ -16,6 +17,7 @@ _MEMORY_WINDOWS = 4  # how long ranks are taken to run different graphs after on
 # How long a window's hooks wait for memory before they take more ([Note: soft bound]): at first, and when peers never
 # come.
 _MOST_PATIENCE_S, _LEAST_PATIENCE_S = 0.05, 0.0005
+_CLOSING_PATIENCE_S = 1.0  # for peers that are known to launch the same
 
 
 class Inflight:
@@ -31,6 +33,23 @@ class Inflight:
         self._last: Handle | None = None  # the window's, whoever has its memory
         self.patience_s = _MOST_PATIENCE_S
         self.is_patient = True  # this window has not waited in vain
+        self._is_closing = False
+        self._leases: list[Lease] = []  # those that are live, and perhaps some that were
+        self.peak_bytes = 0  # the most that was leased at once
+
+    @property
+    def live(self) -> list[Lease]:
+        """The memory that buckets have now: of gradients that gather, and of reduce-scatters."""
+        self._leases = [lease for lease in self._leases if lease.is_live]
+        return self._leases
+
+    def lease(self, pool: Pool, bucket: GradBucket, late: bool) -> Lease:
+        """Memory for a bucket, once there is room."""
+        self.make_room()
+        lease = bucket.lease_of(pool, late)
+        self._leases = [*self.live, lease]
+        self.peak_bytes = max(self.peak_bytes, sum(one.nbytes for one in self._leases))
+        return lease
 
     def add(self, handle: Handle, memory: Lease | BucketSlot) -> None:
         self._last = handle
@@ -58,19 +77,30 @@ class Inflight:
         launched everything before they closed the window. Once one had not, memory stays where it is until the window
         ends, in the next few windows too. (The first such window is bound as the others are: who knows that graphs
         differ can set ``max_inflight_buckets`` high.)
+
+        Buckets that gather count beside these: gradients that have come must lie somewhere. docs/memory.md has what
+        that makes at most.
         """
         if not self._is_on_cpu:
             if not self._uneven_windows:
                 self._retire(self._limit - 1)
             return
         self._retire()
-        if not self.is_patient:
+        if not self.is_patient and not self._is_closing:
             return
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + (_CLOSING_PATIENCE_S if self._is_closing else self.patience_s)
         while len(self._running) >= self._limit and time.monotonic() < deadline:
             self._running[0][0].await_order(max(deadline - time.monotonic(), 0.0))
             self._retire()
-        self.is_patient = len(self._running) < self._limit
+        has_room = len(self._running) < self._limit
+        if self._is_closing:
+            self._is_closing = has_room
+        else:
+            self.is_patient = has_room
+
+    def begin_close(self) -> None:
+        """All ranks launch what is left of the window now, so room is worth waiting for."""
+        self._is_closing = True
 
     def wait(self) -> None:
         """Waits for all of them. CUDA: the current stream waits, and this thread until all ranks have issued them."""
@@ -88,6 +118,7 @@ class Inflight:
         self.patience_s *= 2.0 if self.is_patient else 0.5
         self.patience_s = min(max(self.patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
         self.is_patient = True
+        self._is_closing = False
 
     def _retire(self, keep: int = 0) -> None:
         """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait

@@ -47,8 +47,8 @@ class Launcher:
 
     def carry_out(self, stores: Sequence[Any], launches: Sequence[Any], flat: Tensor) -> None:
         """What follows from the gradient ``flat`` (1-D, in memory order)."""
-        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if self._slots else stores:
-            # With slots a bucket is launched before a later one of the same parameter needs its slot.
+        for action in sorted([*stores, *launches], key=lambda action: action.bucket) if launches else stores:
+            # A bucket is launched before a later one of the same parameter needs memory, or its slot.
             if isinstance(action, native().Launch):
                 self.launch(action)
                 continue
@@ -56,20 +56,19 @@ class Launcher:
             memory = bucket.store(self._acquire, action.param, flat, late=action.late, add=action.add)
             if not action.late and self._comm.device == CPU:
                 self._arrivals.open(bucket.index, memory)
-        for launch in () if self._slots else launches:
-            self.launch(launch)
 
     def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for gradients that arrive."""
         slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
         if slot is not None:
             return slot
-        self.inflight.make_room()
-        return bucket.lease_of(self.pool, late)
+        return self.inflight.lease(self.pool, bucket, late)
 
     def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
         """Memory for a bucket that is launched without any."""
-        return bucket.lease_of(self.pool, late) if self._slots is None else self._slots.enter(bucket.index)
+        if self._slots is not None:
+            return self._slots.enter(bucket.index)
+        return self.inflight.lease(self.pool, bucket, late)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
@@ -90,6 +89,12 @@ class Launcher:
             memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
         self.inflight.add(self._comm.reduce_scatter_into(flat, bucket.sink), memory)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of buckets: now, at the most so far, and in bucket slots."""
+        slots = 0 if self._slots is None else self._slots.nbytes
+        live = sum(lease.nbytes for lease in self.inflight.live)
+        return {"buckets": live, "buckets_peak": self.inflight.peak_bytes, "slots": slots}
 
     def release(self) -> None:
         """Gives what buckets hold back, unreduced, and registered memory."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import inspection
 from .flat import ParamInfo, expect_same_memory_kind
 from .master import follow_param
 from .ops import l2_norm
@@ -246,13 +247,10 @@ class LocalEngine:
         return self.infos[index].param.detach()
 
     def memory(self) -> dict[str, int]:
-        bytes_of = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
-        return {
-            "params": bytes_of(info.param for info in self.infos),
-            "grads": bytes_of(info.param.grad for info in self.infos if info.param.grad is not None),
-            "states": bytes_of(t for state in self.states for t in state.values()),
-            "pool": 0,
-        }
+        return inspection.memory_of_local(self.infos, self.states, self.steps)
+
+    def describe(self) -> str:
+        return inspection.describe_local(self.infos, self.states, self.precision)
 
     def close(self) -> None:
         self._clips.clear()

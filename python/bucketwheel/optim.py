@@ -88,8 +88,9 @@ class ShardedAdamW(Optimizer):
             the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
             RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
             weight, if there is one. See `reload_master_params`.
-        max_inflight_buckets: how many reduce-scatters may hold bucket memory at once. A soft bound: on CUDA those that
-            a peer has not issued yet come on top, for backward waits for nobody. On a communicator with
+        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order: the one that
+            gathers, and reduce-scatters. A soft bound: those that a peer has not issued yet come on top, for backward
+            waits for nobody (on the CPU for a moment). docs/memory.md has the formula. On a communicator with
             ``registered=True``: how many buckets' worth of registered memory there is, all the time.
 
     Raises:
@@ -412,13 +413,30 @@ class ShardedAdamW(Optimizer):
         self._engine.reload_masters()
 
     def describe(self) -> str:
-        """A readable table of the buckets."""
-        if isinstance(self._engine, LocalEngine):
-            return f"local, {len(self._engine.infos)} parameters"
-        return "\n".join(self._engine.describe())
+        """A readable text: ranks and options, a line for each bucket (of one process: for each dtype), and totals.
+
+        Of a bucket: its dtype and size as it is reduced, how many parameters have elements in it, how much of it is
+        padding, the bytes of it that a rank owns, and its first and last parameter. The expected peak is that of
+        docs/memory.md where gradients come in the order of the buckets. The same on all ranks. Local.
+        """
+        return self._engine.describe()
 
     def memory_summary(self) -> dict[str, int]:
-        """Bytes on this rank: ``params``, ``grads``, ``states``, ``pool`` (communication memory beside the parameters)."""
+        """Bytes on this rank, exactly; docs/memory.md has the formula. Local.
+
+        - ``params``: of the parameters' flat memory; ``params_padding``: those of them that belong to no parameter.
+        - ``grads``: of the gradient shards; in one process of the gradients that are there.
+        - ``states``: of all states, and of each by its name: ``exp_avg``, ``exp_avg_sq``, and where there are some
+          ``max_exp_avg_sq``, ``master_param``, ``remainder``.
+        - ``pool``: what the communicators' pools have got from the system, beside ``params``. The next four are part
+          of it, and may be less: a pool keeps what was used once, in slabs of at least 8 MiB.
+        - ``buckets``: of the buckets that have memory now; ``buckets_peak``: the most that had it at once so far.
+        - ``slots``: of the bucket slots in registered memory, which are there all the time.
+        - ``partial_sums``: of the buffers for partial sums with a ``replicate_group``.
+        - ``bookkeeping``: of step counts, factors, flags and sums of squares, a few for each parameter.
+
+        What is not there is 0, and states that no parameter has are left out.
+        """
         return self._engine.memory()
 
     # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an

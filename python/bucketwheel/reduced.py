@@ -92,6 +92,11 @@ class ReducedGrads:
         self._factors[:count] = old._factors
         self.mark_edited(range(count))  # the accumulators that have summed are gone
 
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Of what is kept for each parameter beside its gradient: flags and factors."""
+        return 3 * len(self._content) + len(self._factors) * self._factors.itemsize
+
     # --- content -----------------------------------------------------------------------------------------------------
 
     @property

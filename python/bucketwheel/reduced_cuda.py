@@ -53,6 +53,11 @@ class ReducedGradsCuda(ReducedGrads):
         self._on_device[: len(old._params)].copy_(old._on_device)
         self._scaled, self._to_reset = old._scaled, old._to_reset
 
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """And, on the device, factors and the sums of squares of spans."""
+        return super().bookkeeping_bytes + self._on_device.nbytes + self.row_sums.nbytes
+
     # --- factors -----------------------------------------------------------------------------------------------------
 
     def has_factor(self, index: int) -> bool:

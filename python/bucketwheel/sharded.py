@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import gather
+from . import gather, inspection
 from ._build import native
 from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
@@ -140,6 +140,7 @@ class ShardedEngine:
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in self._buckets])
         self._versions = [info.param._version for info in self.infos]
+        inspection.warn_of_padding(self._spaces)
 
     def add(self, infos: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
         """More parameters, whose indices go on where the others end. Gradients, states and factors stay. Collective.
@@ -360,28 +361,26 @@ class ShardedEngine:
         """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
         return self._space_of(index).values_of(index)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes on this rank: parameters, gradient shards, states, and what the communication pool has reserved beside them."""
-        memory = Counter[str]()
-        for space in self._spaces:
-            memory.update(space.memory())
-        # Two of one pair have one pool, unless each registers its own.
-        comms = [each for comm in self._comms for each in (comm, comm.gathers)]
-        pools = {pool._native: pool for pool in (self.grads.launcher.pool, *(comm.pool for comm in comms))}.values()
-        reserved = sum(pool.stats().reserved_bytes for pool in pools)
-        return {name: memory[name] for name in ("params", "grads", "states")} | {"pool": reserved - memory["params"]}
+    def _parts(self) -> inspection.ShardedParts:
+        grads = [bucket.grads for bucket in self._buckets]
+        return inspection.ShardedParts(
+            self.comm,
+            self.grid,
+            self.options,
+            self.infos,
+            self._spaces,
+            grads,
+            self.grads,
+            self.reduced,
+            self.steps,
+            self._bucket_cap_bytes,
+        )
 
-    def describe(self) -> list[str]:
-        lines = []
-        if isinstance(self.grid, Grid):
-            lines.append(f"sharded over {self.comm.size} ranks, replicated {self.grid.replicate.size} times")
-        for bucket in self._buckets:
-            names = [self.infos[i].name for i in bucket.grads.parts]
-            size = bucket.grads.numel * bucket.grads.dtype.itemsize / 2**20
-            lines.append(
-                f"bucket {bucket.grads.index}: {size:.2f} MiB {bucket.grads.dtype}, {len(names)} parameters: {names}"
-            )
-        return lines
+    def memory(self) -> dict[str, int]:
+        return inspection.memory_of(self._parts())
+
+    def describe(self) -> str:
+        return inspection.describe(self._parts())
 
     def close(self) -> None:
         try:

@@ -113,11 +113,3 @@ class Space:
         for index in self.indices:
             for s in self.owned(index) if index in indices else ():
                 follow_param(self._own(s), self._states_in(s))
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of the parameters, the gradient shard and the states."""
-        return {
-            "params": self.flat.lease.nbytes,
-            "grads": self.grad.nbytes,
-            "states": sum(shard.nbytes for shard in self.states.values()),
-        }

@@ -371,7 +371,7 @@ def test_it_describes_itself_and_counts_its_memory() -> None:
 
     for described, found, reserved in in_grid(2, 2, body):
         assert found == reserved
-        assert described.startswith("sharded over 2 ranks, replicated 2 times\nbucket 0")
+        assert described.startswith("sharded over 2 ranks (local), replicated 2 times (local)\n")
 
 
 # --- CUDA, simulated --------------------------------------------------------------------------------------------------

