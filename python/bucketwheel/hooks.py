@@ -91,8 +91,8 @@ class GradSync:
             param.register_post_accumulate_grad_hook(self._arrivals.hook(index))
             for index, param in enumerate(self._params)
         ]
-        for hook in self._hooks:
-            weakref.finalize(self, hook.remove).atexit = False
+        for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
+            weakref.finalize(self, drop).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,11 @@ class GradSync:
         if grad.shape != info.param.shape:
             raise RuntimeError(
                 f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
+            )
+        if grad.dtype != info.dtype and info.param.grad_dtype is not None:
+            raise RuntimeError(
+                f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
+                "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
             )
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
@@ -468,6 +473,7 @@ class GradSync:
 
     def remove(self) -> None:
         """Takes the hooks off and the placeholders out of ``p.grad``; gives registered memory back."""
+        self._arrivals.disable()
         for hook in self._hooks:
             hook.remove()
         for info, placeholder in zip(self.infos, self._placeholders, strict=True):

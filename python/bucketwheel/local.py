@@ -102,8 +102,10 @@ class LocalEngine:
             return None
         if grad.layout != torch.strided:
             raise RuntimeError(f"sparse gradients are not supported (parameter {info.name!r}); use torch's SparseAdam")
-        if grad.stride() != info.param.stride():
-            grad = grad.new_empty_strided(info.param.shape, info.param.stride()).copy_(grad)
+        # Kernels read memory, but torch negates some tensors when they are read, and others are zeros without memory.
+        if grad.stride() != info.param.stride() or grad.is_neg() or grad._is_zerotensor():
+            like = info.param
+            grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad.detach()
 
     def _follow_edits(self) -> None:
@@ -140,7 +142,7 @@ class LocalEngine:
         if not held:
             return 0.0
         if ord == 2.0 and not self._clips:
-            norm = l2_norm([grad if grad.is_contiguous() else grad.contiguous() for _, grad in held])
+            norm = l2_norm([grad.clone() if grad._is_zerotensor() else grad.contiguous() for _, grad in held])
             assert isinstance(norm, Tensor)
             return float(norm)
         norms = torch.stack(
