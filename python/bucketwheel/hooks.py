@@ -250,7 +250,8 @@ class GradSync:
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
-                    self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
+                    remaining = memoryview(agreement.factors).cast("d") if agreement.factors else None
+                    self._open_window(None, remaining)
                 self.reduced.set_factors(agreement.factors)
                 for launch in first:
                     self._launch(launch)

@@ -47,9 +47,9 @@ class _Act(torch.autograd.Function):
 
 def loss_with(params: list[Parameter], grads: list[Tensor], act: Callable[[], None]) -> Tensor:
     """A loss whose backward calls ``act`` after the last two parameters have their gradients and before the rest."""
-    early = loss_of(params[:-2], grads[:-2])
+    early = _Act.apply(loss_of(params[:-2], grads[:-2]), act)
     late = loss_of(params[-2:], grads[-2:])  # autograd runs what was made last first
-    return _Act.apply(early, act) + late
+    return early + late
 
 
 def make_run(comm: Communicator | None, **options: Any) -> tuple[list[Parameter], ShardedAdamW]:
@@ -350,12 +350,25 @@ def test_an_interrupted_backward_can_be_repeated(world: int, overlap: bool) -> N
         assert_bitwise_equal(params, expected)
 
 
-def test_one_interrupted_rank_can_repeat_its_backward() -> None:
-    """The others wait in clip_grad_norm_ meanwhile; what the interrupted rank had sent is taken back."""
+def test_one_rank_cannot_take_back_what_it_has_sent() -> None:
+    """Its gradients are in the sums of the others: they are told, and after zero_grad() on all ranks all can repeat."""
     expected = train_with_interrupts(None, lambda rank, step: False)
 
     def body(comm: Communicator) -> Any:
-        return train_with_interrupts(comm, lambda rank, step: rank == 1 and step == 2)
+        params, opt = make_run(comm)
+        for step in range(6):
+            if step == 2:
+                grads = share(dyadic(params, step), comm.rank, comm.size)
+                if comm.rank == 1:
+                    with pytest.raises(KeyboardInterrupt):
+                        loss_with(params, grads, _interrupt).backward()
+                    opt.zero_grad()
+                loss_of(params, grads).backward()
+                with pytest.raises(RuntimeError, match="some ranks replaced or dropped the gradients of"):
+                    opt.step()
+                opt.zero_grad()
+            train_step(params, opt, step, comm.rank, comm.size)
+        return [p.detach().clone() for p in params]
 
     for params in run_local(2, body):
         assert_bitwise_equal(params, expected)
