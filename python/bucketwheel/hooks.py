@@ -44,7 +44,11 @@ _IS_PLACEHOLDER = bytes([False, True, False]).ljust(256, b"\0")
 
 
 class GradSync:
-    """One rank's gradients: hooks, window, agreement. Implements `grad.GradOwner`; thread-safe (backward may run anywhere)."""
+    """One rank's gradients: hooks, window, agreement. Implements `grad.GradOwner`; thread-safe (backward may run anywhere).
+
+    Several backwards may run at once if they reach different parameters. torch runs the hooks of a parameter outside of
+    the lock under which it adds to ``p.grad``, so of two backwards that reach the same one a gradient could be lost.
+    """
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat import ParamInfo, expect_same_memory_kind
+from .flat import ParamInfo, expect_dense, expect_same_memory_kind
 from .master import follow_param
 from .ops import l2_norm
 from .precision import Precision, norm_dtype_of
@@ -31,6 +31,7 @@ class LocalEngine:
     world = 1
 
     def __init__(self, infos: Sequence[ParamInfo], *, precision: Precision, is_static: bool = False) -> None:
+        expect_dense(infos)
         self.infos = list(infos)
         self.states = [_new_state(info.param.detach(), precision) for info in self.infos]
         self._amsgrad = precision.amsgrad
@@ -102,10 +103,13 @@ class LocalEngine:
             return None
         if grad.layout != torch.strided:
             raise RuntimeError(f"sparse gradients are not supported (parameter {info.name!r}); use torch's SparseAdam")
-        # Kernels read memory, but torch negates some tensors when they are read, and others are zeros without memory.
-        if grad.stride() != info.param.stride() or grad.is_neg() or grad._is_zerotensor():
+        # Kernels read memory, but torch negates some tensors when they are read, and others are zeros without memory. They
+        # read 16-bit gradients of float32 parameters as they are.
+        dtype = info.dtype if torch.float64 in (grad.dtype, info.dtype) else grad.dtype
+        is_readable = grad.dtype == dtype and not grad.is_neg() and not grad._is_zerotensor()
+        if grad.stride() != info.param.stride() or not is_readable:
             like = info.param
-            grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+            grad = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device).copy_(grad)
         return grad.detach()
 
     def _follow_edits(self) -> None:
@@ -207,7 +211,7 @@ class LocalEngine:
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad
-        return None if grad is None else widened(grad) * self._clip_of(self.infos[index], grad)
+        return None if grad is None else widened(grad, self.infos[index].dtype) * self._clip_of(self.infos[index], grad)
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]
@@ -228,9 +232,9 @@ class LocalEngine:
         self._clips.clear()
 
 
-def widened(grad: Tensor) -> Tensor:
-    """``grad`` as `full_grad` shows it: float32, or float64 as it is."""
-    return grad.detach().to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
+def widened(grad: Tensor, param_dtype: torch.dtype) -> Tensor:
+    """``grad`` as `full_grad` shows it: float32, or float64 that of a float64 parameter."""
+    return grad.detach().to(torch.float64 if param_dtype == torch.float64 else torch.float32)
 
 
 def _new_state(param: Tensor, precision: Precision) -> dict[str, Tensor]:
