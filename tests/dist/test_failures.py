@@ -240,7 +240,7 @@ def train_until_a_rank_hangs(rank: int, world: int, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["step", "clip"])
 def test_a_rank_that_stops_calling_is_a_timeout_on_the_others(where: str, rank_pool: Any) -> None:
-    """The user's timeout is that of the communicator."""
+    """S16 of the optimizer's test rows. The user's timeout is that of the communicator."""
     message = rank_pool(2).run(train_until_a_rank_hangs, where, timeout_s=40)[0]
     assert message.startswith(f"[bucketwheel rank 0/2 comm 'hangs in {where}' seq")
     assert "Not arrived: rank 1" in message
@@ -301,6 +301,8 @@ def test_an_exception_in_a_closure_reaches_all_ranks_through_the_communicator() 
 
 @pytest.mark.parametrize("instead", ["clip_grad_norm_", "grad_sync", "close", "full_grad"])
 def test_one_step_too_many_is_found(instead: str) -> None:
+    """S16 of the optimizer's test rows."""
+
     def body(comm: Communicator) -> list[Tensor]:
         params, opt = make_run(comm)
         train_step(params, opt, 0, comm.rank, comm.size)

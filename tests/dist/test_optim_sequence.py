@@ -146,7 +146,9 @@ def g10_late_on_one_rank(run: Run) -> None:
 def checkpointed(run: Run, seed: int, *, use_reentrant: bool) -> Tensor:
     """Half of every gradient directly, half through a checkpoint: parameters get it in two portions if reentrant."""
     half = [g / 2 for g in share(dyadic(run.params, seed), run.rank, run.world)]
-    again = checkpoint(lambda x: loss_of(run.params, half) * x, torch.ones((), requires_grad=True), use_reentrant=use_reentrant)
+    again = checkpoint(
+        lambda x: loss_of(run.params, half) * x, torch.ones((), requires_grad=True), use_reentrant=use_reentrant
+    )
     return loss_of(run.params, half) + again
 
 
@@ -172,7 +174,9 @@ def g9_weights_in_three_places_on_one_rank(run: Run) -> None:
     for step in range(3):
         if run.rank == 0:
             quarters = [g / 4 for g in share(dyadic(run.params, step), run.rank, run.world)]
-            (loss_of(run.params, quarters) + 2 * loss_of(run.params, quarters) + loss_of(run.params, quarters)).backward()
+            (
+                loss_of(run.params, quarters) + 2 * loss_of(run.params, quarters) + loss_of(run.params, quarters)
+            ).backward()
         else:
             run.backward(step)
         run.step()
