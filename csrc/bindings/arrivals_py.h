@@ -199,10 +199,10 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   using TensorAbi = dlpack::TensorAbi;
 
-  // Whether the tensor lies in memory as the parameter does.
+  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere.
   static bool is_like(const Param& known, const TensorAbi& tensor) {
-    if (tensor.device.type != 1 || tensor.ndim != static_cast<int32_t>(known.shape.size()) ||
-        dlpack::dtype_of(tensor.dtype) != known.dtype) {
+    if ((tensor.data == nullptr && known.numel != 0) || tensor.device.type != 1 ||
+        tensor.ndim != static_cast<int32_t>(known.shape.size()) || dlpack::dtype_of(tensor.dtype) != known.dtype) {
       return false;
     }
     for (size_t i = 0; i < known.shape.size(); ++i) {

@@ -201,6 +201,9 @@ inline Described describe_abi(const TensorAbi& tensor) {
     dense *= tensor.shape[i];
     out.numel *= tensor.shape[i];
   }
+  if (tensor.data == nullptr && out.numel != 0) {
+    throw TypeError("the tensor has no memory, as autograd's zero tensors: pass a clone()");
+  }
   return out;
 }
 
@@ -264,6 +267,9 @@ inline bool is_dense_on(const TensorAbi& tensor, DeviceId device, void** data, i
       return false;
     }
     dense *= tensor.shape[i];
+  }
+  if (tensor.data == nullptr && dense != 0) {
+    return false;
   }
   *data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   *numel = dense;

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -162,10 +163,18 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return method
 
 
+def _untyped_storage(self: ShardedGrad) -> torch.UntypedStorage:
+    """Refused, but to who describes a parameter for `torch.compile`, with what is in p.grad: it reads no values."""
+    if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
+        return Tensor.untyped_storage(self)
+    raise self.refusal("Tensor.untyped_storage")
+
+
 # Methods that read memory in C++ without passing the dispatcher, or fail with a message that names no parameter.
 for _name in """item tolist numpy data_ptr storage share_memory_ pin_memory __array__ __dlpack__
     __deepcopy__ __reduce_ex__ __bool__ __float__ __int__ __index__ __complex__""".split():
     setattr(ShardedGrad, _name, _refusing(_name))
+ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[method-assign]
 
 _HINTS = (
     ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),

@@ -43,7 +43,11 @@ _IS_PLACEHOLDER = bytes([False, True, False]).ljust(256, b"\0")
 
 
 class GradSync:
-    """One rank's gradients: hooks, window, agreement. Implements `grad.GradOwner`; thread-safe (backward may run anywhere)."""
+    """One rank's gradients: hooks, window, agreement. Implements `grad.GradOwner`; thread-safe (backward may run anywhere).
+
+    Several backwards may run at once if they reach different parameters. torch runs the hooks of a parameter outside of
+    the lock under which it adds to ``p.grad``, so of two backwards that reach the same one a gradient could be lost.
+    """
 
     def __init__(
         self,
@@ -91,8 +95,8 @@ class GradSync:
             param.register_post_accumulate_grad_hook(self._arrivals.hook(index))
             for index, param in enumerate(self._params)
         ]
-        for hook in self._hooks:
-            weakref.finalize(self, hook.remove).atexit = False
+        for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
+            weakref.finalize(self, drop).atexit = False
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +148,11 @@ class GradSync:
         if grad.shape != info.param.shape:
             raise RuntimeError(
                 f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
+            )
+        if grad.dtype != info.dtype and info.param.grad_dtype is not None:
+            raise RuntimeError(
+                f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
+                "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
             )
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
@@ -200,7 +209,8 @@ class GradSync:
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
-                    self._open_window(None, agreement.factors and memoryview(agreement.factors).cast("d"))
+                    remaining = memoryview(agreement.factors).cast("d") if agreement.factors else None
+                    self._open_window(None, remaining)
                 self.reduced.set_factors(agreement.factors)
                 self.launcher.inflight.begin_close()
                 for launch in first:
@@ -385,6 +395,7 @@ class GradSync:
 
     def remove(self) -> None:
         """Takes the hooks off and the placeholders out of ``p.grad``; gives the memory of buckets back."""
+        self._arrivals.disable()
         for hook in self._hooks:
             hook.remove()
         for info, placeholder in zip(self.infos, self._placeholders, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import inspection
-from .flat import ParamInfo, expect_same_memory_kind
+from .flat import ParamInfo, expect_dense, expect_same_memory_kind
 from .master import follow_param
 from .ops import l2_norm
 from .precision import Precision, norm_dtype_of
@@ -51,6 +51,7 @@ class LocalEngine:
 
     def add(self, infos: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = "") -> None:
         """More parameters, whose indices go on where the others end."""
+        expect_dense(infos)
         self.infos += infos
         self.states += [_new_state(info.param.detach(), self.precision) for info in infos]
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
@@ -119,8 +120,13 @@ class LocalEngine:
             return None
         if grad.layout != torch.strided:
             raise RuntimeError(f"sparse gradients are not supported (parameter {info.name!r}); use torch's SparseAdam")
-        if grad.stride() != info.param.stride():
-            grad = grad.new_empty_strided(info.param.shape, info.param.stride()).copy_(grad)
+        # Kernels read memory, but torch negates some tensors when they are read, and others are zeros without memory. They
+        # read 16-bit gradients of float32 parameters as they are.
+        dtype = info.dtype if torch.float64 in (grad.dtype, info.dtype) else grad.dtype
+        is_readable = grad.dtype == dtype and not grad.is_neg() and not grad._is_zerotensor()
+        if grad.stride() != info.param.stride() or not is_readable:
+            like = info.param
+            grad = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device).copy_(grad)
         return grad.detach()
 
     def _follow_edits(self) -> None:
@@ -173,7 +179,7 @@ class LocalEngine:
         if not held:
             return 0.0
         if ord == 2.0 and not self._clips:
-            norm = l2_norm([grad if grad.is_contiguous() else grad.contiguous() for _, grad in held])
+            norm = l2_norm([grad.clone() if grad._is_zerotensor() else grad.contiguous() for _, grad in held])
             assert isinstance(norm, Tensor)
             return float(norm)
         norms = torch.stack(
@@ -238,7 +244,7 @@ class LocalEngine:
 
     def full_grad(self, index: int) -> Tensor | None:
         grad = self.infos[index].param.grad
-        return None if grad is None else widened(grad) * self._clip_of(self.infos[index], grad)
+        return None if grad is None else widened(grad, self.infos[index].dtype) * self._clip_of(self.infos[index], grad)
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]
@@ -256,9 +262,9 @@ class LocalEngine:
         self._clips.clear()
 
 
-def widened(grad: Tensor) -> Tensor:
-    """``grad`` as `full_grad` shows it: float32, or float64 as it is."""
-    return grad.detach().to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
+def widened(grad: Tensor, param_dtype: torch.dtype) -> Tensor:
+    """``grad`` as `full_grad` shows it: float32, or float64 that of a float64 parameter."""
+    return grad.detach().to(torch.float64 if param_dtype == torch.float64 else torch.float32)
 
 
 def _new_state(param: Tensor, precision: Precision) -> dict[str, Tensor]:

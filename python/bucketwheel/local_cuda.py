@@ -165,6 +165,6 @@ class LocalEngineCuda(LocalEngine):
         if grad is None:
             return None
         is_clipped = self._is_clipped(self.infos[index], grad)
-        wide = widened(grad)
+        wide = widened(grad, self.infos[index].dtype)
         # The factor in its dtype: with a 0-d gradient a float64 one would make the product float64.
         return wide * (self._factors[index].to(wide.dtype) if is_clipped else 1.0)

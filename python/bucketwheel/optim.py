@@ -38,6 +38,7 @@ class ShardedAdamW(Optimizer):
     Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay)
     and, by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes
     a placeholder that answers stock torch code (`bucketwheel.grad`); values are available from `full_grad`.
+    Backward may run in any thread, but no two at once that reach the same parameter.
 
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
     `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.

@@ -47,9 +47,9 @@ class _Act(torch.autograd.Function):
 
 def loss_with(params: list[Parameter], grads: list[Tensor], act: Callable[[], None]) -> Tensor:
     """A loss whose backward calls ``act`` after the last two parameters have their gradients and before the rest."""
-    early = loss_of(params[:-2], grads[:-2])
+    early = _Act.apply(loss_of(params[:-2], grads[:-2]), act)
     late = loss_of(params[-2:], grads[-2:])  # autograd runs what was made last first
-    return _Act.apply(early, act) + late
+    return early + late
 
 
 def make_run(comm: Communicator | None, **options: Any) -> tuple[list[Parameter], ShardedAdamW]:
@@ -240,7 +240,7 @@ def train_until_a_rank_hangs(rank: int, world: int, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["step", "clip"])
 def test_a_rank_that_stops_calling_is_a_timeout_on_the_others(where: str, rank_pool: Any) -> None:
-    """The user's timeout is that of the communicator."""
+    """S16 of the optimizer's test rows. The user's timeout is that of the communicator."""
     message = rank_pool(2).run(train_until_a_rank_hangs, where, timeout_s=40)[0]
     assert message.startswith(f"[bucketwheel rank 0/2 comm 'hangs in {where}' seq")
     assert "Not arrived: rank 1" in message
@@ -301,6 +301,8 @@ def test_an_exception_in_a_closure_reaches_all_ranks_through_the_communicator() 
 
 @pytest.mark.parametrize("instead", ["clip_grad_norm_", "grad_sync", "close", "full_grad"])
 def test_one_step_too_many_is_found(instead: str) -> None:
+    """S16 of the optimizer's test rows."""
+
     def body(comm: Communicator) -> list[Tensor]:
         params, opt = make_run(comm)
         train_step(params, opt, 0, comm.rank, comm.size)
@@ -350,12 +352,25 @@ def test_an_interrupted_backward_can_be_repeated(world: int, overlap: bool) -> N
         assert_bitwise_equal(params, expected)
 
 
-def test_one_interrupted_rank_can_repeat_its_backward() -> None:
-    """The others wait in clip_grad_norm_ meanwhile; what the interrupted rank had sent is taken back."""
+def test_one_rank_cannot_take_back_what_it_has_sent() -> None:
+    """Its gradients are in the sums of the others: they are told, and after zero_grad() on all ranks all can repeat."""
     expected = train_with_interrupts(None, lambda rank, step: False)
 
     def body(comm: Communicator) -> Any:
-        return train_with_interrupts(comm, lambda rank, step: rank == 1 and step == 2)
+        params, opt = make_run(comm)
+        for step in range(6):
+            if step == 2:
+                grads = share(dyadic(params, step), comm.rank, comm.size)
+                if comm.rank == 1:
+                    with pytest.raises(KeyboardInterrupt):
+                        loss_with(params, grads, _interrupt).backward()
+                    opt.zero_grad()
+                loss_of(params, grads).backward()
+                with pytest.raises(RuntimeError, match="some ranks replaced or dropped the gradients of"):
+                    opt.step()
+                opt.zero_grad()
+            train_step(params, opt, step, comm.rank, comm.size)
+        return [p.detach().clone() for p in params]
 
     for params in run_local(2, body):
         assert_bitwise_equal(params, expected)

@@ -49,7 +49,7 @@ def run_backward(params: list[torch.nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_as_many_buckets_as_asked_for_have_memory(limit: int) -> None:
-    """With one rank everything is in a stream at once: memory is given on behind it, and nothing waits."""
+    """G20 of the optimizer's test rows. With one rank everything is in a stream at once: memory is given on behind it, and nothing waits."""
 
     def body(comm: Communicator) -> None:
         params, opt = one_bucket_each(comm, limit)

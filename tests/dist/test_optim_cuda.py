@@ -175,7 +175,7 @@ def test_backward_and_step_neither_wait_nor_allocate_in_one_process() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_backward_and_step_neither_wait_nor_allocate_with_ranks(world: int) -> None:
-    """Counted over all ranks at once, between barriers: the counters are the process's."""
+    """G21 of the optimizer's test rows. Counted over all ranks at once, between barriers: the counters are the process's."""
     barrier = threading.Barrier(world, timeout=20)
     counted: list[dict[str, int]] = []
 

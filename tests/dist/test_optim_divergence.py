@@ -99,6 +99,8 @@ def run_branches(order_of: Callable[[int, int], list[int]]) -> Loss:
 )
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_rank_another_branch_and_another_order(world: int, options: dict) -> None:
+    """G6 and G7 of the optimizer's test rows; the sequences themselves: test_optim_sequence.py."""
+
     train_as_float64(Branches, run_branches(lambda rank, step: [rank, (rank + step) % 5]), world, **options)
 
 
@@ -110,6 +112,8 @@ def test_opposite_orders_and_alternating_steps(world: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_orders_and_ranks_without_backward(seed: int) -> None:
+    """G8 of the optimizer's test rows."""
+
     def loss(model: nn.Module, rank: int, step: int) -> Tensor | None:
         rng = random.Random(f"{seed} {rank} {step}")
         order = rng.sample(range(5), rng.randrange(6))
@@ -147,6 +151,8 @@ class Reuse(nn.Module):
 @pytest.mark.parametrize("mode", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_checkpointing_shared_and_reused_modules(world: int, mode: bool | None) -> None:
+    """G9 of the optimizer's test rows."""
+
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         return model(inputs(rank, step, model.embed.weight), rank)
 
@@ -155,7 +161,7 @@ def test_checkpointing_shared_and_reused_modules(world: int, mode: bool | None) 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_two_optimizers_over_disjoint_parameters(world: int) -> None:
-    """As for a GAN: the critic's backward reaches the generator too. All ranks have the same inputs."""
+    """G11 of the optimizer's test rows. As for a GAN: the critic's backward reaches the generator too. All ranks have the same inputs."""
 
     initial = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 

@@ -79,7 +79,7 @@ class Growth:
 
 
 def every_kind_of_step(comm: Communicator, steps: int) -> Growth:
-    """In random order; ranks use different parameters."""
+    """G20, in random order; ranks use different parameters."""
     params = make_params(torch.bfloat16)[:4] + make_params(seed=1)[4:]
     opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=2e-3)
     held = [dyadic(params, seed) for seed in range(4)]
@@ -190,7 +190,7 @@ def test_optimizers_come_and_go_without_growth(world: int) -> None:
 @pytest.mark.timeout_s(580)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_poisoned_memory_and_fuzzed_streams_change_nothing(seed: int) -> None:
-    """The bitwise tests again where freed bucket memory is NaN and streams run at random times."""
+    """G19 of the optimizer's test rows: the bitwise tests again where freed bucket memory is NaN and streams run at random times."""
     here = Path(__file__).parent
     tests = [f"{here}/{name}" for name in ("test_optim.py", "test_optim_semantics.py", "test_optim_divergence.py")]
     env = {**os.environ, "BW_POOL_POISON": "1", "BW_HOST_STREAM_FUZZ": str(seed)}

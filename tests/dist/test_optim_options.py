@@ -1,4 +1,4 @@
-"""Hyperparameters, schedulers, hooks and closures as in torch; options, layouts and what ranks must have in common."""
+"""Hyperparameters, hooks and closures as in torch; options, layouts and what ranks must have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from optim_twins import (
 )
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import lr_scheduler
 
 from bucketwheel.comm import Communicator
 from bucketwheel.place import LocalWorld
@@ -66,36 +65,6 @@ def plain_steps(run: Run) -> None:
 def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
     mine = assert_as_local(plain_steps, make, worlds=[1, 2, 3], **options)
     assert_as_torch(mine, outcome_of_torch(plain_steps, make, **options))
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10),  # changes betas too
-    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=6),
-    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)], [3]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_schedulers(name: str, tensor_lr: bool) -> None:
-    def scheduled(run: Run) -> None:
-        scheduler = SCHEDULERS[name](run.opt)
-        for step in range(8):
-            run.backward(step)
-            run.step()
-            scheduler.step()
-            run.see([float(group["lr"]) for group in run.opt.param_groups])
-            run.see([tuple(group["betas"]) for group in run.opt.param_groups])
-
-    def make(params: list[Parameter]) -> list[dict[str, Any]]:
-        rates = [torch.tensor(lr) if tensor_lr else lr for lr in (0.02, 0.05)]  # schedulers write to tensors
-        return [{"params": params[:4], "lr": rates[0]}, {"params": params[4:], "lr": rates[1]}]
-
-    mine = assert_as_local(scheduled, make, worlds=[2])
-    assert_as_torch(mine, outcome_of_torch(scheduled, make))
 
 
 @pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -376,6 +345,8 @@ def differing(rank: int, what: str) -> tuple[list[Any], dict[str, Any]]:
 )
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_disagree_raise_naming_the_first_difference(world: int, what: str, match: str) -> None:
+    """S15 of the optimizer's test rows."""
+
     def body(comm: Communicator) -> None:
         params, options = differing(comm.rank, what)
         with pytest.raises(RuntimeError, match=f"ranks disagree on .*{match}"):
@@ -386,6 +357,8 @@ def test_ranks_that_disagree_raise_naming_the_first_difference(world: int, what:
 
 
 def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
+    """S14 of the optimizer's test rows."""
+
     others = [LocalWorld(2) for _ in range(2)]
 
     def body(comm: Communicator) -> None:

@@ -1,4 +1,7 @@
-"""What a training loop may do with gradients: sharded ranks do what `torch.optim.AdamW` does, on the mean gradient."""
+"""What a training loop may do with gradients: sharded ranks do what `torch.optim.AdamW` does, on the mean gradient.
+
+G2 to G6, G8, G11 to G13 and G16 of the optimizer's test rows; more of them: test_optim_gradients.py.
+"""
 
 from __future__ import annotations
 

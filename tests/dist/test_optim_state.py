@@ -319,6 +319,8 @@ def test_hooks_of_state_dicts_run() -> None:
 
 @pytest.mark.parametrize("world", [None, 1, 2])
 def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
+    """S13 of the optimizer's test rows."""
+
     def body(comm: Communicator | None) -> None:
         opt = make(make_params(), comm)
         with pytest.raises(TypeError, match="state_dict"):
@@ -335,6 +337,8 @@ def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
 @pytest.mark.parametrize("world", [None, 1, 2])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: int | None, pending: bool) -> None:
+    """S13 of the rows; parameters, buckets and the hooks' capsules: test_arrivals.py."""
+
     def body(comm: Communicator | None) -> weakref.ref | None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
         params = list(model.parameters())
