@@ -59,7 +59,7 @@ PYTHON_LAYERS = [
         "space",
     ],
     ["foreign_step", "grad", "grad_owner", "hooks"],
-    ["inspection", "local", "local_cuda", "sharded", "arguments", "engine"],
+    ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor", "flight"],
     ["__init__", "__main__"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -15,11 +15,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from . import state_dict as states
-from .arguments import collect_params, expect_hyperparameters, expect_options, group_texts
+from .arguments import expect_hyperparameters, expect_options
 from .comm import Communicator
 from .engine import Ranks, close_all, make_engine
 from .errors import ClosedError
 from .local import LocalEngine
+from .members import Members
 from .precision import Precision
 from .reduced import clip_coefficient
 from .sharded import ShardedEngine, ShardedOptions
@@ -150,11 +151,11 @@ class ShardedAdamW(Optimizer):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         super().__init__(params, defaults)
-        infos = collect_params(self.param_groups)
+        members = self._members = Members(self.param_groups)
         precision = Precision(
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
-        precision.expect_fits({info.dtype for info in infos})
+        precision.expect_fits({info.dtype for info in members.infos})
         options = ShardedOptions(
             gradient_average=gradient_average,
             broadcast_params=broadcast_params,
@@ -166,13 +167,9 @@ class ShardedAdamW(Optimizer):
             on_external_update=on_external_update,
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
-        self._index_of: dict[Tensor, int] = {info.param: info.index for info in infos}
-        everything = [p for group in self.param_groups for p in group["params"]]
-        self._frozen: list[Tensor] = [p for p in everything if p not in self._index_of]
-        device = next((p.device for p in [*self._index_of, *everything]), torch.device("cpu"))
         ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
         self._made_engine, self._owned = make_engine(
-            infos, self.param_groups, self._frozen, device, ranks, options, is_capturable=capturable
+            members.infos, self.param_groups, members.frozen, members.device, ranks, options, is_capturable=capturable
         )
         self._publish_state()
 
@@ -234,7 +231,7 @@ class ShardedAdamW(Optimizer):
             self._take_in_unfrozen()
             self._engine.close_window()
         else:
-            self._engine.start_window(self._indices(parameters) or ())
+            self._engine.start_window(self._members.indices(parameters) or ())
 
     def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
@@ -243,7 +240,7 @@ class ShardedAdamW(Optimizer):
         Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
         forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
         """
-        self._engine.param_sync(self._indices(parameters))
+        self._engine.param_sync(self._members.indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
@@ -275,7 +272,7 @@ class ShardedAdamW(Optimizer):
         ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         self._take_in_unfrozen()
-        indices = self._indices(parameters)
+        indices = self._members.indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
             norm = float(self._engine.total_norm(indices, float(norm_type)))
             if not math.isfinite(norm):
@@ -295,7 +292,7 @@ class ShardedAdamW(Optimizer):
         must be left out of ``parameters`` in all but one of them.
         """
         self._take_in_unfrozen()
-        return self._engine.total_norm(self._indices(parameters), float(norm_type))
+        return self._engine.total_norm(self._members.indices(parameters), float(norm_type))
 
     def clip_grads_with_norm_(
         self,
@@ -317,28 +314,18 @@ class ShardedAdamW(Optimizer):
             )
         self._take_in_unfrozen()
         norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
-        self._engine.clip_with(self._indices(parameters), clip_coefficient(float(max_norm), norm))
+        self._engine.clip_with(self._members.indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
         no rank has one. Collective.
         """
         self._take_in_unfrozen()
-        if param not in self._index_of:
+        if param not in self._members.index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
-        return self._engine.full_grad(self._index_of[param])
+        return self._engine.full_grad(self._members.index_of[param])
 
-    def _indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
-        if parameters is None:
-            return None
-        chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for p in chosen:
-            if p not in self._index_of and p.requires_grad:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
-        return sorted({self._index_of[p] for p in chosen if p in self._index_of})
-
-    # --- the rest of torch.optim.Optimizer
-    # -----------------------------------------------------------------------------
+    # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into
@@ -388,22 +375,14 @@ class ShardedAdamW(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._frozen += [p for p in self.param_groups[-1]["params"] if p not in self._index_of]
 
     def _take_in(self, why: str) -> None:
-        """Takes in the parameters of all groups that are to be trained and were not so far. Collective."""
-        infos = collect_params(self.param_groups, self._index_of)
-        engine = self._engine
-        engine.precision.expect_fits({info.dtype for info in (*engine.infos, *infos)})
-        engine.add(infos, group_texts(self.param_groups), why)
-        self._index_of.update({info.param: info.index for info in infos})
-        self._frozen[:] = [p for p in self._frozen if p not in self._index_of]
+        self._members.take_in(self._engine, why)
         self._publish_state()
 
     def _take_in_unfrozen(self) -> None:
-        unfrozen = [p for p in self._frozen if p.requires_grad]
-        if unfrozen:
-            self._take_in(f"unfreeze {len(unfrozen)} parameters")
+        if self._members.has_unfrozen:
+            self._take_in("taking in what was frozen")
 
     def reload_master_params(self) -> None:
         """Takes the parameters as they are for the weights. Local.
@@ -416,9 +395,8 @@ class ShardedAdamW(Optimizer):
     def describe(self) -> str:
         """A readable text: ranks and options, a line for each bucket (of one process: for each dtype), and totals.
 
-        Of a bucket: its dtype and size as it is reduced, how many parameters have elements in it, how much of it is
-        padding, the bytes of it that a rank owns, and its first and last parameter. The expected peak is that of
-        docs/memory.md where gradients come in the order of the buckets. The same on all ranks. Local.
+        The expected peak is that of docs/memory.md where gradients come in the order of the buckets. The same on all
+        ranks. Local.
         """
         return self._engine.describe()
 
@@ -429,14 +407,11 @@ class ShardedAdamW(Optimizer):
         - ``grads``: of the gradient shards; in one process of the gradients that are there.
         - ``states``: of all states, and of each by its name: ``exp_avg``, ``exp_avg_sq``, and where there are some
           ``max_exp_avg_sq``, ``master_param``, ``remainder``.
-        - ``pool``: what the communicators' pools have got from the system, beside ``params``. The next four are part
-          of it, and may be less: a pool keeps what was used once, in slabs of at least 8 MiB.
+        - ``pool``: what pools have got from the system beside ``params``, in slabs of at least 8 MiB. Three are parts of it:
         - ``buckets``: of the buckets that have memory now; ``buckets_peak``: the most that had it at once so far.
         - ``slots``: of the bucket slots in registered memory, which are there all the time.
         - ``partial_sums``: of the buffers for partial sums with a ``replicate_group``.
         - ``bookkeeping``: of step counts, factors, flags and sums of squares, a few for each parameter.
-
-        What is not there is 0, and states that no parameter has are left out.
         """
         return self._engine.memory()
 
