@@ -393,25 +393,16 @@ class ShardedAdamW(Optimizer):
         self._engine.reload_masters()
 
     def describe(self) -> str:
-        """A readable text: ranks and options, a line for each bucket (of one process: for each dtype), and totals.
-
-        The expected peak is that of docs/memory.md where gradients come in the order of the buckets. The same on all
-        ranks. Local.
-        """
+        """A readable text: ranks, options, a line for each bucket (locally for each dtype), and totals. Local, the same on all
+        ranks. The expected peak is that of docs/memory.md where gradients come in the order of the buckets."""
         return self._engine.describe()
 
     def memory_summary(self) -> dict[str, int]:
-        """Bytes on this rank, exactly; docs/memory.md has the formula. Local.
-
-        - ``params``: of the parameters' flat memory; ``params_padding``: those of them that belong to no parameter.
-        - ``grads``: of the gradient shards; in one process of the gradients that are there.
-        - ``states``: of all states, and of each by its name: ``exp_avg``, ``exp_avg_sq``, and where there are some
-          ``max_exp_avg_sq``, ``master_param``, ``remainder``.
-        - ``pool``: what pools have got from the system beside ``params``, in slabs of at least 8 MiB. Three are parts of it:
-        - ``buckets``: of the buckets that have memory now; ``buckets_peak``: the most that had it at once so far.
-        - ``slots``: of the bucket slots in registered memory, which are there all the time.
-        - ``partial_sums``: of the buffers for partial sums with a ``replicate_group``.
-        - ``bookkeeping``: of step counts, factors, flags and sums of squares, a few for each parameter.
+        """Bytes on this rank, exactly, as docs/memory.md has them: ``params`` (flat memory, of which ``params_padding`` belong to
+        no parameter), ``grads`` (gradient shards; locally the gradients there are), ``states`` (all; and each that there is
+        by its name, such as ``exp_avg``), ``pool`` (reserved by the communicators' pools beside ``params``: for ``buckets``,
+        those alive now, of ``buckets_peak``, the most so far, for ``slots`` of registered memory, and ``partial_sums``
+        with a ``replicate_group``), ``bookkeeping`` (step counts, factors, flags, sums of squares). Local.
         """
         return self._engine.memory()
 
