@@ -210,7 +210,6 @@ def test_it_describes_itself() -> None:
 # -----------------------------------------------------------------------------------------------------
 
 LATER = {
-    "replicate_group": object(),
     "on_external_update": "error",
 }
 
