@@ -149,12 +149,6 @@ class ShardedGrad(Tensor):
                 pass
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad)).refusal(str(op))
 
-    def untyped_storage(self) -> Any:
-        """Refused, but to `torch.compile`, which describes the gradient of a parameter by it and reads nothing."""
-        if torch._guards.TracingContext.try_get() is None:
-            raise self.refusal("Tensor.untyped_storage")
-        return super().untyped_storage()
-
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def method(self: ShardedGrad, *args: object, **kwargs: object) -> NoReturn:
@@ -174,7 +168,7 @@ def _untyped_storage(self: ShardedGrad) -> torch.UntypedStorage:
 for _name in """item tolist numpy data_ptr storage share_memory_ pin_memory __array__ __dlpack__
     __deepcopy__ __reduce_ex__ __bool__ __float__ __int__ __index__ __complex__""".split():
     setattr(ShardedGrad, _name, _refusing(_name))
-ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[method-assign]
+ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[assignment, method-assign]
 
 _HINTS = (
     ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),
