@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from comm_cases import check_usable
 from nccl_failure_cases import (
     SOON_S,
     Error,
-    Facts,
     apart,
     deaths,
     die,
@@ -30,7 +26,6 @@ from nccl_failure_cases import (
     expect_gathered,
     expect_gone,
     expect_prefix,
-    facts_of,
     fresh_ranks,
     gather,
     hosts_apart,
@@ -43,7 +38,6 @@ from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
-from bucketwheel.ops import reduce_scatter
 
 pytestmark = pytest.mark.dist
 
@@ -115,7 +109,9 @@ def collects_alone(rank: int, size: int) -> None:
         if rank == 0:
             comm.post(b"early")
             begin = time.monotonic()
-            with pytest.raises(CommTimeout, match=r"^\[bucketwheel rank 0/2 comm .* seq 0\] round . of agreement was not over after"):
+            with pytest.raises(
+                CommTimeout, match=r"^\[bucketwheel rank 0/2 comm .* seq 0\] round . of agreement was not over after"
+            ):
                 comm.collect(timeout=0.1)
             assert time.monotonic() - begin < 1
             assert comm.collect() == [b"early", b"late"]

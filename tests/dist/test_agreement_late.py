@@ -93,7 +93,9 @@ def test_the_two_of_a_pair_are_counted_apart(rank_pool):
 # ---- step by step, without other ranks
 
 
-@pytest.mark.parametrize("text", ["short", "\0" * 9000, "\U0001f6b2" * 9000, "x" * 9000], ids=["short", "0", "wide", "x"])
+@pytest.mark.parametrize(
+    "text", ["short", "\0" * 9000, "\U0001f6b2" * 9000, "x" * 9000], ids=["short", "0", "wide", "x"]
+)
 @pytest.mark.parametrize("ranks", [2, 5000])
 def test_a_report_fits_in_a_message_of_the_ring(text, ranks):
     report = (3, text, 1, 7, 6, text, [*range(ranks - 1), None])

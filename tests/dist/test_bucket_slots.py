@@ -134,12 +134,15 @@ def on_slots(
     """What training leaves, where each bucket was reduced, how many buckets there are, and what there was of the unusual."""
     watched: list[Any] = []
     with pair(True, checks=is_checked(seed, overlap), delays=seed) as (comm, _):
-        out = trained(
-            rank, comm, seed, overlap, lambda opt: watched.extend((Inputs(comm, opt), opt._engine.grads))
-        )
+        out = trained(rank, comm, seed, overlap, lambda opt: watched.extend((Inputs(comm, opt), opt._engine.grads)))
     inputs, sync = watched
     lates = len(inputs.offsets) - sync._schedule.window * len(sync.buckets)
-    return out, inputs.offsets, len(sync.buckets), {"in other memory": sync.launcher.pool.stats().acquires, "late": lates}
+    return (
+        out,
+        inputs.offsets,
+        len(sync.buckets),
+        {"in other memory": sync.launcher.pool.stats().acquires, "late": lates},
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from comm_cases import check_all_gather, check_usable, run_local
 
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
-from bucketwheel.errors import ClosedError, CommError, CommTimeout, MismatchError, PeerError
+from bucketwheel.errors import ClosedError, CommError, CommTimeout
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import RankPool, run_threads
-from comm_cases import check_all_gather, check_usable, run_local
 
 pytestmark = pytest.mark.dist
 SOON_S = 2.0
@@ -189,7 +189,7 @@ comm, other = Communicator(world.rank(0)), Communicator(world.rank(1))
 all_gather(torch.empty(20), torch.empty(10), comm)
 """
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - begin < 30
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from comm_cases import MEMORIES, check_all_gather, check_reduce_scatter, check_usable, on_shm
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool
-from comm_cases import MEMORIES, check_all_gather, check_reduce_scatter, check_usable, on_shm
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +25,12 @@ def usage() -> dict[str, int]:
     # Without file pages: how many processes share a library is not our affair.
     own = sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     maps = len(Path("/proc/self/maps").read_text().splitlines())
-    return {"threads": len(os.listdir("/proc/self/task")), "fds": len(os.listdir("/proc/self/fd")), "kib": own, "maps": maps}
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "kib": own,
+        "maps": maps,
+    }
 
 
 def expect_no_growth(before: dict[str, int], after: dict[str, int], kib: int) -> None:
@@ -154,7 +159,9 @@ def fuzzed(comm: Communicator) -> None:
         handle.wait()
 
 
-@pytest.mark.parametrize("env", [{"BW_HOST_STREAM_FUZZ": "3"}, {"BW_HOST_STREAM": "inline"}, {"BW_POOL_POISON": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "env", [{"BW_HOST_STREAM_FUZZ": "3"}, {"BW_HOST_STREAM": "inline"}, {"BW_POOL_POISON": "1"}], ids=str
+)
 def test_fuzzed_inline_and_poisoned(env):
     with RankPool(3, env=env) as pool:
         pool.run(on_shm, fuzzed, timeout_s=90)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from comm_cases import on_nccl
 from conformance import CASES, ENDS, GRAPHS, Case
 

@@ -108,4 +108,3 @@ def test_a_ddp_wrapper_changes_nothing_and_is_called_redundant_once(rank_pool: A
 
 def test_ddp_with_gradients_as_bucket_views_is_refused(rank_pool: Any) -> None:
     rank_pool(2).run(refuse_ddp_that_replaces_gradients, timeout_s=60)
-

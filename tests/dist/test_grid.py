@@ -128,7 +128,9 @@ def test_float64_stays_float64() -> None:
 
     def script(run: Run) -> None:
         for seed in range(3):
-            loss_of(run.params, [g / 3 if run.rank == 0 else torch.zeros_like(g) for g in dyadic(run.params, seed)]).backward()
+            loss_of(
+                run.params, [g / 3 if run.rank == 0 else torch.zeros_like(g) for g in dyadic(run.params, seed)]
+            ).backward()
             run.see_grads()
             run.clip(0.5)
             run.step()

@@ -12,8 +12,8 @@ from simulated_cuda import posing
 
 from bucketwheel import inflight
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
 
 pytestmark = pytest.mark.dist

@@ -13,9 +13,9 @@ from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
 from bucketwheel.errors import CaptureError, ClosedError, CommError, CommTimeout, DeviceError, MismatchError, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.place import LocalWorld
 from bucketwheel.pool import Pool
 from bucketwheel.testing import run_threads
 

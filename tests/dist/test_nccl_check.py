@@ -113,7 +113,7 @@ def at_offsets(rank: int, size: int, is_equal: bool) -> Error:
         memory = lease.tensor(torch.float32, (1 << 14,))
         shift = 0 if is_equal else 256 * rank
         full = memory[shift : shift + size * 16]
-        error = error_of(lambda: all_gather(full, torch.full((16,), float(rank)), comm).synchronize())
+        error = error_of(lambda: all_gather(full, torch.full((16,), float(rank)), comm).synchronize())  # noqa: F821
         if is_equal:
             assert full.view(size, 16)[:, 0].tolist() == [float(other) for other in range(size)]
         del memory, full

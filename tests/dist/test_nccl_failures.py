@@ -26,7 +26,7 @@ from nccl_failure_cases import (
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError
+from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal
 
@@ -185,7 +185,7 @@ def alone_and_failing(rank: int, size: int) -> None:
         script.fake_nccl_fail(b"ncclGroupEnd", 1, SYSTEM_ERROR)
         with pytest.raises(CommError, match=r"rank 0/1 comm 'alone' seq 1\] ncclGroupEnd: 2 "):
             issue(comm, "gather")
-        assert "ncclGroupEnd" in error_of(lambda: gather(comm))[1]
+        assert "ncclGroupEnd" in error_of(lambda: gather(comm))[1]  # noqa: F821
     del comm
     assert time.monotonic() - begin < SOON_S, "what was never enqueued was waited for"
 

@@ -18,7 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, error_of, expect_gone, expect_prefix, fresh_ranks, gather, nccl_comm, script
+from nccl_failure_cases import (
+    SOON_S,
+    Error,
+    error_of,
+    expect_gone,
+    expect_prefix,
+    fresh_ranks,
+    gather,
+    nccl_comm,
+    script,
+)
 from simulated_cuda import posing
 
 from bucketwheel import comm_nccl, nccl
@@ -28,8 +38,7 @@ from bucketwheel.errors import CommError, DeviceError
 from bucketwheel.errors import Error as AnyError
 from bucketwheel.ops import all_gather
 from bucketwheel.pool import Pool
-from bucketwheel.testing import RankPool
-from tests import simulated_cuda, simulated_nccl
+from tests import simulated_nccl
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 1.5

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bucketwheel as bw
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
 from bucketwheel.errors import CaptureError
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
 
 _seeding = threading.Lock()  # the ranks are threads: torch's random state is theirs together
@@ -148,7 +148,9 @@ def test_other_norms_agree_with_the_cpu(dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"rank {rank}")
 
 
-@pytest.mark.parametrize("options", [{"overlap_grad_sync": False}, {"overlap_param_sync": True}, {"gradient_average": False}])
+@pytest.mark.parametrize(
+    "options", [{"overlap_grad_sync": False}, {"overlap_param_sync": True}, {"gradient_average": False}]
+)
 def test_options_have_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
     body = lambda rank, comm: trained(rank, comm, torch.bfloat16, "own", **options)  # noqa: E731
     for got, expected in zip(in_world(3, True, body), in_world(3, False, body), strict=True):
@@ -409,7 +411,9 @@ def test_stock_grad_scaler_unscales_and_skips() -> None:
 CLIPS: dict[str, Callable[[Any, list[torch.nn.Parameter]], Any]] = {
     "own": lambda opt, params: [opt.clip_grad_norm_(0.3, norm) for norm in (2.0, float("inf"), 1.0, 3.0)],
     "own, a part": lambda opt, params: opt.clip_grad_norm_(0.3, parameters=params[:2]),
-    "stock": lambda opt, params: [torch.nn.utils.clip_grad_norm_(params, 0.3, n) for n in (2.0, float("inf"), 1.0, 3.0)],
+    "stock": lambda opt, params: [
+        torch.nn.utils.clip_grad_norm_(params, 0.3, n) for n in (2.0, float("inf"), 1.0, 3.0)
+    ],
     "stock, one by one": lambda opt, params: torch.nn.utils.clip_grad_norm_(params, 0.3, foreach=False),
     "values": lambda opt, params: torch.nn.utils.clip_grad_value_(params, 1e-3),
 }

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import RankFailed, assert_bitwise_equal
 
 Loss = Callable[[nn.Module, int, int], Tensor | None]  # (model, rank, step): None is no backward
@@ -232,7 +232,9 @@ def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
             if comm.rank == 1:
                 assert turn.wait(20)
             loss_of(params, dyadic(params, seed)).backward()
-            assert sync.launcher.inflight.is_patient == (comm.rank == 1), "rank 0 has more buckets than it may have in flight"
+            assert sync.launcher.inflight.is_patient == (comm.rank == 1), (
+                "rank 0 has more buckets than it may have in flight"
+            )
             turn.set()
             opt.step()
             opt.zero_grad()

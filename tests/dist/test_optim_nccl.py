@@ -130,7 +130,9 @@ def free_running(rank: int, world: int) -> None:
             opt.zero_grad()
             if step >= 4:
                 found = calls.since()
-                assert not {name for name in found if name in ("stream_synchronize", "event_synchronize", "memcpy_blocking")}
+                assert not {
+                    name for name in found if name in ("stream_synchronize", "event_synchronize", "memcpy_blocking")
+                }
                 assert "malloc_device" not in found and "malloc_host" not in found, found
         assert script.fake_nccl_open_groups() == 0
         opt.close()

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal
 
 
@@ -210,6 +210,7 @@ def test_it_describes_itself() -> None:
 
 # --- what is refused
 # -----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     "options, match",

@@ -78,7 +78,10 @@ READS: dict[str, Callable[[Trained], Any]] = {
     "print": lambda t: [repr(p) for p in t.params],
     "format": lambda t: [f"{p.sum():.9f}" for p in t.params],
     "iteration": lambda t: [list(p) for p in t.params],
-    "address": lambda t: [np.ctypeslib.as_array((np.ctypeslib.ctypes.c_float * p.numel()).from_address(p.data_ptr())).tolist() for p in t.params],
+    "address": lambda t: [
+        np.ctypeslib.as_array((np.ctypeslib.ctypes.c_float * p.numel()).from_address(p.data_ptr())).tolist()
+        for p in t.params
+    ],
     "storage": lambda t: [torch.tensor(p.untyped_storage().tolist()) for p in t.params],
     "dlpack": lambda t: [torch.from_dlpack(p.detach()) + 0 for p in t.params],
     "vector": lambda t: parameters_to_vector(t.params),
@@ -186,7 +189,9 @@ def write_all(comm: Communicator, overlaps: bool) -> list[Tensor]:
             write(p)
         written = [p.detach().clone() for p in t.params]
         t.opt.param_sync()
-        assert_bitwise_equal([p.detach() for p in t.params], written, f"a gather came after what {write.__name__} wrote")
+        assert_bitwise_equal(
+            [p.detach() for p in t.params], written, f"a gather came after what {write.__name__} wrote"
+        )
         seen += written
     t.step()
     seen += [p.detach().clone() for p in t.params]  # stepped from what was written last
@@ -208,7 +213,9 @@ def look_without_reading(comm: Communicator) -> None:
     hook = t.params[0].register_hook(lambda grad: grad)
     hook.remove()
     for p in t.params:
-        seen.append((p.shape, p.dtype, p.device, p.layout, p.ndim, p.numel(), p.stride(), p.is_leaf, p.grad_fn, p._version))
+        seen.append(
+            (p.shape, p.dtype, p.device, p.layout, p.ndim, p.numel(), p.stride(), p.is_leaf, p.grad_fn, p._version)
+        )
         p.requires_grad_(False).requires_grad = True
         p.grad = None
         del p.grad

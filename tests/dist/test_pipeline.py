@@ -54,7 +54,9 @@ def loss_of(out: Tensor) -> Tensor:
 class Stage:
     """One rank: its model, its optimizer, and queues to the rank of the same data in the other stage."""
 
-    def __init__(self, stage: int, model: nn.Module, opt: Any, mail: list[queue.Queue[Tensor]], events: list[Any]) -> None:
+    def __init__(
+        self, stage: int, model: nn.Module, opt: Any, mail: list[queue.Queue[Tensor]], events: list[Any]
+    ) -> None:
         self.stage, self.model, self.opt = stage, model, opt
         self.inbox, self.outbox = mail[stage], mail[1 - stage]
         self.events = events

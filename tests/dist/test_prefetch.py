@@ -72,9 +72,7 @@ class Wrapper(nn.Module):
 
 def make(comm: Communicator, model: nn.Module, overlaps: bool) -> ShardedAdamW:
     start_at(model.parameters())
-    opt = ShardedAdamW(
-        model.parameters(), lr=0.05, bucket_cap_mb=1e-4, process_group=comm, overlap_param_sync=overlaps
-    )
+    opt = ShardedAdamW(model.parameters(), lr=0.05, bucket_cap_mb=1e-4, process_group=comm, overlap_param_sync=overlaps)
     delay_gathers(opt)
     return opt
 

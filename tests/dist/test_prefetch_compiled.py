@@ -228,9 +228,7 @@ def train_then_compile(rank: int, world: int) -> tuple[list[int], int]:
     start_at(model.parameters())
     graphs = []
     with Communicator(timeout_s=30) as comm:
-        opt = ShardedAdamW(
-            model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=True, bucket_cap_mb=1e-4
-        )
+        opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=True, bucket_cap_mb=1e-4)
         delay_gathers(opt)
         opt.prefetch_params(model)
         for step in range(STEPS):

@@ -127,13 +127,17 @@ def test_a_deviation_raises_on_all_ranks_and_names_the_parameter(
             run.backward(step, used={0, 3})
             run.step()
         is_offender = comm.rank == offender % world
-        with pytest.raises(RuntimeError, match=f"static_graph=True, but the gradients of parameter '{name}' on rank") as error:
+        with pytest.raises(
+            RuntimeError, match=f"static_graph=True, but the gradients of parameter '{name}' on rank"
+        ) as error:
             break_it(run)
             run.opt.step()  # a rank that was done before the others were told finds out here
         assert isinstance(error.value, PeerError) != is_offender
         assert is_offender or error.value.rank == offender % world
         with contextlib.suppress(RuntimeError):  # the same error, where there is something left to say to the others
             run.opt.close()
-        assert all(p.grad is None or type(p.grad) is torch.Tensor for p in params), "the hooks and placeholders are gone"
+        assert all(p.grad is None or type(p.grad) is torch.Tensor for p in params), (
+            "the hooks and placeholders are gone"
+        )
 
     run_local(world, body)

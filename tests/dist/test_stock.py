@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from optim_twins import run_local
-from stock_flows import SHAPES, scaler_step, Run, expect_equal_to_unsharded, run_flow
+from stock_flows import SHAPES, Run, expect_equal_to_unsharded, run_flow, scaler_step
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 

@@ -94,7 +94,6 @@ def test_grad_scaler_on_gradients_kept_from_no_sync() -> None:
     expect_equal_to_unsharded(flow)
 
 
-
 # --- every legal order of calls ---------------------------------------------------------------------------------------
 
 
