@@ -58,7 +58,7 @@ PYTHON_LAYERS = [
         "rows_cuda",
         "space",
     ],
-    ["foreign_step", "grad", "grad_owner", "hooks"],
+    ["foreign_step", "grad", "grad_owner", "newcomers", "hooks"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],
     ["optim", "shard", "state_dict"],
     ["report", "testing", "doctor", "flight"],

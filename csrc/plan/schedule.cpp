@@ -101,9 +101,7 @@ Actions Schedule::gradient(int param, bool replaces, bool launch) {
     if (void_[param] || bucket < next_) {
       late_[bucket] = is_late_[param] = 1;
       actions.stores.push_back({param, bucket, true, !replaces});
-      if (!void_[param] && deviating_ < 0) {
-        deviating_ = param;
-      }
+      deviating_ = deviating_ < 0 ? param : deviating_;
     } else {
       actions.stores.push_back({param, bucket, false, stored_[param] != 0});
     }
@@ -346,8 +344,8 @@ Agreement Schedule::assume(Flags held, Flags older, std::span<const double> fact
 }
 
 int Schedule::find_deviation(Flags held) const {
-  const bool has_none = std::none_of(held.begin(), held.end(), [](uint8_t is_held) { return is_held != 0; });
-  if (!is_learnt() || !is_dirty_ || has_none) {
+  const bool has_some = std::any_of(held.begin(), held.end(), [](uint8_t is_held) { return is_held != 0; });
+  if (!is_learnt() || (!is_dirty_ && has_some)) {  // asked again for what an earlier window has brought
     return -1;
   }
   for (int param = 0; param < param_count(); ++param) {

@@ -132,10 +132,11 @@ class Schedule {
   bool is_learnt() const { return is_static_ && is_learnt_; }
   // What `agree` would return if all ranks kept the promise; only once `is_learnt`.
   Agreement assume(Flags held, Flags older, std::span<const double> factors) const;
-  // Whether the last gradient of `param` breaks it: the first window had none, or not as many.
+  // Whether the last gradient of `param` breaks it: the first window had none, or not as many, or it replaces another
+  // one, which the other ranks would have to know.
   bool is_deviation(int param) const { return is_learnt() && (!static_own_[param] || deviating_ == param); }
-  // As the window closes: a parameter whose gradients are not those of the first window, else -1. To have none at all
-  // is no deviation.
+  // As the window closes, or as it is asked for gradients that no window has brought: a parameter whose gradients are
+  // not those of the first window, else -1.
   int find_deviation(Flags held) const;
 
  private:

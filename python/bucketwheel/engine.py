@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .arguments import communicators_for, expect_implemented, group_texts
 from .comm import Communicator
@@ -36,17 +35,13 @@ class Ranks:
 def make_engine(
     infos: Sequence[ParamInfo],
     param_groups: Sequence[dict[str, Any]],
-    frozen: Sequence[Tensor],
     device: torch.device,
     ranks: Ranks,
     options: ShardedOptions,
     *,
     is_capturable: bool,
 ) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
-    """An engine for the parameters ``infos`` on ``device``, and the communicators that were made for it. Collective.
-
-    ``frozen``: parameters that it may be given later.
-    """
+    """An engine for the parameters ``infos`` on ``device``, and the communicators that were made for it. Collective."""
     is_on_cuda = device_index(device) != CPU
     if is_capturable and not is_on_cuda:
         raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
@@ -57,7 +52,7 @@ def make_engine(
         if comm is not None:
             expect_implemented(capturable=(is_capturable, False))
             return ShardedEngine(
-                comm, infos, group_texts(param_groups), options, _cap_bytes(ranks, comm), replicate, frozen
+                comm, infos, group_texts(param_groups), options, _cap_bytes(ranks, comm), replicate
             ), owned
         local: dict[str, Any] = {
             "precision": options.precision,

@@ -12,6 +12,8 @@ from .grid import Grid
 
 __all__ = ["GradAgreement"]
 
+_NEED_GRADIENTS = ("step", "norm", "norms", "grad_sync")  # what a step of a static graph does once it has its gradients
+
 
 class GradAgreement:
     """One rank's side. ``schedule``: the native one, which makes and reads the notes. Every method is collective."""
@@ -40,7 +42,9 @@ class GradAgreement:
         the rank that breaks the promise of a static graph.
         """
         if self._schedule.is_learnt:
-            deviating = self._schedule.find_deviation(held)
+            # Without any gradient nobody needs the window to close: there is nothing to reduce on any rank.
+            is_needed = self._schedule.is_dirty or why in _NEED_GRADIENTS or why.startswith("unscale")
+            deviating = self._schedule.find_deviation(held) if is_needed else -1
             if deviating >= 0:
                 self.break_promise(deviating)
             agreement = self._schedule.assume(held, older, factors)
@@ -76,11 +80,19 @@ class GradAgreement:
                 "Where ranks use different parameters call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
             )
 
+    def refuse(self, text: str) -> NoReturn:
+        """Raises RuntimeError here, and on every rank that goes on to a collective call instead."""
+        if self._schedule.is_learnt:  # the others may not ask again
+            self._comm.abort(text)
+            raise RuntimeError(text)
+        everyone = [other.split(b":", 1)[0] for other in self._comm.exchange(b"refused:")]
+        raise RuntimeError(f"{text} (by rank: {', '.join(str(other, 'utf-8') for other in everyone)})")
+
     def break_promise(self, index: int) -> NoReturn:
         """[Note: static graph] There is no agreement in which the other ranks would be told, so they are told at once."""
         text = (
             f"static_graph=True, but the gradients of parameter {self._infos[index].name!r} on rank {self._comm.rank} are not those "
-            "of the first step (missing, new, or more of them); make the optimizer without static_graph"
+            "of the first step (missing, new, more of them, or dropped before a step); make the optimizer without static_graph"
         )
         self._comm.abort(text)
         raise RuntimeError(text)

@@ -18,7 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from .grad import ShardedGrad
 from .grad_agreement import GradAgreement
 from .grid import Grid
 from .launcher import Launcher
+from .newcomers import add_hook
 from .reduced import ReducedGrads
 
 __all__ = ["GradSync"]
@@ -60,16 +61,13 @@ class GradSync:
         overlap: bool,
         max_inflight: int,
         is_static: bool = False,
-        frozen: Sequence[Tensor] = (),
     ) -> None:
-        """``frozen``: parameters that are taken in when they are trained, by methods of the optimizer."""
         self.comm = comm
         self.infos = list(infos)
         self.buckets = list(buckets)
         self.reduced = reduced
         self.held = bytes(len(self.infos))  # flags, agreed when the last window closed
         self._params = [info.param for info in self.infos]
-        self._frozen = frozen
         self._overlap = overlap
         self._is_open = False  # this rank has prepared its shards for the window's sums
         self._no_sync_depth = 0
@@ -91,10 +89,7 @@ class GradSync:
             )
         self.launcher = Launcher(comm, self.buckets, self._arrivals, slots=slots, max_inflight=max_inflight)
         self._agreement = GradAgreement(comm, self.infos, self._schedule)
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._arrivals.hook(index))
-            for index, param in enumerate(self._params)
-        ]
+        self._hooks = [add_hook(param, self._arrivals.hook(index)) for index, param in enumerate(self._params)]
         for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
             weakref.finalize(self, drop).atexit = False
 
@@ -125,7 +120,8 @@ class GradSync:
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
         if self.reduced.has_factor(index):
             if add:  # the factor will be applied to the sum of both
-                flat = flat / self.reduced.visible_factor(index)
+                wide = flat if flat.dtype == torch.float64 else flat.float()  # 16 bits would overflow
+                flat = wide / self.reduced.visible_factor(index)
             else:
                 self.reduced.reset_factor(index)
         stores, launches = self._schedule.gradient(index, has_older and not add, launch)
@@ -180,10 +176,7 @@ class GradSync:
 
     def start(self, indices: Sequence[int]) -> None:
         """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
-        if self._no_sync_depth:
-            raise RuntimeError(
-                "grad_sync(parameters) inside no_sync(), which may bring more gradients: leave that first"
-            )
+        self.expect_outside_no_sync("grad_sync(parameters)")
         with self._lock, torch.no_grad():
             for index in indices:
                 kept = self._kept.pop(index, None)
@@ -286,12 +279,12 @@ class GradSync:
                 self._kept.clear()
         try:
             yield
-        finally:
-            self._no_sync_depth -= 1
-        with self._lock, torch.no_grad():
-            if not self._no_sync_depth:
-                self._arrivals.ignore(False)
-                self._keep()
+        finally:  # an exception too leaves gradients of this rank alone, which stock code must not take for whole ones
+            with self._lock, torch.no_grad():
+                self._no_sync_depth -= 1
+                if not self._no_sync_depth:
+                    self._arrivals.ignore(False)
+                    self._keep()
 
     def _keep(self) -> None:
         """Puts placeholders where `no_sync` has left plain gradients."""
@@ -311,18 +304,8 @@ class GradSync:
 
     # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
 
-    def _expect_none_new(self, what: str) -> None:
-        """RuntimeError if stock code has found a gradient that is of this rank alone, for nobody has taken it in."""
-        for param in self._frozen:
-            if param.requires_grad and param.grad is not None:
-                raise RuntimeError(
-                    f"{what}: a parameter of shape {tuple(param.shape)} was frozen when the optimizer was made, and its first gradient "
-                    "is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) before torch's own"
-                )
-
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
         """Closes the window and verifies that all ranks ask for the same gradients."""
-        self._expect_none_new(what)
         self._agreement.expect_same_question(what, indices, self.close(what))
 
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
@@ -357,7 +340,6 @@ class GradSync:
         dtypes = {self.infos[i].dtype for i in indices}
         why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
-            self._expect_none_new(why)
             self.close(why)
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
             found_inf.copy_(self.reduced.found_inf(found_inf))
@@ -384,6 +366,15 @@ class GradSync:
         with self._lock, torch.no_grad():
             self.close(f"full_grad of {self.infos[index].name!r}")
             return self.reduced.full(index) if self.held[index] else None
+
+    def refuse(self, text: str) -> NoReturn:
+        """RuntimeError with ``text``, and one on every other rank. Collective for those that are not refused."""
+        with self._lock:
+            self._agreement.refuse(text)
+
+    def expect_outside_no_sync(self, what: str) -> None:
+        if self._no_sync_depth:
+            raise RuntimeError(f"{what} inside no_sync(), whose gradients are not to be reduced yet: leave that first")
 
     def carry_over(self, held: bytes) -> None:
         """The shards hold gradients of the first parameters: flags."""

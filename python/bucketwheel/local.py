@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import inspection
 from .flat import ParamInfo, expect_dense, expect_same_memory_kind
-from .master import follow_param
+from .master import follow_param, take_param
 from .ops import l2_norm
 from .precision import Precision, norm_dtype_of
 from .reduced import clip_coefficient
@@ -62,6 +62,9 @@ class LocalEngine:
         self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
         self._versions += [info.param._version for info in infos]
         self._bind()
+
+    def watch(self, frozen: Sequence[Tensor]) -> None:
+        """In one process the gradients of parameters that may be trained later are whole ones."""
 
     def _bind(self) -> None:
         self._rows = self._new_rows()
@@ -142,16 +145,18 @@ class LocalEngine:
                         f"parameter {info.name!r} was modified since the optimizer's last step (on_external_update='error'); call "
                         "optimizer.reload_master_params() if that was meant"
                     )
-        self._take_edits(edited if self._on_external_update != "ignore" else [])
+        if self._on_external_update == "ignore":  # but what follows a loaded state is no edit
+            edited = [i for i in edited if self._versions[i] == _UNKNOWN_VERSION]
+        self._take_edits(edited)
 
-    def _take_edits(self, edited: Sequence[int]) -> None:
+    def _take_edits(self, edited: Sequence[int], *, whole: bool = False) -> None:
         for i in edited:
-            follow_param(self.infos[i].param.detach(), self.states[i])
+            (take_param if whole else follow_param)(self.infos[i].param.detach(), self.states[i])
         if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
             self._bind()
 
     def reload_masters(self) -> None:
-        self._take_edits(range(len(self.infos)))
+        self._take_edits(range(len(self.infos)), whole=True)
         self._versions = [info.param._version for info in self.infos]
 
     def follow_loaded_state(self) -> None:

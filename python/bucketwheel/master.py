@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["follow_param", "forget_master", "has_master", "join_master", "load_master", "master_of", "split_master"]
+__all__ = [
+    "follow_param",
+    "forget_master",
+    "has_master",
+    "join_master",
+    "load_master",
+    "master_of",
+    "split_master",
+    "take_param",
+]
 
 
 def has_master(state: dict[str, Tensor]) -> bool:
@@ -58,6 +67,14 @@ def follow_param(param: Tensor, state: dict[str, Tensor]) -> None:
     elif "remainder" in state:
         remainder = state["remainder"]
         remainder.copy_(split_master(join_master(param, remainder))[1])
+
+
+def take_param(param: Tensor, state: dict[str, Tensor]) -> None:
+    """As `follow_param`, but a remainder goes: an element whose master does not round to it is the weight as it is."""
+    if "remainder" in state:
+        state["remainder"].zero_()
+    else:
+        follow_param(param, state)
 
 
 def master_of(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:

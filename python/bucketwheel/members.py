@@ -26,17 +26,26 @@ class Members:
         self.index_of: dict[Tensor, int] = {info.param: info.index for info in self.infos}
         everything = [p for group in param_groups for p in group["params"]]
         self.frozen: list[Tensor] = [p for p in everything if p not in self.index_of]
+        self.loaded: dict[Tensor, dict[str, Any]] = {}  # states that came while their parameters were frozen
         self.device = next((p.device for p in [*self.index_of, *everything]), torch.device("cpu"))
 
     def indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
-        """Ascending; without those that are frozen. None: all. ValueError for one that is another optimizer's."""
+        """Ascending; without those that are frozen, or were until now. None: all. ValueError for another optimizer's."""
         if parameters is None:
             return None
         chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for p in chosen:
-            if p not in self.index_of and p.requires_grad:
+            if p not in self.index_of and p.requires_grad and not any(p is known for known in self.frozen):
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
         return sorted({self.index_of[p] for p in chosen if p in self.index_of})
+
+    def zero_unfrozen(self, set_to_none: bool) -> None:
+        """`zero_grad` of those that are trained by now and not taken in yet."""
+        for p in self.frozen:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad = p.grad.detach().zero_()
 
     @property
     def has_unfrozen(self) -> bool:

@@ -80,8 +80,8 @@ class ShardedAdamW(Optimizer):
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
             waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
-        static_graph: a promise that every step has gradients of the same parameters, on each rank its own. Ranks then
-            agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
+        static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none are
+            dropped between a backward and its step. Ranks then agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
             backward or from the end of the window; the communicator is aborted, so that the other ranks raise
             `PeerError` with the same text.
         capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
@@ -169,8 +169,9 @@ class ShardedAdamW(Optimizer):
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
         self._made_engine, self._owned = make_engine(
-            members.infos, self.param_groups, members.frozen, members.device, ranks, options, is_capturable=capturable
+            members.infos, self.param_groups, members.device, ranks, options, is_capturable=capturable
         )
+        self._made_engine.watch(members.frozen)
         self._publish_state()
 
     @property
@@ -209,6 +210,7 @@ class ShardedAdamW(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients (``p.grad = None``), or makes them zero. Local."""
         self._engine.zero_grad(set_to_none)
+        self._members.zero_unfrozen(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces
@@ -378,6 +380,8 @@ class ShardedAdamW(Optimizer):
 
     def _take_in(self, why: str) -> None:
         self._members.take_in(self._engine, why)
+        self._engine.watch(self._members.frozen)
+        states.load_taken_in(self)
         self._publish_state()
 
     def _take_in_unfrozen(self) -> None:

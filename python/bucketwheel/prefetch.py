@@ -93,26 +93,17 @@ class Prefetch:
         self._hooks = self._hook(model)
 
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        prefetch = weakref.ref(self)  # the model may outlive the optimizer
-
-        def before_forward(module: nn.Module, _: object) -> None:
-            if torch.compiler.is_compiling():  # before anything else: this much is traced, and leaves nothing behind
-                return
-            self = prefetch()
-            if self is not None:
-                self.before_forward(id(module))
-
-        def before_state_dict(*_: object) -> None:
-            self = prefetch()
-            wait_all = None if self is None else self._wait_all()
-            if wait_all is not None:
-                wait_all()
-
+        before_forward, before_state_dict = _BeforeForward(self), _BeforeStateDict(self)
         hooks = [module.register_forward_pre_hook(before_forward) for module in model.modules()]
         hooks.append(model.register_state_dict_pre_hook(before_state_dict))
         for hook in hooks:
             weakref.finalize(self, hook.remove).atexit = False
         return hooks
+
+    def wait_all(self) -> None:
+        wait_all = self._wait_all()
+        if wait_all is not None:
+            wait_all()
 
     def before_forward(self, module: int) -> None:
         if module not in self._own:  # a copy of the model has copies of the hooks
@@ -156,6 +147,35 @@ class Prefetch:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class _Hook:
+    """Modules have it, and copies of modules, saved ones too: it knows the `Prefetch` weakly, and a saved one knows none."""
+
+    def __init__(self, prefetch: Prefetch | None = None) -> None:
+        self._prefetch = (lambda: None) if prefetch is None else weakref.ref(prefetch)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():  # before anything else: this much is traced, and leaves nothing behind
+            return
+        prefetch = self._prefetch()
+        if prefetch is not None:
+            prefetch.before_forward(id(module))
+
+
+class _BeforeStateDict(_Hook):
+    def __call__(self, *_: object) -> None:
+        prefetch = self._prefetch()
+        if prefetch is not None:
+            prefetch.wait_all()
 
 
 class _Compilations:

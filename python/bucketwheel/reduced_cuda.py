@@ -1,7 +1,7 @@
 """Reduced gradients on CUDA: what `reduced` is on the CPU, with everything that depends on values kept on the device.
 
 Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a
-clip coefficient, a loss scale) is multiplied into `_factors`, one float64 a parameter, which the Adam kernel reads; one
+clip coefficient, a loss scale) is multiplied into `_on_device`, one float64 a parameter, which the Adam kernel reads; one
 that is a number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
 """
 
@@ -38,8 +38,8 @@ class ReducedGradsCuda(ReducedGrads):
         self.torch_device = torch_device(comm.device)
         self.row_sums = self._new(spans).zero_()
         self._on_device = self._new(param_count).fill_(1.0)
-        self._scaled: set[int] = set()  # parameters whose entry in _factors may differ from 1
-        self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _factors is used
+        self._scaled: set[int] = set()  # parameters whose entry in _on_device may differ from 1
+        self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _on_device is used
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)

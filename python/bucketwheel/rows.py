@@ -50,9 +50,8 @@ class AdamRows:
     here.
 
     ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters
-        that have
-    neither master nor remainder. ``seed``: of the random bits. ``amsgrad``: what the
-    groups must say. ``table``: another native table (`rows_cuda`).
+    that have neither master nor remainder. ``seed``: of the random bits. ``amsgrad``: what the groups must say.
+    ``table``: another native table (`rows_cuda`).
     """
 
     def __init__(
@@ -122,6 +121,7 @@ class AdamRows:
         ``factors``, one a parameter, are folded into the gradients with ``average``.
         """
         flags = native_flags(param_groups, self._amsgrad)
+        groups = [native_group(group, float(group["lr"])) for group in param_groups]  # may raise: before steps count
         native().use_torch_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
@@ -132,7 +132,7 @@ class AdamRows:
             is_used[self._index],
             (torch.as_tensor(factors, dtype=torch.float64) * average)[self._index],
         )
-        self._groups = [native_group(group, float(group["lr"])) for group in param_groups]
+        self._groups = groups
         self._flags = flags
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:

@@ -6,11 +6,12 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
 from .hooks import GradSync
+from .newcomers import Newcomers
 from .owners import give_back, take
 from .plan import plan_buckets
 from .pool import Pool
@@ -65,7 +67,6 @@ class ShardedEngine:
         options: ShardedOptions,
         bucket_cap_bytes: int,
         replicate: Communicator | None = None,
-        frozen: Sequence[Tensor] = (),
     ) -> None:
         self.comm = comm
         self._comms = [comm] if replicate is None else [comm, replicate]
@@ -75,19 +76,27 @@ class ShardedEngine:
         self.options = options
         self.precision = options.precision
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._frozen = frozen
+        self._newcomers = Newcomers(_weakly(self))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
         self._spaces: list[Space] = []
         self._gathers = gather.Gathers(comm, overlaps=options.overlap_param_sync)
         take(self._comms, self.infos, self)
-        gather.expect_equal_layout(self.grid, self.infos, groups, self._options_text())
-        expect_dense(self.infos)
-        self._take_in(self.infos)
-        self._assemble()
+        try:
+            gather.expect_equal_layout(self.grid, self.infos, groups, self._options_text())
+            expect_dense(self.infos)
+            self._take_in(self.infos)
+            self._assemble()
+        except BaseException:  # whose traceback keeps this object alive
+            give_back(self._comms, self.infos)
+            raise
 
     # --- construction ------------------------------------------------------------------------------------------------
+
+    def watch(self, frozen: Sequence[Tensor]) -> None:
+        """Parameters that may be trained later: `add`."""
+        self._newcomers.watch(frozen)
 
     def _options_text(self) -> str:
         return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}"
@@ -136,7 +145,6 @@ class ShardedEngine:
             overlap=self.options.overlap_grad_sync,
             max_inflight=self.options.max_inflight_buckets,
             is_static=self.options.static_graph,
-            frozen=self._frozen,
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in self._buckets])
         self._versions = [info.param._version for info in self.infos]
@@ -147,11 +155,13 @@ class ShardedEngine:
 
         RuntimeError on all ranks, and nothing has changed, if they are not the same there.
         """
+        self.grads.expect_outside_no_sync(why)
         self.grads.close(why)
         self.param_sync()
         gather.expect_equal_layout(self.grid, infos, groups, self._options_text())
         expect_dense(infos)
         take([], infos, self)
+        self._newcomers.give_back([info.param for info in infos])
         held, reduced, versions = self.grads.held, self.reduced, self._versions
         self.grads.remove()
         if isinstance(self.grid, Grid):
@@ -276,9 +286,10 @@ class ShardedEngine:
             moved = (index for space in self._spaces for index in space.flat.moved())
             self._expect_no_edit(min([*known, *moved], default=-1))
         edited.update(index for space in self._spaces for index in space.flat.rebind_moved())
-        if self.options.on_external_update != "ignore":
-            for space in self._spaces if edited else ():
-                space.read_master(edited)
+        if self.options.on_external_update == "ignore":  # but what follows a loaded state is no edit
+            edited = {index for index in edited if self._versions[index] == _UNKNOWN_VERSION}
+        for space in self._spaces if edited else ():
+            space.read_master(edited)
 
     def _expect_no_edit(self, edited: int) -> None:
         """RuntimeError on all ranks if ``edited`` is the index of a parameter on one of them. Collective."""
@@ -295,7 +306,7 @@ class ShardedEngine:
         edited = set(range(len(self.infos)))
         for space in self._spaces:
             space.flat.rebind_moved()
-            space.read_master(edited)
+            space.read_master(edited, whole=True)
         self._versions = [info.param._version for info in self.infos]
 
     def follow_loaded_state(self) -> None:
@@ -388,12 +399,26 @@ class ShardedEngine:
             self.param_sync()
         finally:  # a communicator that has failed must not keep the parameters
             self.grads.remove()
+            self._newcomers.remove()
             self._gathers.detach()
             for space in self._spaces:
                 space.flat.release()
             if isinstance(self.grid, Grid):
                 self.grid.release()
             give_back(self._comms, self.infos)
+
+
+def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:
+    """`GradSync.refuse` of the engine, which this does not keep alive."""
+    ref = weakref.ref(engine)
+
+    def refuse(text: str) -> NoReturn:
+        alive = ref()
+        if alive is not None:
+            alive.grads.refuse(text)
+        raise RuntimeError(text)
+
+    return refuse
 
 
 @dataclass(frozen=True)

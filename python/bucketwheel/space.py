@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .flat import FlatParams, ParamInfo
-from .master import follow_param, has_master
+from .master import follow_param, has_master, take_param
 from .plan import Packing, Segment
 from .pool import Pool
 from .precision import Precision
@@ -106,10 +106,11 @@ class Space:
             param_begin=segment.param_begin,
         )
 
-    def read_master(self, indices: Collection[int]) -> None:
-        """`follow_param` for this rank's part of those of the parameters ``indices`` that are here and have a master."""
+    def read_master(self, indices: Collection[int], *, whole: bool = False) -> None:
+        """`follow_param`, or `take_param`, for this rank's part of those of the parameters ``indices`` that are here and have a
+        master."""
         if not self.has_master:
             return
         for index in self.indices:
             for s in self.owned(index) if index in indices else ():
-                follow_param(self._own(s), self._states_in(s))
+                (take_param if whole else follow_param)(self._own(s), self._states_in(s))

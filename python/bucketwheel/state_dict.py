@@ -7,6 +7,7 @@ or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,11 @@ from .master import forget_master, load_master, master_of
 from .rows import expect_uniform_flags
 
 if TYPE_CHECKING:
+    from .local import LocalEngine
     from .optim import ShardedAdamW
+    from .sharded import ShardedEngine
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_taken_in", "save"]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
 _KEPT_KEYS = {
@@ -76,21 +79,50 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
     for info, tensors in zip(engine.infos, engine.states, strict=True):
         entry = state_dict["state"].get(saved_as[info.param])
         plans.append(_plan(info, tensors, engine.owned_ranges(info.index), entry))
-    for info, step, loaded in plans:
-        engine.steps[info.index] = step
-        state = engine.states[info.index]
-        if "master_param" not in loaded:
-            forget_master(engine.values_of(info.index), state)
-        for name, value in loaded.items():
-            like = state["exp_avg"]
-            laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
-            if name == "master_param":
-                load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
-            else:
-                state[name].copy_(laid_out)
+    optimizer._members.loaded = _states_of_frozen(optimizer, state_dict["state"], saved_as)
+    for plan in plans:
+        _carry_out(engine, *plan)
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        ours.update({key: value for key, value in theirs.items() if key not in _KEPT_KEYS})
+        kept = {key: value for key, value in theirs.items() if key not in _KEPT_KEYS}
+        ours.update(deepcopy(kept))  # schedulers write to learning rates that are tensors
     engine.follow_loaded_state()
+
+
+def load_taken_in(optimizer: ShardedAdamW) -> None:
+    """Loads what `load` found for parameters that were frozen then, into those that have been taken in since."""
+    engine, loaded = optimizer._engine, optimizer._members.loaded
+    for info in engine.infos:
+        if info.param in loaded:
+            entry = loaded.pop(info.param)
+            _carry_out(engine, *_plan(info, engine.states[info.index], engine.owned_ranges(info.index), entry))
+
+
+def _states_of_frozen(
+    optimizer: ShardedAdamW, state: dict[Any, Any], saved_as: dict[Tensor, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """Entries of parameters that are frozen now. ValueError for a rank's part: nobody has divided them yet."""
+    found = {p: state[saved_as[p]] for p in optimizer._members.frozen if saved_as[p] in state}
+    for p, entry in found.items():
+        if "ranges" in entry:
+            raise ValueError(
+                f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; make the optimizer "
+                "with the parameters trained that were trained when it was saved, load, and freeze them then"
+            )
+    return found
+
+
+def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Tensor]) -> None:
+    engine.steps[info.index] = step
+    state = engine.states[info.index]
+    if "master_param" not in loaded:
+        forget_master(engine.values_of(info.index), state)
+    for name, value in loaded.items():
+        like = state["exp_avg"]
+        laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
+        if name == "master_param":
+            load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
+        else:
+            state[name].copy_(laid_out)
 
 
 def _saved_names(tensors: dict[str, Tensor]) -> list[str]:

@@ -142,6 +142,39 @@ def test_loading_a_checkpoint_is_no_edit(world: int | None) -> None:
     on_ranks(world, body)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_model_that_is_loaded_after_states_without_masters_is_no_edit_to_ignore(world: int | None) -> None:
+    def body(comm: Communicator | None) -> None:
+        run = run_of(comm, torch.bfloat16, on_external_update="ignore")
+        saved = run.opt.state_dict()
+        for entry in saved["state"].values():
+            del entry["master_param"]
+        run.opt.load_state_dict(saved)
+        with torch.no_grad():
+            run.params[3].fill_(4.0)
+        run.backward(1)
+        run.step()
+        assert bool(((run.params[3] - 4.0).abs() < 0.1).all())
+        run.opt.close()
+
+    on_ranks(world, body)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_reloaded_parameter_is_the_weight(world: int | None) -> None:
+    """A remainder that was kept would be part of it."""
+
+    def body(comm: Communicator | None) -> None:
+        run = run_of(comm, torch.bfloat16, master_weights="bf16_remainder")
+        run.params[3].data.fill_(2.0)
+        run.opt.reload_master_params()
+        saved = run.opt.state_dict()["state"][3]["master_param"]
+        assert bool((saved == 2.0).all())
+        run.opt.close()
+
+    on_ranks(world, body)
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="on_external_update must be 'resync', 'error' or 'ignore', got 'follow'"):
         ShardedAdamW(make_params(), on_external_update="follow")

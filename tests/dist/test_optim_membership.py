@@ -128,6 +128,43 @@ def frozen_for_a_while(run: Run) -> None:
         run.step()
 
 
+def head_after_body(run: Run) -> None:
+    """The body is frozen when the head is taken in."""
+    run.backward(0, used=trainable(run))
+    run.step()
+    for i, p in enumerate(run.params):
+        p.requires_grad_(i in (2, 3, 4, 7, 8))
+    for step in range(2):
+        run.backward(1 + step, used=trainable(run))
+        run.clip(0.5)
+        run.step()
+    run.params[0].requires_grad_(True)
+    run.backward(4, used=trainable(run))
+    run.step()
+
+
+def zeroed_before_they_are_taken_in(run: Run) -> None:
+    for p in run.params:
+        p.requires_grad_(True)
+    run.backward(0)
+    run.opt.zero_grad()
+    run.backward(1)
+    run.see_grads()
+    run.step()
+
+
+def started_before_they_are_taken_in(run: Run) -> None:
+    for p in run.params:
+        p.requires_grad_(True)
+    with run.opt.no_sync():
+        run.backward(0)
+    if isinstance(run.opt, ShardedAdamW):
+        run.opt.grad_sync(run.params)
+        run.opt.param_sync(run.params)
+    run.see_grads()
+    run.step()
+
+
 SCRIPTS: list[tuple[Callable[[Run], None], Callable[[list[Parameter]], Any]]] = [
     (added_between_steps, first_half),
     (added_with_gradients, first_half),
@@ -135,6 +172,9 @@ SCRIPTS: list[tuple[Callable[[Run], None], Callable[[list[Parameter]], Any]]] = 
     (added_twice, first_half),
     (unfrozen, frozen_at_first),
     (unfrozen_one_by_one, frozen_at_first),
+    (head_after_body, frozen_at_first),
+    (zeroed_before_they_are_taken_in, frozen_at_first),
+    (started_before_they_are_taken_in, frozen_at_first),
     (frozen_for_a_while, list),
 ]
 
@@ -260,6 +300,99 @@ def test_torch_clips_no_gradient_that_nobody_has_reduced() -> None:
     want = torch.cat([g.flatten() for g in dyadic(make_params(), 0)]).norm()
     for norm in run_local(2, body):
         torch.testing.assert_close(norm, want)
+
+
+@pytest.mark.parametrize("has_it", [(0, 1), (0,)])
+@pytest.mark.parametrize("stock", ["clip", "unscale"])
+def test_stock_code_on_new_gradients_alone_is_refused_on_all_ranks(stock: str, has_it: tuple[int, ...]) -> None:
+    """Also where one rank has none of them, and goes on to step."""
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        head, others = params[3], [p for i, p in enumerate(params) if i != 3]
+        head.requires_grad_(False)
+        opt = ShardedAdamW(params, process_group=comm, **TINY)
+        for p in others:
+            p.requires_grad_(False)
+        head.requires_grad_(True)
+        if comm.rank in has_it:
+            (head * 2.0).sum().backward()
+            (head * 1.0).sum().backward()  # adds to it
+            assert type(head.grad) is not torch.Tensor
+            with pytest.raises(RuntimeError, match=r"shape \(64, 33\) was frozen .* call optimizer.grad_sync"):
+                if stock == "clip":
+                    torch.nn.utils.clip_grad_norm_(params, 1.0)
+                else:
+                    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+                    scaler.scale(torch.zeros(()))
+                    scaler.unscale_(opt)
+        else:
+            with pytest.raises(RuntimeError, match="ranks did different things with their gradients: refused, .*"):
+                opt.grad_sync()
+        opt.grad_sync()
+        grad = opt.full_grad(head)
+        assert grad is not None and bool((grad == 3.0 * len(has_it) / 2).all())
+        opt.step()
+        opt.close()
+
+    run_local(2, body)
+
+
+@pytest.mark.parametrize("how", ["add", "unfreeze"])
+def test_nothing_is_taken_in_inside_no_sync(how: str) -> None:
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        params[3].requires_grad_(False)
+        opt = ShardedAdamW(params[:6], process_group=comm, **TINY)
+        run = Run(opt, params, comm.rank, comm.size)
+        with opt.no_sync():
+            run.backward(0, used={0, 1})
+            params[3].requires_grad_(how == "unfreeze")
+            with pytest.raises(RuntimeError, match=r"inside no_sync\(\)"):
+                opt.add_param_group({"params": params[6:]}) if how == "add" else opt.grad_sync()
+        assert len(opt.param_groups) == 1
+        run.backward(1, used={0, 1})
+        run.step()
+        assert int(opt.state[params[0]]["step"]) == 1
+        opt.close()
+
+    run_local(2, body)
+
+
+def test_states_of_frozen_parameters_wait_for_them() -> None:
+    def train(opt: ShardedAdamW, params: list[Parameter], seed: int) -> None:
+        run = Run(opt, params)
+        run.backward(seed)
+        run.step()
+
+    whole = make_params()
+    opt = ShardedAdamW(whole)
+    train(opt, whole, 0)
+    saved = opt.state_dict()
+    values = [p.detach().clone() for p in whole]
+    train(opt, whole, 1)
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        for p, value in zip(params, values, strict=True):
+            p.data.copy_(value)
+        params[3].requires_grad_(False)
+        again = ShardedAdamW(params, process_group=comm)
+        again.load_state_dict(saved)
+        params[3].requires_grad_(True)
+        train(again, params, 1)
+        assert_bitwise_equal([p.detach() for p in params], [p.detach() for p in whole])
+        assert int(again.state[params[3]]["step"]) == 2
+        part = {**saved, "state": {i: {**entry, "ranges": [[0, 1]]} for i, entry in saved["state"].items()}}
+        params[3].requires_grad_(False)
+        fresh = ShardedAdamW([params[3], Parameter(torch.zeros(1))]) if comm is None else None
+        if fresh is not None:
+            few = {"state": {0: part["state"][3]}, "param_groups": fresh.state_dict()["param_groups"]}
+            with pytest.raises(ValueError, match=r"shape \(64, 33\) that is frozen now"):
+                fresh.load_state_dict(few)
+
+    body(None)
+    run_local(1, body)
 
 
 def test_frozen_parameters_alone_are_taken_in_later() -> None:

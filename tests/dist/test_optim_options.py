@@ -271,6 +271,45 @@ def test_bad_parameters_are_named_and_nothing_moves() -> None:
     run_local(2, body)
 
 
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_step_that_fails_counts_no_step(world: int | None) -> None:
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=comm)
+        loss_of(params, dyadic(params, 0)).backward()
+        rate, opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"], None
+        with pytest.raises(TypeError):
+            opt.step()
+        assert int(opt.state[params[0]]["step"]) == 0
+        opt.param_groups[0]["lr"] = rate
+        opt.step()
+        assert int(opt.state[params[0]]["step"]) == 1
+        opt.close()
+
+    run_local(world, body) if world else body(None)
+
+
+def test_a_rate_that_was_loaded_is_not_the_dicts() -> None:
+    params = make_params()
+    opt = ShardedAdamW(params, lr=torch.tensor(0.5))
+    saved = opt.state_dict()
+    other = ShardedAdamW(make_params(), lr=torch.tensor(0.25))
+    other.load_state_dict(saved)
+    other.param_groups[0]["lr"].fill_(0.125)
+    assert float(saved["param_groups"][0]["lr"]) == 0.5
+
+
+def test_a_constructor_that_failed_keeps_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        try:
+            ShardedAdamW(params[: 3 + comm.rank], process_group=comm)
+        except RuntimeError:  # whose traceback keeps what was made alive
+            ShardedAdamW(params, process_group=comm).close()
+
+    run_local(2, body)
+
+
 def test_sparse_gradients_are_refused_by_the_step() -> None:
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     opt = ShardedAdamW(embedding.parameters())

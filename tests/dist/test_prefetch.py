@@ -408,3 +408,22 @@ def no_overlap(comm: Communicator) -> None:
 
 def test_without_overlap_there_are_no_hooks() -> None:
     run_local(2, no_overlap)
+
+
+def test_a_model_with_hooks_can_be_saved_and_copied(tmp_path: Any) -> None:
+    """What is loaded has hooks that know no optimizer."""
+
+    def body(comm: Communicator) -> None:
+        model = torch.nn.Linear(2, 2)
+        opt = ShardedAdamW(model.parameters(), process_group=comm, overlap_param_sync=True)
+        opt.prefetch_params(model)
+        model(torch.ones(1, 2)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        torch.save(model, tmp_path / "model")
+        loaded = torch.load(tmp_path / "model", weights_only=False)
+        for other in (loaded, copy.deepcopy(model)):
+            assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)))
+        opt.close()
+
+    run_local(1, body)

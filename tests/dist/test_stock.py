@@ -345,6 +345,40 @@ def test_over_processes(rank_pool: Any) -> None:
     assert_bitwise_equal(results[1], results[0])
 
 
+def test_stock_code_after_no_sync_was_left_by_an_exception() -> None:
+    """The gradients are this rank's alone, and so are those that come later unless the hooks are on again."""
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        p = nn.Parameter(torch.zeros(4))
+        opt = ShardedAdamW([p], process_group=comm)
+        with pytest.raises(KeyError), opt.no_sync():
+            (p * (1.0 + 6.0 * comm.rank)).sum().backward()  # 1 and 7
+            raise KeyError("from the loop")
+        assert type(p.grad) is ShardedGrad
+        (p * 2.0).sum().backward()
+        assert type(p.grad) is ShardedGrad
+        norms = float(clip_grad_norm_([p], 1e9)), float(opt.clip_grad_norm_(1e9))
+        opt.close()
+        return norms
+
+    assert run_local(2, body) == [(12.0, 12.0)] * 2  # the mean is 6
+
+
+def test_a_scaled_half_gradient_does_not_overflow() -> None:
+    def body(comm: Communicator) -> float:
+        p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        opt = ShardedAdamW([p], process_group=comm)
+        (p * 100.0).sum().backward()
+        p.grad.mul_(1 / 1024)
+        (p * 100.0).sum().backward()
+        grad = opt.full_grad(p)
+        assert grad is not None
+        opt.close()
+        return float(grad[0])
+
+    assert run_local(1, body)[0] == pytest.approx(100 + 100 / 1024, rel=1e-3)
+
+
 def test_a_model_is_compiled_while_gradients_are_sharded() -> None:
     """torch describes a parameter's gradient when it compiles what uses the parameter, and reads nothing of it."""
 

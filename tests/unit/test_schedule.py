@@ -325,7 +325,7 @@ def test_a_static_graph_needs_no_notes_of_others() -> None:
 
 @pytest.mark.parametrize(
     "gradients, at_once, at_end",
-    [((0, 2), [2], 1), ((0, 1, 0), [0], 0), ((1,), [], 0), ((0, 1), [], -1), ((0, 0, 1), [], -1), ((), [], -1)],
+    [((0, 2), [2], 1), ((0, 1, 0), [0], 0), ((1,), [], 0), ((0, 1), [], -1), ((0, 0, 1), [], -1), ((), [], 0)],
 )
 def test_what_breaks_the_promise_of_a_static_graph_is_found(
     gradients: tuple[int, ...], at_once: list[int], at_end: int
