@@ -154,6 +154,7 @@ def read_all(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_whatever_reads_a_parameter_sees_the_last_step(world: int) -> None:
+    """P2: evaluation, `state_dict`, moving averages, direct reads."""
     run_local(world, read_all)
 
 

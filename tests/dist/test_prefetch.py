@@ -136,6 +136,7 @@ ATTACH = [None, attach_model, attach_twice, attach_a_part, attach_on_one_rank]
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_forward_sees_a_stale_weight(world: int) -> None:
+    """P1: modules in another order, skipped, used twice, and weights used by other modules."""
     expected = run_local(world, train, False, None)
     for attach in ATTACH if world == 2 else ATTACH[:2]:
         assert_bitwise_equal(run_local(world, train, True, attach), expected, f"{attach}")
@@ -304,6 +305,7 @@ def fail_in_forward(comm: Communicator, overlaps: bool) -> list[Tensor]:
 
 
 def test_an_exception_in_forward_leaves_nothing_behind() -> None:
+    """P4."""
     assert_bitwise_equal(run_local(2, fail_in_forward, True), run_local(2, fail_in_forward, False))
 
 
@@ -328,6 +330,7 @@ def step_without_forward(comm: Communicator, overlaps: bool) -> list[Tensor]:
 
 
 def test_a_step_waits_for_what_nobody_has_read() -> None:
+    """P5."""
     assert_bitwise_equal(run_local(2, step_without_forward, True), run_local(2, step_without_forward, False))
 
 

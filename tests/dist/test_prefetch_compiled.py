@@ -159,6 +159,7 @@ def train_compiled(rank: int, world: int, ways: list[tuple[Compile, bool]]) -> N
 
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)], ids=["ways", "more ways"])
 def test_compiled_forwards_are_never_stale(rank_pool: Any, ways: list[tuple[Compile, bool]]) -> None:
+    """P3."""
     rank_pool(2).run(train_compiled, ways, timeout_s=120)
 
 
