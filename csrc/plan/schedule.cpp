@@ -65,7 +65,6 @@ Schedule::Schedule(std::vector<std::vector<int>> buckets_of, int bucket_count, b
   }
   last_held_.assign(buckets_of_.size(), 0);
   due_.assign(buckets_of_.size(), 1);
-  last_arrived_.assign(buckets_of_.size(), 1);
   begin_window();
 }
 
@@ -319,9 +318,8 @@ void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* firs
     if (agreement.held[param]) {
       last_held_[param] = window_;
     }
-    if (arrived_[param]) {
-      due_[param] = is_static_ ? arrived_[param] : std::min(arrived_[param], last_arrived_[param]);
-      last_arrived_[param] = arrived_[param];
+    if (arrived_[param] && is_static_ && !is_learnt_) {
+      due_[param] = arrived_[param];
     }
   }
   if (is_static_ && !is_learnt_ && agreement.is_dirty_on_all) {

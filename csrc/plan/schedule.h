@@ -14,9 +14,7 @@
 //
 // So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
 //
-// What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows, and of each
-// as many gradients as this rank had of it in both of the last windows (a weight that is shared, or checkpointed
-// reentrantly, gets several in one backward). A parameter that nobody uses therefore holds nothing up, and one that returns goes through
+// What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows. A parameter that nobody uses therefore holds nothing up, and one that returns goes through
 // the late round once.
 //
 // A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and
@@ -29,7 +27,8 @@
 //
 // [Note: static graph] Where every window has the gradients of the first one, there is nothing to agree on: after the
 // first window (in which every rank has some: a rank without any could not tell a window that others have begun) each
-// rank knows what all the notes say. `find_deviation` tells the parameter that breaks the promise.
+// rank knows what all the notes say, and waits for as many gradients of a parameter as there were then (a weight that
+// is shared, or checkpointed reentrantly, gets several in one backward). `find_deviation` tells the parameter that breaks the promise.
 #pragma once
 
 #include <cstdint>
@@ -156,8 +155,7 @@ class Schedule {
   int deviating_ = -1;
   int64_t window_ = 0;
   std::vector<int64_t> last_held_;  // the window in which any rank used the parameter last
-  std::vector<int> due_;            // how many gradients of it to wait for
-  std::vector<int> last_arrived_;   // how many there were the last time
+  std::vector<int> due_;            // how many gradients of it to wait for; 1 unless the graph is static
   // Of this window:
   std::vector<uint8_t> expected_;
   std::vector<int> missing_;  // of each bucket: how many parameters it waits for

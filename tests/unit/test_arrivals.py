@@ -120,8 +120,8 @@ def test_the_gradient_that_fills_a_bucket_launches_it() -> None:
     def body(comm: Communicator) -> None:
         rank = Rank(comm, small_params())
         launched: list[int] = []
-        launch = rank.sync._launch
-        rank.sync._launch = lambda action: launched.append(action.bucket) or launch(action)  # type: ignore[method-assign]
+        launch = rank.sync.launcher.launch
+        rank.sync.launcher.launch = lambda action: launched.append(action.bucket) or launch(action)  # type: ignore[method-assign]
         for index in range(4):
             assert launched == []
             rank.backward(index)
