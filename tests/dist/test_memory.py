@@ -168,11 +168,9 @@ def expect_windows(
     pool = parts.grads.launcher.pool
     at_rest = pool.stats()
     most = most_leased = late_count = 0
-    last: dict[int, int] = {}
-    due: dict[int, int] = {}
     for window in range(4):
         arrivals = arrivals_of(seed, window, parts.grid.rank, parts.grid.size, meet is not None)
-        formula = memory.BucketMemory(sizes, limit, overlap=overlap, slots=slots, due=due)
+        formula = memory.BucketMemory(sizes, limit, overlap=overlap, slots=slots)
         for index in arrivals:
             (params[index] * 0.5).sum().backward()
             formula.gradient(index)
@@ -188,9 +186,6 @@ def expect_windows(
         if any(count for count, *_ in everyone):  # else there is nothing to reduce
             formula.close({number for _, *late in everyone for number in late})
         opt.zero_grad()
-        arrived = {index: arrivals.count(index) for index in arrivals}
-        due |= {index: min(count, last.get(index, 1)) for index, count in arrived.items()}
-        last |= arrived
         most, most_leased = max(most, formula.peak_bytes), max(most_leased, formula.peak_leased_bytes)
         stats = pool.stats()
         assert stats.live_leases == at_rest.live_leases and stats.live_bytes == at_rest.live_bytes
