@@ -97,7 +97,7 @@ class ShardedAdamW(Optimizer):
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
-        NotImplementedError: an option that is planned but not there yet, by name.
+        NotImplementedError: ``capturable=True`` over several ranks.
         RuntimeError: ranks disagree on the parameters or options.
     """
 
