@@ -106,6 +106,11 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 raise ValueError(
                     f"parameter {name!r} is on {param.device}, others on {others}; all must be on one device"
                 )
+            if param.grad_dtype not in (None, param.dtype):
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder cannot be its p.grad; "
+                    "set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype is what they are summed in)"
+                )
             granularity = _granularity(group, param, name)
             index = len(known) + len(infos)
             infos.append(ParamInfo(index, name, param, g, granularity, param.dtype, param.stride(), param.device))

@@ -101,23 +101,24 @@ class FlatParams:
         pairs = zip(self._slots, self.infos, strict=True)
         return [info.index for slot, info in pairs if info.param.data_ptr() != slot.data_ptr()]
 
-    def rebind_moved(self) -> list[int]:
-        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``): D13. Returns their indices.
-
-        Memory of the same dtype, device and shape is copied into the flat buffer and the parameter bound to it again;
-        anything else is a RuntimeError that names the parameter, because training it would silently do nothing.
-        """
-        moved = []
+    def expect_bindable(self, moved: Sequence[int]) -> None:
+        """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device
+        or shape, and training the buffer would silently do nothing to it."""
         for slot, info in zip(self._slots, self.infos, strict=True):
             param = info.param
-            if param.data_ptr() == slot.data_ptr():
-                continue
-            if (param.dtype, param.device, param.shape) != (slot.dtype, slot.device, slot.shape):
+            if info.index in moved and (param.dtype, param.device, param.shape) != (
+                slot.dtype,
+                slot.device,
+                slot.shape,
+            ):
                 expect_same_memory_kind(info, slot.shape, slot.stride())
-            slot.copy_(param.data)
-            param.data = slot
-            moved.append(info.index)
-        return moved
+
+    def rebind(self, moved: Sequence[int]) -> None:
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``), with their values: D13."""
+        for slot, info in zip(self._slots, self.infos, strict=True):
+            if info.index in moved:
+                slot.copy_(info.param.data)
+                info.param.data = slot
 
     def release(self) -> None:
         """Gives every parameter memory of its own again and ends the lease."""

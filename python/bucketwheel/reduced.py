@@ -316,8 +316,16 @@ class ReducedGrads:
         if self.replicate is not None:
             of_replicas = self.replicate.exchange(array.array("d", [float(others)]).tobytes())
             others = torch.stack([self._vector(found) for found in of_replicas]).amax()
-        has_nonfinite = not bool(torch.isfinite(self.sums_of_squares()).all())
-        return torch.clamp(others, min=float(has_nonfinite)).to(found.dtype)
+        wide = self._wide()
+        is_finite = bool(torch.isfinite(self.sums_of_squares().masked_fill(self._chosen(wide), 0.0)).all())
+        if wide:
+            is_finite &= bool(torch.isfinite(self.norm_tensor(wide, math.inf)).all())
+        return torch.clamp(others, min=float(not is_finite)).to(found.dtype)
+
+    def _wide(self) -> list[int]:
+        """Parameters whose gradients are finite where their squares may not be."""
+        pairs = zip(self._params, self._content, strict=True)
+        return [p.info.index for p, has_content in pairs if has_content and p.info.dtype == torch.float64]
 
     def clamp(self, index: int, low: float | None, high: float | None) -> None:
         """Limits what everybody sees to [low, high]."""

@@ -237,4 +237,11 @@ class ReducedGradsCuda(ReducedGrads):
         others = self._gather(found.reshape(1)).amax()
         if self.replicate is not None:
             others = self._gather(others.reshape(1), self.replicate).amax()
-        return torch.maximum(others, (~torch.isfinite(self._sums_by_rank()).all()).to(found.dtype))
+        wide = self._wide()
+        narrow_sums = self._sums_by_rank()
+        if wide:
+            narrow_sums = narrow_sums.masked_fill(self._uploads.mask("wide", len(self._params), wide).bool(), 0.0)
+        is_finite = torch.isfinite(narrow_sums).all()
+        if wide:
+            is_finite = is_finite & torch.isfinite(self.norm_tensor(wide, math.inf)).all()
+        return torch.maximum(others, (~is_finite).to(found.dtype))

@@ -6,6 +6,7 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -250,9 +251,9 @@ class ShardedEngine:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        moved = self._find_moved()
         self.grads.close("step")
-        self.param_sync()
-        self._follow_edits()
+        self._follow_edits(moved)
         used = self.grads.held
         order = self._gathers.order()  # what the next forward needs first goes first
         try:
@@ -275,17 +276,31 @@ class ShardedEngine:
             if info.param._version != ours
         }
 
-    def _follow_edits(self) -> None:
-        """Binds moved parameters again (D13); reads masters again where a parameter was written to since our last write.
+    def _find_moved(self) -> list[list[int]]:
+        """Parameters of each space whose memory was replaced. RuntimeError on all ranks if one cannot come back: D13."""
+        self.param_sync()
+        moved = [space.flat.moved() for space in self._spaces]
+        if any(moved):
+            try:
+                for space, ours in zip(self._spaces, moved, strict=True):
+                    space.flat.expect_bindable(ours)
+            except RuntimeError as error:
+                self.grads.refuse(str(error))
+        return moved
+
+    def _follow_edits(self, moved: Sequence[Sequence[int]]) -> None:
+        """Binds ``moved`` parameters again; reads masters again where a parameter was written to since our last write.
 
         Or RuntimeError on all ranks where that is asked for, and nothing is read.
         """
         edited = self._edited()
         if self.options.on_external_update == "error":
             known = (index for index in edited if self._versions[index] != _UNKNOWN_VERSION)
-            moved = (index for space in self._spaces for index in space.flat.moved())
-            self._expect_no_edit(min([*known, *moved], default=-1))
-        edited.update(index for space in self._spaces for index in space.flat.rebind_moved())
+            self._expect_no_edit(min([*known, *itertools.chain(*moved)], default=-1))
+        for space, ours in zip(self._spaces, moved, strict=True):
+            if ours:
+                space.flat.rebind(ours)
+                edited.update(ours)
         if self.options.on_external_update == "ignore":  # but what follows a loaded state is no edit
             edited = {index for index in edited if self._versions[index] == _UNKNOWN_VERSION}
         for space in self._spaces if edited else ():
@@ -302,11 +317,10 @@ class ShardedEngine:
                 )
 
     def reload_masters(self) -> None:
-        self.param_sync()
-        edited = set(range(len(self.infos)))
-        for space in self._spaces:
-            space.flat.rebind_moved()
-            space.read_master(edited, whole=True)
+        everything = set(range(len(self.infos)))
+        for space, moved in zip(self._spaces, self._find_moved(), strict=True):
+            space.flat.rebind(moved)
+            space.read_master(everything, whole=True)
         self._versions = [info.param._version for info in self.infos]
 
     def follow_loaded_state(self) -> None:

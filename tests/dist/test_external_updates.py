@@ -175,6 +175,44 @@ def test_a_reloaded_parameter_is_the_weight(world: int | None) -> None:
     on_ranks(world, body)
 
 
+@pytest.mark.parametrize("how", ["resync", "ignore", "error"])
+def test_a_parameter_that_cannot_come_back_is_refused_on_all_ranks(how: str) -> None:
+    """One rank has converted a parameter, and replaced another one: nobody steps, and once it is put right all do."""
+
+    def body(comm: Communicator) -> list[Any]:
+        run = run_of(comm, torch.float32, on_external_update=how)
+        before = [p.detach().clone() for p in run.params]
+        run.backward(1)
+        if comm.rank == 1:
+            run.params[0].data = run.params[0].data.clone()
+            run.params[3].data = run.params[3].data.bfloat16()
+        text = "parameter 'weight3' was torch.float32.*is torch.bfloat16.*by rank: step, refused"
+        with pytest.raises(RuntimeError, match=text if comm.rank == 1 else "different things .*: step, refused"):
+            run.opt.step()
+        if comm.rank == 1:
+            run.params[3].data = before[3].clone()
+        assert_bitwise_equal([p.detach() for p in run.params], before)
+        if how == "error":
+            with pytest.raises(RuntimeError, match="'weight0' was modified on rank 1"):
+                run.opt.step()
+            run.opt.reload_master_params()
+        run.opt.step()
+        assert not run.opt._engine._find_moved()[0], "all are in flat memory again"
+        values = [p.detach().clone() for p in run.params]
+        run.opt.close()
+        return values
+
+    def undisturbed(comm: Communicator) -> list[Any]:
+        run = run_of(comm, torch.float32)
+        run.backward(1)
+        run.opt.step()
+        return [p.detach() for p in run.params]
+
+    expected = run_local(2, undisturbed)
+    for values in run_local(2, body):
+        assert_bitwise_equal(values, expected[0])
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="on_external_update must be 'resync', 'error' or 'ignore', got 'follow'"):
         ShardedAdamW(make_params(), on_external_update="follow")

@@ -408,6 +408,26 @@ def test_stock_grad_scaler_unscales_and_skips() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("bad", [None, float("nan")])
+def test_float64_gradients_whose_squares_overflow_are_no_overflow(bad: float | None) -> None:
+    def body(rank: int, comm: Communicator) -> list[torch.Tensor]:
+        params = [torch.nn.Parameter(torch.ones(n, dtype=d)) for n, d in ((7, torch.float64), (5, torch.float32))]
+        opt = bw.ShardedAdamW(params, lr=0.1, process_group=comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        large = torch.full((7,), 1e200, dtype=torch.float64)
+        if bad is not None and rank == 1:
+            large[2] = bad
+        scaler.scale((params[0] * large).sum() + params[1].sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if bad is None else 2.0)
+        return [p.detach().clone() for p in params]
+
+    for got, expected in zip(in_world(2, True, body), in_world(2, False, body), strict=True):
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+
+
 CLIPS: dict[str, Callable[[Any, list[torch.nn.Parameter]], Any]] = {
     "own": lambda opt, params: [opt.clip_grad_norm_(0.3, norm) for norm in (2.0, float("inf"), 1.0, 3.0)],
     "own, a part": lambda opt, params: opt.clip_grad_norm_(0.3, parameters=params[:2]),

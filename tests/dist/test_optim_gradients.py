@@ -272,6 +272,13 @@ def test_g13_a_dtype_that_excludes_placeholders_is_refused() -> None:
         (param * 2).sum().backward()
         opt.step()
 
+        other = Parameter(torch.ones(3))
+        other.grad_dtype = torch.float64
+        with pytest.raises(
+            ValueError, match=r"'bias' is torch.float32 and has grad_dtype=torch.float64.*grad_dtype = None"
+        ):
+            ShardedAdamW([("bias", other)], process_group=comm)
+
     run_local(2, body)
 
 

@@ -270,6 +270,29 @@ def test_one_bad_element_on_any_rank_in_a_shard_of_any_other_stops_all(world: in
     assert size == 1 or sum(foreign for _, foreign, _ in results) > len(SHAPES)
 
 
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_float64_gradients_whose_squares_overflow_are_no_overflow(bad: float | None) -> None:  # A6
+    """As torch has it, which looks at elements."""
+
+    def flow(comm: Communicator | None) -> Any:
+        rank, world = (comm.rank, comm.size) if comm else (0, 1)
+        params = [Parameter(torch.ones(7, dtype=torch.float64)), Parameter(torch.ones(5))]
+        opt = ShardedAdamW(params, lr=0.1, process_group=comm)
+        scaler = grad_scaler(init_scale=4.0)
+        large = torch.full((7,), 1e200, dtype=torch.float64)
+        if bad is not None and rank == world - 1:
+            large[2] = bad
+        scaler.scale((params[0] * large).sum() + params[1].sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        return scaler.get_scale(), [p.detach() for p in params]
+
+    expected = flow(None)
+    assert expected[0] == (4.0 if bad is None else 2.0)
+    for result in run_local(2, flow):
+        assert_bitwise_equal(result, expected)
+
+
 def train_under_a_scaler(rank: int, world: int) -> Any:
     """20 steps of DDP with AdamW, and of ours, each with a scaler that grows every third step; four steps overflow."""
     left = []
