@@ -132,6 +132,13 @@ inline void bind_schedule(py::module_& m) {
           py::arg("agreement"))
       .def_property_readonly("is_learnt", &Schedule::is_learnt)
       .def(
+          "is_private",
+          [](const Schedule& self, int param) {
+            expect_param(self, param);
+            return self.is_private(param);
+          },
+          py::arg("param"))
+      .def(
           "assume",
           [](const Schedule& self, std::string_view held, std::string_view older, std::string_view factors) {
             return self.assume(flags_of(self, held), flags_of(self, older), factors_of(self, factors));

@@ -247,9 +247,11 @@ void Schedule::agree_on_flags(std::span<const std::string_view> notes, Agreement
     }
   }
   agreement->held.resize(params);
+  agreement->common.resize(params);
   for (size_t param = 0; param < params; ++param) {
     agreement->held[param] = (any[param] & kHeld) != 0;
-    agreement->is_uneven = agreement->is_uneven || ((any[param] & kHeld) != 0 && (all[param] & kHeld) == 0);
+    agreement->common[param] = (all[param] & kHeld) != 0;
+    agreement->is_uneven = agreement->is_uneven || agreement->held[param] != agreement->common[param];
     const bool is_void = (any[param] & kVoid) != 0;
     if ((is_void && stays[param]) || ((any[param] ^ all[param]) & kOlder) != 0) {
       agreement->conflicts.push_back(static_cast<int>(param));
@@ -325,6 +327,7 @@ void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* firs
   if (is_static_ && !is_learnt_ && agreement.is_dirty_on_all) {
     static_own_ = stored_;
     static_held_ = agreement.held;
+    static_common_ = agreement.common;
     is_learnt_ = true;
   }
   deviating_ = -1;

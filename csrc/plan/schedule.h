@@ -68,6 +68,7 @@ struct Agreement {
   bool is_complete = false;       // every rank had launched every bucket before the window was closed
   bool is_uneven = false;         // a parameter of `held` had no gradient on some rank, which could not list it
   std::vector<uint8_t> held;      // per parameter: has any rank a gradient
+  std::vector<uint8_t> common;    // per parameter: has every rank one
   std::vector<int> voided;        // parameters whose first round is dropped
   std::vector<int> late;          // buckets with a late round
   std::vector<int> conflicts;     // parameters that some ranks replaced or dropped and others did not: an error
@@ -137,6 +138,9 @@ class Schedule {
   // As the window closes, or as it is asked for gradients that no window has brought: a parameter whose gradients are
   // not those of the first window, else -1.
   int find_deviation(Flags held) const;
+  // Whether ranks without this gradient would have to be told of a factor for it, and cannot be: until the window
+  // closes, unless they have an older one.
+  bool is_private(int param) const { return is_learnt() && is_dirty_ && !static_common_[param]; }
 
  private:
   void begin_window();
@@ -150,8 +154,9 @@ class Schedule {
   std::vector<int> first_bucket_;  // of each parameter; past all of them without elements
   bool is_static_;
   bool is_learnt_ = false;
-  std::vector<uint8_t> static_own_;   // what this rank had gradients of in the first window
-  std::vector<uint8_t> static_held_;  // what any rank had
+  std::vector<uint8_t> static_own_;     // what this rank had gradients of in the first window
+  std::vector<uint8_t> static_held_;    // what any rank had
+  std::vector<uint8_t> static_common_;  // what every rank had
   int deviating_ = -1;
   int64_t window_ = 0;
   std::vector<int64_t> last_held_;  // the window in which any rank used the parameter last

@@ -88,6 +88,13 @@ class GradAgreement:
         everyone = [other.split(b":", 1)[0] for other in self._comm.exchange(b"refused:")]
         raise RuntimeError(f"{text} (by rank: {', '.join(str(other, 'utf-8') for other in everyone)})")
 
+    def refuse_private(self, what: str, indices: Sequence[int]) -> NoReturn:
+        """RuntimeError on all ranks: [Note: static graph] those without these gradients would never hear of it."""
+        self.refuse(
+            f"static_graph=True: cannot {what} the gradients of {self._names(indices)}, which some ranks do not have, before they are "
+            "reduced; call optimizer.grad_sync() first, on all ranks"
+        )
+
     def break_promise(self, index: int) -> NoReturn:
         """[Note: static graph] There is no agreement in which the other ranks would be told, so they are told at once."""
         text = (

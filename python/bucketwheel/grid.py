@@ -255,7 +255,9 @@ class Grid:
         return sum(partial.lease.nbytes for partial in self._partials)
 
     def release(self) -> None:
-        """Gives the memory of partial sums back."""
+        """Gives the memory of partial sums back. What is not issued to the end never will be."""
+        for reduction in self._waiting:
+            reduction._partial.used_by = reduction.steps[-1]
         self._waiting.clear()
         for partial in self._partials:
             partial.lease.release(after=partial.used_by)

@@ -318,6 +318,10 @@ class GradSync:
         with self._lock:
             if not isinstance(factor, Tensor) or self.comm.device == CPU:
                 factor = float(factor)
+            content = self.reduced.content
+            unknown = [i for i in indices if self._schedule.is_private(i) and not content[i] and i not in self._kept]
+            if unknown:
+                self._agreement.refuse_private("scale", unknown)
             for index in indices:
                 if index in self._kept:
                     self._kept[index].mul_(factor)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from optim_twins import TINY, Run, assert_as_local, make_params, run_local
+from optim_twins import TINY, Run, assert_as_local, dyadic, make_params, run_local, share
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.dist
 
@@ -168,3 +169,46 @@ def test_a_deviation_raises_on_all_ranks_and_names_the_parameter(
         )
 
     run_local(world, body)
+
+
+def scale_early(run: Run) -> None:
+    """Rank 1 owns parts of parameter 3, has no gradient of it, and would not hear of the factor."""
+    run.backward(9, used={0, 3} if run.rank == 0 else {0})
+    grad = run.params[3].grad
+    if grad is not None:
+        grad.mul_(0.5)
+    run.opt.step()
+
+
+def test_a_gradient_that_some_ranks_do_not_have_is_scaled_once_it_is_reduced() -> None:
+    """By all of them then. Before, it is refused on all: the ranks without it would never hear of the factor."""
+
+    def body(comm: Communicator) -> list[Any]:
+        params = make_params()
+        named = [(f"weight{i}", p) for i, p in enumerate(params)]
+        run = Run(ShardedAdamW(named, process_group=comm, static_graph=True, **TINY), params, comm.rank, comm.size)
+        for step in range(3):
+            run.backward(step, used={0, 3} if comm.rank == 0 else {0})
+            params[0].grad.mul_(0.5)  # type: ignore[union-attr]
+            if step:
+                run.opt.grad_sync()
+            if step or comm.rank == 0:
+                params[3].grad.mul_(0.5)  # type: ignore[union-attr]
+            run.see_grads()
+            run.step()
+        seen = run.seen
+        with pytest.raises(
+            RuntimeError, match=r"cannot scale the gradients of 'weight3', .* call optimizer.grad_sync\(\)"
+        ):
+            scale_early(run)
+            run.opt.step()
+        return seen
+
+    results = run_local(2, body)
+    for step in range(3):
+        whole = dyadic(make_params(), step)
+        first = share(whole, 0, 2)
+        for seen in results:
+            grads = seen[len(whole) * step : len(whole) * (step + 1)]
+            assert_bitwise_equal(grads[0], whole[0] * 0.5)
+            assert_bitwise_equal(grads[3], first[3] * 0.25)

@@ -4,9 +4,11 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,25 +20,39 @@ using namespace bucketwheel;
 
 namespace {
 
-using Key = std::pair<int, int>;  // parameter, bucket: its part of a gradient is one integer
-using Sums = std::map<Key, int64_t>;
+using Key = std::pair<int, int>;  // parameter, bucket: its part of a gradient is one number
+using Sums = std::map<Key, double>;
 
 struct Layout {
   std::vector<std::vector<int>> buckets_of;
   int bucket_count = 1;
 };
 
-// One rank: carries actions out on integers.
+// One rank: carries actions out on numbers, and does to gradients of earlier windows and to factors what hooks.py does.
 struct Rank {
   Rank(const Layout& layout, bool is_static)
       : layout(layout),
         schedule(layout.buckets_of, layout.bucket_count, is_static),
-        held(layout.buckets_of.size(), 0) {}
+        held(layout.buckets_of.size(), 0),
+        content(layout.buckets_of.size(), 0),
+        factors(layout.buckets_of.size(), 1.0) {}
 
-  void gradient(int param, bool replaces, bool launch, int64_t value) {
-    const bool is_quick = !replaces && schedule.is_first(param);
+  // Added to what p.grad holds, or instead of it if p.grad was None.
+  void gradient(int param, bool launch, double value) {
+    const auto i = static_cast<size_t>(param);
+    const bool adds = held[i], was_open = is_open;
+    if (!is_open) {
+      open_window(adds ? -1 : param, {});
+    }
+    const bool replaces = !adds && (schedule.has_stored(param) || (was_open && content[i]));
+    if (adds) {
+      value /= factors[i];
+    } else {
+      factors[i] = 1.0;
+    }
+    const bool is_quick = was_open && !replaces && factors[i] == 1.0 && schedule.is_first(param);
     if (is_quick && launch) {  // as native hooks do it
-      for (const int bucket : layout.buckets_of[static_cast<size_t>(param)]) {
+      for (const int bucket : layout.buckets_of[i]) {
         CHECK(memory.emplace(Key{param, bucket}, value).second);
       }
       if (schedule.arrive(param, true)) {
@@ -47,14 +63,50 @@ struct Rank {
     } else {
       const Actions actions = schedule.gradient(param, replaces, launch);
       for (const StoreAction& store : actions.stores) {
-        int64_t& place = (store.late ? late : memory)[{store.param, store.bucket}];
+        double& place = (store.late ? late : memory)[{store.param, store.bucket}];
         place = (store.add ? place : 0) + value;
       }
       for (const LaunchAction& launch_now : actions.launches) {
         send(launch_now);
       }
     }
-    held[static_cast<size_t>(param)] = 1;
+    held[i] = 1;
+  }
+
+  // Sums of this window are added to what was there: that gets what is pending for it, all but `remaining`.
+  void open_window(int arriving, std::span<const double> remaining) {
+    is_open = true;
+    for (size_t i = 0; i < held.size(); ++i) {
+      const double rest = remaining.empty() ? 1.0 : remaining[i];
+      if (content[i] && (static_cast<int>(i) == arriving || !held[i])) {
+        content[i] = 0;
+        factors[i] = 1.0;
+      }
+      for (auto& [key, sum] : shard) {
+        if (static_cast<size_t>(key.first) == i) {
+          sum *= content[i] ? factors[i] / rest : 0.0;
+        }
+      }
+      factors[i] = content[i] ? rest : factors[i];
+    }
+  }
+
+  void scale(size_t param, double factor) { factors[param] *= held[param] ? factor : 1.0; }
+
+  // Whether earlier windows left something that nobody has dropped here.
+  std::vector<uint8_t> older() const {
+    std::vector<uint8_t> out(held.size());
+    std::transform(held.begin(), held.end(), content.begin(), out.begin(), std::bit_and<uint8_t>());
+    return out;
+  }
+
+  void zero_grad() {
+    schedule.discard();
+    late.clear();
+    std::fill(held.begin(), held.end(), 0);
+    if (is_open) {
+      std::fill(factors.begin(), factors.end(), 1.0);
+    }
   }
 
   void send(const LaunchAction& launch) {
@@ -74,10 +126,20 @@ struct Rank {
     sent.emplace_back(std::pair(launch.bucket, launch.late), std::move(part));
   }
 
+  void settle(const Agreement& agreement) {
+    held = content = agreement.held;
+    for (size_t i = 0; i < held.size(); ++i) {
+      factors[i] = held[i] ? factors[i] : 1.0;
+    }
+  }
+
   Layout layout;
   Schedule schedule;
-  std::vector<uint8_t> held;
+  std::vector<uint8_t> held, content;
+  std::vector<double> factors;
+  bool is_open = false;
   Sums memory, late;
+  Sums shard;  // of the parts that this rank owns
   std::vector<std::pair<std::pair<int, bool>, Sums>> sent;
 };
 
@@ -91,22 +153,33 @@ class Simulation {
       ranks_.emplace_back(layout_, is_static_);
       static_orders_.push_back(random_order({}));
     }
+    for (size_t param = 0; param < layout_.buckets_of.size(); ++param) {
+      for (const int bucket : layout_.buckets_of[param]) {
+        owner_of({static_cast<int>(param), bucket}).shard[{static_cast<int>(param), bucket}] = 0;
+      }
+    }
+    expected_.assign(layout_.buckets_of.size(), 0);
   }
 
   void run() {
-    for (int window = 0; window < 4; ++window) {
-      std::fill(expected_.begin(), expected_.end(), 0);
-      expected_.assign(layout_.buckets_of.size(), 0);
-      totals_.clear();
+    for (int window = 0; window < 5; ++window) {
       is_static_ ? static_window() : free_window();
+      scale_some(false);
       close();
-      for (Rank& rank : ranks_) {
-        std::fill(rank.held.begin(), rank.held.end(), 0);  // zero_grad
+      if (chance(0.3)) {
+        scale_some(false);
+        close();  // asked again
+      }
+      scale_some(false);
+      if (chance(0.6)) {
+        zero_grad();
+      } else {
+        ++kept;
       }
     }
   }
 
-  int64_t late_rounds = 0, replaced = 0, overlapped = 0;
+  int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
 
  private:
   int below(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random_); }
@@ -143,17 +216,55 @@ class Simulation {
     return order;
   }
 
-  void arrive(Rank& rank, int param, bool replaces, bool launch) {
-    const int64_t value = below(100) + 1;
+  Rank& owner_of(const Key& key) { return ranks_[static_cast<size_t>(key.first + key.second) % ranks_.size()]; }
+
+  bool is_held_everywhere(size_t param) const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [&](const Rank& rank) { return rank.held[param] != 0; });
+  }
+
+  void arrive(Rank& rank, int param, bool launch) {
+    const double value = below(100) + 1;
     expected_[static_cast<size_t>(param)] += value;
-    rank.gradient(param, replaces, launch, value);
+    rank.gradient(param, launch, value);
+  }
+
+  void zero_grad() {
+    for (Rank& rank : ranks_) {
+      rank.zero_grad();
+    }
+    std::fill(expected_.begin(), expected_.end(), 0);
+  }
+
+  void drop(size_t param) {
+    expected_[param] = 0;
+    for (Rank& rank : ranks_) {
+      rank.held[param] = 0;
+    }
+  }
+
+  // p.grad *= 2, wherever there is one; those that more gradients may come for only where all ranks have one.
+  void scale_some(bool only_common) {
+    for (size_t param = 0; param < expected_.size(); ++param) {
+      const bool is_refused = std::any_of(ranks_.begin(), ranks_.end(), [&](const Rank& rank) {
+        return rank.held[param] && !rank.content[param] && rank.schedule.is_private(static_cast<int>(param));
+      });
+      if (is_refused || (only_common && !is_held_everywhere(param)) || chance(0.7)) {
+        refused += is_refused;
+        continue;
+      }
+      const double factor = chance(0.5) ? 2.0 : 0.25;
+      expected_[param] *= factor;
+      for (Rank& rank : ranks_) {
+        rank.scale(param, factor);
+      }
+    }
   }
 
   // Every rank has its own gradients, the same in each window, in time or not.
   void static_window() {
     for (size_t r = 0; r < ranks_.size(); ++r) {
       for (const int param : static_orders_[r]) {
-        arrive(ranks_[r], param, false, true);
+        arrive(ranks_[r], param, true);
         CHECK(!ranks_[r].schedule.is_deviation(param));
       }
     }
@@ -164,44 +275,34 @@ class Simulation {
     std::set<int> restarted;
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && kind == 1) {
-        for (Rank& rank : ranks_) {
-          rank.schedule.discard();
-          rank.late.clear();
-          std::fill(rank.held.begin(), rank.held.end(), 0);
-        }
-        std::fill(expected_.begin(), expected_.end(), 0);
+        zero_grad();
         ++replaced;
       }
-      if (half == 1 && kind == 2) {
-        for (int param = 0; param < static_cast<int>(expected_.size()); ++param) {
-          const bool is_everywhere = std::all_of(
-              ranks_.begin(), ranks_.end(), [&](const Rank& rank) { return rank.held[static_cast<size_t>(param)]; });
-          if (is_everywhere && chance(0.5)) {
-            restarted.insert(param);
-            expected_[static_cast<size_t>(param)] = 0;
+      const bool are_open = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.is_open; });
+      if (half == 1 && kind == 2 && are_open) {
+        for (size_t param = 0; param < expected_.size(); ++param) {
+          if (is_held_everywhere(param) && chance(0.5)) {
+            restarted.insert(static_cast<int>(param));
+            drop(param);
             ++replaced;
           }
         }
+      }
+      if (half == 1 && are_open && chance(0.5)) {  // else a rank that begins later would disagree, which is an error
+        scale_some(true);
+        ++scaled_in_between;
       }
       for (Rank& rank : ranks_) {
         if (restarted.empty() && kind != 1 && chance(0.15)) {
           continue;  // skips this backward; not where another rank drops what it had by then, which is an error
         }
-        std::set<int> seen;
         for (const int param : random_order(kind == 1 ? std::set<int>{0} : restarted)) {
-          const bool is_restarted = restarted.contains(param) && !seen.contains(param);
-          const bool was_dropped = !rank.held[static_cast<size_t>(param)] || is_restarted;
-          arrive(rank, param, rank.schedule.has_stored(param) && was_dropped, chance(0.9));
-          seen.insert(param);
+          arrive(rank, param, chance(0.9));
         }
       }
     }
     if (chance(0.3)) {  // p.grad = None after backward, everywhere
-      const auto param = static_cast<size_t>(below(static_cast<int>(expected_.size())));
-      expected_[param] = 0;
-      for (Rank& rank : ranks_) {
-        rank.held[param] = 0;
-      }
+      drop(static_cast<size_t>(below(static_cast<int>(expected_.size()))));
     }
   }
 
@@ -219,12 +320,20 @@ class Simulation {
     }
     const std::vector<Agreement> agreements = agree();
     for (const Agreement& agreement : agreements) {
-      CHECK(agreement.conflicts.empty() && agreement.held == agreements.front().held);
+      CHECK(agreement.conflicts.empty() && agreement.scaled_apart.empty());
+      CHECK(agreement.held == agreements.front().held);
       CHECK(agreement.late == agreements.front().late || is_static_);
     }
     const Agreement& agreement = agreements.front();
     std::vector<std::vector<LaunchAction>> lates(ranks_.size());
     for (size_t r = 0; r < ranks_.size(); ++r) {
+      if (agreements[r].is_dirty) {
+        if (!ranks_[r].is_open) {
+          ranks_[r].open_window(-1, agreements[r].factors);
+        }
+        const std::vector<double>& agreed = agreements[r].factors;
+        ranks_[r].factors = agreed.empty() ? std::vector<double>(expected_.size(), 1.0) : agreed;
+      }
       std::vector<LaunchAction> first;
       ranks_[r].schedule.close(agreements[r], &first, &lates[r]);
       for (const LaunchAction& launch : first) {
@@ -235,7 +344,7 @@ class Simulation {
     reduce();
     for (const int param : agreement.voided) {
       for (const int bucket : layout_.buckets_of[static_cast<size_t>(param)]) {
-        totals_[{param, bucket}] = 0;
+        owner_of({param, bucket}).shard[{param, bucket}] = 0;
       }
     }
     late_rounds += static_cast<int64_t>(agreement.late.size());
@@ -248,8 +357,14 @@ class Simulation {
     for (size_t param = 0; param < expected_.size(); ++param) {
       CHECK(agreement.held[param] ==
             std::any_of(ranks_.begin(), ranks_.end(), [&](const Rank& rank) { return rank.held[param] != 0; }));
-      for (const int bucket : layout_.buckets_of[param]) {
-        CHECK((totals_[{static_cast<int>(param), bucket}]) == expected_[param]);
+    }
+    for (Rank& rank : ranks_) {
+      rank.settle(agreement);
+      rank.is_open = rank.is_open && !agreement.is_dirty;
+      CHECK(rank.factors == ranks_.front().factors);
+      for (const auto& [key, sum] : rank.shard) {
+        const auto param = static_cast<size_t>(key.first);
+        CHECK((agreement.held[param] ? sum * rank.factors[param] : 0) == expected_[param]);
       }
     }
   }
@@ -258,7 +373,7 @@ class Simulation {
     std::vector<std::vector<uint8_t>> notes;
     std::vector<std::string_view> views;
     for (const Rank& rank : ranks_) {
-      notes.push_back(rank.schedule.notes(rank.held, {}, {}));
+      notes.push_back(rank.schedule.notes(rank.held, rank.older(), rank.factors));
     }
     for (const std::vector<uint8_t>& note : notes) {
       views.emplace_back(reinterpret_cast<const char*>(note.data()), note.size());
@@ -266,7 +381,7 @@ class Simulation {
     std::vector<Agreement> agreements;
     for (const Rank& rank : ranks_) {
       CHECK(rank.schedule.find_deviation(rank.held) == -1);
-      agreements.push_back(rank.schedule.is_learnt() ? rank.schedule.assume(rank.held, {}, {})
+      agreements.push_back(rank.schedule.is_learnt() ? rank.schedule.assume(rank.held, rank.older(), rank.factors)
                                                      : rank.schedule.agree(views));
     }
     return agreements;
@@ -281,7 +396,7 @@ class Simulation {
       for (const Rank& rank : ranks_) {
         CHECK(rank.sent[i].first == ranks_.front().sent[i].first);
         for (const auto& [key, value] : rank.sent[i].second) {
-          totals_[key] += value;
+          owner_of(key).shard[key] += value;
         }
       }
     }
@@ -295,22 +410,25 @@ class Simulation {
   bool is_static_ = false;
   std::vector<Rank> ranks_;
   std::vector<std::vector<int>> static_orders_;
-  std::vector<int64_t> expected_;
-  Sums totals_;
+  std::vector<double> expected_;  // of each parameter: its gradient as everybody sees it
 };
 
 }  // namespace
 
 TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
-  int64_t late_rounds = 0, replaced = 0, overlapped = 0;
+  int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
   for (uint32_t seed = 0; seed < 10000; ++seed) {
     Simulation simulation(seed);
     simulation.run();
     late_rounds += simulation.late_rounds;
     replaced += simulation.replaced;
     overlapped += simulation.overlapped;
+    kept += simulation.kept;
+    scaled_in_between += simulation.scaled_in_between;
+    refused += simulation.refused;
   }
   CHECK(late_rounds > 10000 && replaced > 10000 && overlapped > 10000);  // it was what it says
+  CHECK(kept > 10000 && scaled_in_between > 10000 && refused > 1000);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
