@@ -57,6 +57,7 @@ PYTHON_LAYERS = [
         "rows",
         "rows_cuda",
         "space",
+        "step_bucket",
     ],
     ["foreign_step", "grad", "grad_owner", "newcomers", "hooks"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],

@@ -65,8 +65,9 @@ class BucketMemory:
 
     ``limit``: ``max_inflight_buckets``. ``overlap``: buckets are reduced when they are full, not at the window's end.
     ``slots``: how many bucket slots there are in registered memory, which does not count here; 0: none.
-    ``due``: how many gradients of a parameter a window brings, where that is not one. ``used``: the parameters that
-    had gradients lately, so that buckets wait for them (None: all).
+    ``due``: with ``static_graph=True``, how many gradients of each parameter this rank's first window had; buckets wait
+    for as many (None: for one of each). ``used``: the parameters that had gradients lately, so that buckets wait for
+    them (None: all).
     """
 
     def __init__(

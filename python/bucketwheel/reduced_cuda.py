@@ -30,13 +30,13 @@ class ReducedGradsCuda(ReducedGrads):
         comm: Communicator,
         average: float,
         param_count: int,
-        spans: int,
+        row_sums: Tensor,
         replicate: Communicator | None = None,
     ) -> None:
         super().__init__(comm, average, replicate)
         self._device = comm.device
         self.torch_device = torch_device(comm.device)
-        self.row_sums = self._new(spans).zero_()
+        self.row_sums = row_sums
         self._on_device = self._new(param_count).fill_(1.0)
         self._scaled: set[int] = set()  # parameters whose entry in _on_device may differ from 1
         self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _on_device is used

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ import torch
 from torch import Tensor
 
 from . import gather, inspection
-from ._build import native
-from .bucket import GradBucket, Part
-from .bucket_slots import BucketSlots
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
@@ -28,14 +24,14 @@ from .grid import Grid, grid_of
 from .hooks import GradSync
 from .newcomers import Newcomers
 from .owners import give_back, take
-from .plan import plan_buckets
 from .pool import Pool
 from .precision import Precision
-from .reduced import ReducedGrads, ShardPiece
+from .reduced import ReducedGrads
 from .reduced_cuda import ReducedGradsCuda
 from .rows import AdamRows
 from .rows_cuda import AdamRowsCuda
 from .space import Space
+from .step_bucket import cut_buckets, lease_slots
 
 __all__ = ["ShardedEngine", "ShardedOptions"]
 
@@ -125,15 +121,22 @@ class ShardedEngine:
         self.reduced: ReducedGrads
         if self.device == CPU:
             self._rows = AdamRows(self.steps, amsgrad=amsgrad)
-            self.reduced = ReducedGrads(self.comm, average, replicate)
         else:
             self._rows = AdamRowsCuda(self.steps, self.device, amsgrad=amsgrad)
-            self.reduced = ReducedGradsCuda(self.comm, average, len(self.infos), self._span_count(), replicate)
-        self._span_begin = 0  # of the next accumulator, in ReducedGradsCuda.row_sums
-        self._buckets: list[_StepBucket] = []
+        cut = cut_buckets(self._spaces, self.comm.rank, self.device, self._rows)
+        self._buckets = cut.buckets
+        if cut.row_sums is None:
+            self.reduced = ReducedGrads(self.comm, average, replicate)
+        else:
+            self.reduced = ReducedGradsCuda(self.comm, average, len(self.infos), cut.row_sums, replicate)
         self.states: list[dict[str, Tensor]] = []
-        self._make_buckets()
-        slots = self._make_slots() if self.comm.is_registered else None
+        for info in self.infos:
+            space = self._space_of(info.index)
+            self.reduced.add_param(info, space.packing, space.packed_at(info.index), cut.pieces[info.index])
+            self.states.append(space.state_of(info.index))
+        slots = None
+        if self.comm.is_registered:
+            slots = lease_slots(self.comm, self._spaces, self._buckets, self.options.max_inflight_buckets)
         if isinstance(self.grid, Grid):
             kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets)
             self.grid.prepare(kinds, self.options.max_inflight_buckets)
@@ -185,68 +188,8 @@ class ShardedEngine:
             state_pool=self._state_pool,
         )
 
-    def _make_buckets(self) -> None:
-        """Buckets of all spaces, in the order in which they would fill if gradients arrived from the last parameter on."""
-        packings = [space.packing for space in self._spaces]
-        plans = plan_buckets(packings, [space.indices for space in self._spaces], self.comm.rank)
-        pieces: dict[int, list[ShardPiece]] = {info.index: [] for info in self.infos}
-        for number, plan in enumerate(plans):
-            space, bucket, segments = self._spaces[plan.space], plan.bucket, plan.segments
-            params = space.indices
-            parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
-            shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
-            ranges = [(s.shard_begin - bucket.shard_begin, s.numel) for s in segments]
-            accumulator, places = self._accumulate_into(shard, [(begin, begin + numel) for begin, numel in ranges])
-            first_row = int(self._rows.table.rows)
-            for s in segments:
-                space.add_row(self._rows, s)
-            for place, s in zip(places, segments, strict=True):
-                piece = space.grad.narrow(0, s.shard_begin, s.numel)
-                pieces[space.indices[s.param]].append(ShardPiece(piece, accumulator, place))
-            numel = self.world * bucket.shard_numel
-            full = space.flat.flat.narrow(0, bucket.begin, numel)
-            grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
-            own = full.narrow(0, self.comm.rank * bucket.shard_numel, bucket.shard_numel)
-            self._buckets.append(_StepBucket(grads, full, own, first_row, first_row + len(segments)))
-        self._add_params(pieces)
-
-    def _make_slots(self) -> BucketSlots:
-        """Leases what gradients are reduced from, and registers it and the parameters' memory."""
-        sizes_bytes = [bucket.grads.nbytes for bucket in self._buckets]
-        slots = BucketSlots(self.comm.pool, sizes_bytes, self.options.max_inflight_buckets)
-        gather.expect_equal_places(self.comm, [*(space.flat.lease.place for space in self._spaces), *slots.places])
-        self.comm.register_pool()
-        if self.comm.gathers is not self.comm:
-            self.comm.gathers.register_pool()
-        return slots
-
-    def _span_count(self) -> int:
-        """How many sums of squares all accumulators together write, at most."""
-        count = 0
-        for space in self._spaces:
-            per_bucket = Counter(s.bucket for s in space.packing.segments(self.comm.rank))
-            for bucket in space.packing.buckets:
-                count += native().ShardAccumulatorCuda.max_spans(per_bucket[bucket.index])
-        return count
-
-    def _accumulate_into(self, shard: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
-        """The native accumulator of one bucket's shard, and the place of each range's sum of squares: `ShardPiece.row`."""
-        if not isinstance(self.reduced, ReducedGradsCuda):
-            return native().ShardAccumulator(shard, ranges), list(range(len(ranges)))
-        begin = self._span_begin
-        count = native().ShardAccumulatorCuda.max_spans(len(ranges))
-        self._span_begin += count
-        accumulator = native().ShardAccumulatorCuda(shard, ranges, self.reduced.row_sums.narrow(0, begin, count))
-        return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
-
     def _space_of(self, index: int) -> Space:
         return next(space for space in self._spaces if index in space)
-
-    def _add_params(self, pieces: dict[int, list[ShardPiece]]) -> None:
-        for info in self.infos:
-            space = self._space_of(info.index)
-            self.reduced.add_param(info, space.packing, space.packed_at(info.index), pieces[info.index])
-            self.states.append(space.state_of(info.index))
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -433,12 +376,3 @@ def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:
         raise RuntimeError(text)
 
     return refuse
-
-
-@dataclass(frozen=True)
-class _StepBucket:
-    grads: GradBucket
-    full: Tensor  # the bucket's parameters
-    own: Tensor  # this rank's part of them
-    first_row: int
-    last_row: int

@@ -1,97 +1,25 @@
-"""HSDP: states sharded over rows and replicated over columns leave the bits of sharding over all ranks."""
+"""HSDP: states sharded over rows and replicated over columns leave the bits of sharding over all ranks. Ranks are threads."""
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from dist.test_optim_cuda import batch, model_of, trained
-from dist.test_optim_nccl import simulated
-from grid_ranks import GRIDS, in_grid
-from optim_twins import TINY, Run, dyadic, joined_states, loss_of, make_params, run_local
+from grid_ranks import GRIDS, assert_equal_ranks, in_grid, on_flat, on_grid, windows
+from optim_twins import TINY, Run, dyadic, loss_of, make_params
 from torch import Tensor
 
-from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.grid import Grid
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.place import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal, run_threads
-from tests.simulated_cuda import Calls, posing
-
-Groups = dict[str, Communicator]  # what makes an optimizer one of these ranks
-
-
-def windows(run: Run) -> None:
-    """Everything that a window can be: accumulated, clipped, late, closed early, replaced, with unused parameters."""
-    run.backward(0)
-    run.clip(0.5)
-    run.step()
-    with run.opt.no_sync():
-        run.backward(1)
-    run.backward(2)
-    run.opt.grad_sync()
-    run.backward(3)
-    run.see_grads()
-    run.clip(0.05, float("inf"))
-    run.clip(0.3, 3.0)
-    run.step()
-    run.backward(4, used={0, 3, 6})
-    run.backward(5, used={1, 3})  # late
-    run.see(torch.nn.utils.clip_grad_norm_([p for p in run.params if p.grad is not None], 0.25))
-    run.step()
-    run.backward(6)
-    run.opt.zero_grad()
-    run.backward(7)  # replaces
-    run.opt.step()
-    run.opt.zero_grad()
-    run.backward(8, used={2, 8}, on={run.world - 1})  # the last rank alone
-    run.step()
-
-
-def play(script: Callable[[Run], None], rank: int, world: int, options: dict[str, Any], groups: Groups) -> Any:
-    """(parameters, what was seen, this rank's states) after a script."""
-    params = make_params(options.pop("dtype", torch.float32), seed=rank)
-    opt = ShardedAdamW(params, lr=0.02, weight_decay=0.1, **options, **groups)
-    run = Run(opt, params, rank, world)
-    script(run)
-    opt.param_sync()
-    saved = opt.state_dict()
-    opt.close()
-    for comm in groups.values():
-        comm.pool.check()
-        comm.pool.expect_no_leases()
-    return [p.detach().clone() for p in params], run.seen, saved
-
-
-def on_grid(shards: int, replicas: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> Any:
-        groups = {"process_group": shard, "replicate_group": replicate}
-        return play(script, rank, shards * replicas, dict(options), groups)
-
-    return in_grid(shards, replicas, body)
-
-
-def on_flat(world: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
-    return run_local(world, lambda comm: play(script, comm.rank, world, dict(options), {"process_group": comm}))
-
-
-def assert_equal_ranks(got: list[Any], expected: list[Any], shards: int, dtype: torch.dtype = torch.float32) -> None:
-    states = joined_states([saved for *_, saved in expected], make_params(dtype))
-    for rank, (params, seen, _) in enumerate(got):
-        assert_bitwise_equal(params, expected[0][0], f"parameters of rank {rank}")
-        assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
-    for first in range(0, len(got), shards):
-        row = joined_states([saved for *_, saved in got[first : first + shards]], make_params(dtype))
-        assert_bitwise_equal(row, states, f"states of the row of rank {first}")
-
+from tests.simulated_cuda import posing
 
 OPTIONS: list[dict[str, Any]] = [
     TINY,
@@ -374,142 +302,3 @@ def test_it_describes_itself_and_counts_its_memory() -> None:
     for described, found, reserved in in_grid(2, 2, body):
         assert found == reserved
         assert described.startswith("sharded over 2 ranks (local), replicated 2 times (local)\n")
-
-
-# --- CUDA, simulated --------------------------------------------------------------------------------------------------
-
-CUDA_CASES = [
-    (torch.float32, "none", {}),
-    (torch.float32, "own", {"overlap_param_sync": True, "max_inflight_buckets": 1}),
-    (torch.bfloat16, "stock", {"gradient_average": False}),
-    (torch.float32, "inf", {"overlap_grad_sync": False}),
-]
-
-
-def trained_on_grid(
-    rank: int, shard: Communicator, replicate: Communicator, dtype: torch.dtype, clip: str, options: dict[str, Any]
-) -> list[Tensor]:
-    return trained(rank, shard, dtype, clip, replicate_group=replicate, **options)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "clip", "options"),
-    [*(((2, 2), *case) for case in CUDA_CASES), *((shape, *CUDA_CASES[0]) for shape in ((1, 2), (2, 3)))],
-    ids=str,
-)
-def test_ranks_on_one_device_have_the_bits_of_the_cpu(
-    shape: tuple[int, int], dtype: torch.dtype, clip: str, options: dict[str, Any]
-) -> None:
-    expected = in_grid(*shape, trained_on_grid, dtype, clip, options)
-    with posing():
-        got = in_grid(*shape, trained_on_grid, dtype, clip, options, device="cuda")
-    for rank, tensors in enumerate(got):
-        assert_bitwise_equal(tensors, expected[rank], f"rank {rank}")
-
-
-def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
-    """Issuing behind an operation that peers have yet to issue would wait for them; they wait for this rank first."""
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, max_inflight_buckets=1, **TINY)
-        run = Run(opt, params, rank, 4)
-        for step in range(3):
-            if rank != 3:
-                run.backward(step)
-            shard.exchange(b"")  # as a loss that all ranks average between backward and step
-            replicate.exchange(b"")
-            if rank == 3:
-                run.backward(step)
-            run.step()
-        opt.close()
-
-    with posing():
-        in_grid(2, 2, body, device="cuda", timeout_s=30)
-    in_grid(2, 2, body, timeout_s=30)
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def torch_groups(rank: int, world: int, shards: int, backend: str = "gloo") -> dict[str, Any]:
-    """This rank's process groups of a grid, as a training script makes them."""
-    mine: dict[str, Any] = {}
-    for name, every in (
-        ("process_group", [list(range(first, first + shards)) for first in range(0, world, shards)]),
-        ("replicate_group", [list(range(place, world, shards)) for place in range(shards)]),
-    ):
-        for ranks in every:
-            group = dist.new_group(ranks, backend=backend)
-            if rank in ranks:
-                mine[name] = group
-    return mine
-
-
-def by_process_groups(rank: int, world: int, shards: int) -> list[Tensor]:
-    params = make_params(seed=rank)
-    opt = ShardedAdamW(params, lr=0.02, weight_decay=0.1, **torch_groups(rank, world, shards), **TINY)
-    run = Run(opt, params, rank, world)
-    windows(run)
-    opt.param_sync()
-    opt.close()
-    return [p.detach().clone() for p in params] + run.seen
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("shards", [2, 1, 4])
-def test_process_groups_of_one_host(rank_pool: Callable[[int], Any], shards: int) -> None:
-    expected = on_flat(4, windows, **TINY)
-    for rank, got in enumerate(rank_pool(4).run(by_process_groups, shards)):
-        assert_bitwise_equal(got, expected[0][0] + expected[0][1], f"rank {rank}")
-
-
-def over_nccl(rank: int, world: int, dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[Tensor]:
-    with simulated() as script:
-        groups = torch_groups(rank, world, 2)
-        shard_gathers, shard = Communicator.pair(groups["process_group"], timeout_s=30)
-        column_gathers, column = Communicator.pair(groups["replicate_group"], timeout_s=30)
-        with shard_gathers, shard, column_gathers, column:
-            out = trained(rank, shard, dtype, clip, replicate_group=column, **options)
-        assert script.fake_nccl_open_groups() == 0
-        return out
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "clip", "options"), [CUDA_CASES[0], CUDA_CASES[1], CUDA_CASES[3]], ids=str)
-def test_over_nccl(rank_pool: Callable[[int], Any], dtype: torch.dtype, clip: str, options: dict[str, Any]) -> None:
-    expected = in_grid(2, 2, trained_on_grid, dtype, clip, options)
-    for rank, got in enumerate(rank_pool(4).run(over_nccl, dtype, clip, options)):
-        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
-
-
-def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
-    """By torch's process groups; nothing blocks the host or allocates after the first steps."""
-    with simulated() as script, pytest.MonkeyPatch.context() as patch:
-        before = script.fake_nccl_live_comms()
-        if takes_turns:
-            patch.setattr(comm_nccl, "_is_launch_order_kept", False)
-            patch.setattr(warnings, "warn", lambda *_, **__: None)
-        model = model_of()
-        groups = torch_groups(rank, world, 2)
-        opt = ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004, max_inflight_buckets=1, **groups)
-        assert opt._engine.grid._takes_turns == takes_turns
-        for step in range(6):
-            calls = Calls()
-            model(batch(rank, step, torch.float32)).square().mean().backward()
-            opt.clip_grad_norm_(0.3)
-            opt.step()
-            opt.zero_grad()
-            if step >= 4:
-                found = calls.since()
-                blocking = ("stream_synchronize", "event_synchronize", "memcpy_blocking")
-                assert not any(found.get(name) for name in blocking), found
-                assert "malloc_device" not in found and "malloc_host" not in found, found
-        opt.close()
-        assert script.fake_nccl_live_comms() == before, "close() ends all four communicators"
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("takes_turns", [False, True])
-def test_over_nccl_backward_and_step_wait_for_nothing(rank_pool: Callable[[int], Any], takes_turns: bool) -> None:
-    rank_pool(4).run(free_running_over_nccl, takes_turns)

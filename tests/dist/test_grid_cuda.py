@@ -1,0 +1,67 @@
+"""A grid whose ranks are threads that share one simulated CUDA device: the bits of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dist.test_optim_cuda import trained
+from grid_ranks import in_grid
+from optim_twins import TINY, Run, make_params
+from torch import Tensor
+
+from bucketwheel.comm import Communicator
+from bucketwheel.optim import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+from tests.simulated_cuda import posing
+
+CUDA_CASES = [
+    (torch.float32, "none", {}),
+    (torch.float32, "own", {"overlap_param_sync": True, "max_inflight_buckets": 1}),
+    (torch.bfloat16, "stock", {"gradient_average": False}),
+    (torch.float32, "inf", {"overlap_grad_sync": False}),
+]
+
+
+def trained_on_grid(
+    rank: int, shard: Communicator, replicate: Communicator, dtype: torch.dtype, clip: str, options: dict[str, Any]
+) -> list[Tensor]:
+    return trained(rank, shard, dtype, clip, replicate_group=replicate, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "clip", "options"),
+    [*(((2, 2), *case) for case in CUDA_CASES), *((shape, *CUDA_CASES[0]) for shape in ((1, 2), (2, 3)))],
+    ids=str,
+)
+def test_ranks_on_one_device_have_the_bits_of_the_cpu(
+    shape: tuple[int, int], dtype: torch.dtype, clip: str, options: dict[str, Any]
+) -> None:
+    expected = in_grid(*shape, trained_on_grid, dtype, clip, options)
+    with posing():
+        got = in_grid(*shape, trained_on_grid, dtype, clip, options, device="cuda")
+    for rank, tensors in enumerate(got):
+        assert_bitwise_equal(tensors, expected[rank], f"rank {rank}")
+
+
+def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
+    """Issuing behind an operation that peers have yet to issue would wait for them; they wait for this rank first."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, max_inflight_buckets=1, **TINY)
+        run = Run(opt, params, rank, 4)
+        for step in range(3):
+            if rank != 3:
+                run.backward(step)
+            shard.exchange(b"")  # as a loss that all ranks average between backward and step
+            replicate.exchange(b"")
+            if rank == 3:
+                run.backward(step)
+            run.step()
+        opt.close()
+
+    with posing():
+        in_grid(2, 2, body, device="cuda", timeout_s=30)
+    in_grid(2, 2, body, timeout_s=30)
