@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from optim_twins import TINY, Run, make_params
 from torch import Tensor
 
 from bucketwheel.comm import Communicator
+from bucketwheel.errors import Error
+from bucketwheel.handle import Handle
 from bucketwheel.optim import ShardedAdamW
+from bucketwheel.pool import Lease
 from bucketwheel.testing import assert_bitwise_equal
 from tests.simulated_cuda import posing
 
@@ -65,3 +69,43 @@ def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
     with posing():
         in_grid(2, 2, body, device="cuda", timeout_s=30)
     in_grid(2, 2, body, timeout_s=30)
+
+
+class RecordedLease:
+    """Notes behind what a lease is given back, and does so."""
+
+    def __init__(self, lease: Lease, ends: list[Handle | None]) -> None:
+        self.lease = lease
+        self.ends = ends
+
+    def release(self, *, after: Handle | None = None) -> None:
+        self.ends.append(after)
+        self.lease.release(after=after)
+
+
+def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> None:
+    """A window that failed leaves reductions with an operation or two issued; these still write partial sums."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> int:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
+        run = Run(opt, params, rank, 4)
+        if rank != 3:
+            run.backward(0)
+        grid: Any = opt._engine.grid
+        last = [reduction.steps[-1] for reduction in grid._waiting]
+        ends: list[Handle | None] = []
+        for partial in grid._partials:
+            partial.lease = RecordedLease(partial.lease, ends)
+        grid.release()
+        assert set(last) <= set(ends)
+        shard.exchange(b"")  # all have looked
+        replicate.exchange(b"")
+        grid.abort("the test is over")
+        with contextlib.suppress(Error):
+            opt.close()
+        return len(last)
+
+    with posing():
+        waiting = in_grid(2, 2, body, device="cuda", timeout_s=30)
+    assert waiting[2] > 0 and waiting[3] == 0
