@@ -137,7 +137,7 @@ def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:
 def fresh_ranks(world: int, *, backend: str | None = "gloo", **env: str) -> RankPool:
     """Ranks of one test alone, over the fake NCCL: they may die, and are told things by the environment."""
     simulated_cuda.build()
-    return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env})
+    return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env}, forked=True)
 
 
 def die() -> None:

@@ -62,7 +62,7 @@ PYTHON_LAYERS = [
     ["foreign_step", "grad", "grad_owner", "newcomers", "hooks"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],
     ["optim", "shard", "state_dict"],
-    ["report", "testing", "doctor", "flight"],
+    ["_bitwise", "_fork_server", "report", "testing", "doctor", "flight"],
     ["__init__", "__main__"],
 ]
 # Decided in pure code: values in, values out, nothing of torch and nothing native.

@@ -33,6 +33,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from . import _fork_server
+from ._bitwise import assert_bitwise_equal
+from ._fork_server import ForkedProcess
+
 __all__ = ["RankFailed", "RankPool", "assert_bitwise_equal", "run_ranks", "run_threads"]
 
 # Python, torch and the rendezvous; generous, because a busy machine starts many ranks at once.
@@ -63,19 +67,20 @@ def run_ranks(
     backend: str | None = "gloo",
     env: dict[str, str] | None = None,
     expect_dead: Collection[int] = (),
+    forked: bool = False,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` fresh processes; return the results by rank.
 
     ``backend`` names the default process group each rank finds initialised (None: none). ``timeout_s`` bounds ``fn``,
-    without the start of the processes. Ranks in ``expect_dead`` must die (their result is None); the others go on.
+    without the start of the processes. ``forked``: see `RankPool`. Ranks in ``expect_dead`` must die (their result is None); the others go on.
     """
-    with RankPool(world_size, backend=backend, env=env) as pool:
+    with RankPool(world_size, backend=backend, env=env, forked=forked) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, expect_dead=expect_dead)
 
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     connection: multiprocessing.connection.Connection
     stacks: Path  # faulthandler writes here, on a crash and on SIGUSR1
 
@@ -109,13 +114,25 @@ class RankPool:
 
     Each run begins with the same torch seed and a garbage collection. A failed run or a death ends the processes; the
     next run starts new ones. ``run`` is ``submit`` and ``collect``; between these two, ``kill`` ends a rank.
+
+    ``forked``: the processes are forked off one that has imported torch, which saves that time, instead of started from
+    nothing; not where ``env`` or `os.environ` have what such a process could not follow. Not for measuring memory,
+    which is shared then.
     """
 
-    def __init__(self, world_size: int, *, backend: str | None = "gloo", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str | None = "gloo",
+        env: dict[str, str] | None = None,
+        forked: bool = False,
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self._backend = backend
+        self._forked = forked and sys.platform == "linux"
         self._env = dict(env or {})
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
@@ -208,16 +225,21 @@ class RankPool:
         ours, theirs = socket.socketpair()
         stacks = directory / f"stacks-{index}"
         stacks.touch()
-        setup = (theirs.fileno(), os.getpid(), index, self.world_size, str(directory), self._backend)
-        code = f"import sys; sys.path[:] = {sys.path!r}; import bucketwheel.testing as t; t._rank_main(*{setup!r})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=env,
-            start_new_session=True,
-        )
-        theirs.close()
+        setup = (index, self.world_size, str(directory), self._backend)
+        code = f"import bucketwheel.testing as t; t._rank_main(fd, server, *{setup!r})"
+        with theirs:
+            forked = _fork_server.fork(code, theirs.fileno(), env) if self._forked else None
+            process = forked or subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import sys; sys.path[:] = {sys.path!r}; fd, server = {theirs.fileno()}, {os.getpid()}; {code}",
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=env,
+                start_new_session=True,
+            )
         return _Rank(process, multiprocessing.connection.Connection(ours.detach()), stacks)
 
     def _gather(self, timeout_s: float, expect_dead: Collection[int]) -> tuple[dict, dict, set]:
@@ -367,66 +389,3 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
     if failures or hung:
         raise RankFailed({**failures, **hung}, dict(results), world_size)
     return [results[rank] for rank in range(world_size)]
-
-
-def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
-    """Raise AssertionError unless both hold the same bits: tensors, arrays, numbers, or lists, tuples and dicts of
-    them.
-
-    Shape and dtype must be equal. +0 differs from -0; any NaN equals any NaN. The message gives the number of differing
-    elements and the first of them, in decimal and in hex.
-    """
-    label = name or "value"
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        if actual.keys() != expected.keys():
-            raise AssertionError(f"{label}: keys are {list(actual)}, expected {list(expected)}")
-        for key in expected:
-            assert_bitwise_equal(actual[key], expected[key], f"{name}[{key!r}]")
-    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        if len(actual) != len(expected):
-            raise AssertionError(f"{label}: length is {len(actual)}, expected {len(expected)}")
-        for index in range(len(expected)):
-            assert_bitwise_equal(actual[index], expected[index], f"{name}[{index}]")
-    elif isinstance(expected, (str, bytes, type(None))):
-        if actual != expected:
-            raise AssertionError(f"{label}: actual {actual!r}, expected {expected!r}")
-    else:
-        _assert_equal_bits(actual, expected, label)
-
-
-def _assert_equal_bits(actual: Any, expected: Any, label: str) -> None:
-    import torch
-
-    a, e = (torch.as_tensor(x).detach().cpu().contiguous() for x in (actual, expected))
-    if a.dtype != e.dtype or a.shape != e.shape:
-        found, wanted = (f"{x.dtype} {tuple(x.shape)}" for x in (a, e))
-        raise AssertionError(f"{label}: actual is {found}, expected {wanted}")
-    if a.is_complex():
-        a, e = torch.view_as_real(a), torch.view_as_real(e)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    differs = a.view(bits) != e.view(bits)
-    if a.is_floating_point():
-        differs &= ~(a.isnan() & e.isnan())
-    count = int(differs.sum())
-    if count == 0:
-        return
-    flat = int(differs.flatten().nonzero()[0, 0])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)] if a.ndim else []
-    raise AssertionError(
-        f"{label}: {count} of {a.numel()} elements differ, the first at {index} (flat {flat}): "
-        f"actual {_show(a, bits, flat)}, expected {_show(e, bits, flat)}, {a.dtype}; "
-        f"largest difference {_largest_difference(a, e)}"
-    )
-
-
-def _show(tensor: Any, bits: Any, flat: int) -> str:
-    digits = 2 * tensor.element_size()
-    pattern = int(tensor.view(bits).flatten()[flat]) & ((1 << 4 * digits) - 1)
-    return f"{tensor.flatten()[flat].item()!r} (0x{pattern:0{digits}x})"
-
-
-def _largest_difference(a: Any, e: Any) -> str:
-    import torch
-
-    difference = (a.to(torch.float64) - e.to(torch.float64)).abs()
-    return f"{difference[difference.isfinite()].max().item() if difference.isfinite().any() else float('nan'):.3g}"

@@ -22,7 +22,7 @@ def rank_pool():
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(RankPool(world_size, env=env))
+                pools[world_size] = stack.enter_context(RankPool(world_size, env=env, forked=True))
             return pools[world_size]
 
         yield pool_of

@@ -87,7 +87,7 @@ def victim_dies(rank: int, size: int, victim: int, moment: str) -> tuple[list[st
 @pytest.mark.parametrize("moment", ["idle", "waiting", "in operation", "in exchange"])
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (4, 1)])
 def test_a_killed_rank_is_told_to_every_other_within_two_seconds(size, victim, moment):
-    with RankPool(size) as pool:
+    with RankPool(size, forked=True) as pool:
         results = pool.run(victim_dies, victim, moment, expect_dead=[victim])
     for rank, result in enumerate(results):
         if rank == victim:
@@ -115,7 +115,7 @@ def traces_in_the_system() -> set[str]:
 
 def test_nothing_stays_behind_in_the_system():
     before = traces_in_the_system()
-    with RankPool(2) as pool:
+    with RankPool(2, forked=True) as pool:
         pool.run(left_behind, expect_dead=[0])
         assert traces_in_the_system() <= before
     assert traces_in_the_system() <= before
@@ -430,5 +430,5 @@ def dies_with_a_forked_child(rank: int, size: int) -> float | None:
 
 
 def test_a_forked_child_does_not_hide_the_death_of_its_parent():
-    with RankPool(2) as pool:
+    with RankPool(2, forked=True) as pool:
         assert pool.run(dies_with_a_forked_child, expect_dead=[0])[1] < SOON_S

@@ -163,7 +163,7 @@ def fuzzed(comm: Communicator) -> None:
     "env", [{"BW_HOST_STREAM_FUZZ": "3"}, {"BW_HOST_STREAM": "inline"}, {"BW_POOL_POISON": "1"}], ids=str
 )
 def test_fuzzed_inline_and_poisoned(env):
-    with RankPool(3, env=env) as pool:
+    with RankPool(3, env=env, forked=True) as pool:
         pool.run(on_shm, fuzzed, timeout_s=90)
 
 

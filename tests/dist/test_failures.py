@@ -143,7 +143,9 @@ def own_traces() -> set[str]:
 @pytest.mark.parametrize(("where", "world"), [("backward", 3), ("step", 2), ("idle", 3)])
 def test_a_killed_rank_is_named_on_every_other(where: str, world: int, tmp_path: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
-    results = run_ranks(survive_a_rank_that_dies, world, where, str(tmp_path), timeout_s=60, expect_dead=[world - 1])
+    results = run_ranks(
+        survive_a_rank_that_dies, world, where, str(tmp_path), timeout_s=60, expect_dead=[world - 1], forked=True
+    )
     assert results[-1] is None
     died = float((tmp_path / "died").read_text())
     for rank, (named, seen, message) in enumerate(results[:-1]):

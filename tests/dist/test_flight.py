@@ -43,7 +43,7 @@ def sleeper(rank: int, size: int, sleep_s: float, comes: bool) -> None:
 @pytest.mark.parametrize("comes", [False, True], ids=["never", "late"])
 def test_a_rank_that_sleeps(tmp_path, capsys, comes):
     """Its watchdog writes its ring while it sleeps; when it comes, it has a failed operation like the others."""
-    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}) as pool:
+    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
         pool.run(sleeper, 1.6, comes)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"sleepy-rank{rank}.json" for rank in range(3)]
     one, text = verdict_of(tmp_path, capsys)
@@ -67,7 +67,7 @@ def killed(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_is_killed(tmp_path, capsys):
-    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}) as pool:
+    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
         pool.run(killed, expect_dead=[2])
     one, text = verdict_of(tmp_path, capsys)
     assert (one["culprits"], one["missing"], one["stopped_at"]) == ([2], [2], 2)

@@ -265,7 +265,7 @@ def test_registered_memory_that_is_short(rank_pool):
 
 
 def test_a_pair_that_takes_turns_refuses_captures():
-    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
+    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}, forked=True) as pool:
         pool.run(turns_in_a_graph)
 
 
@@ -291,5 +291,5 @@ def later_tensors_differ(rank: int, world: int) -> str:
 
 def test_the_check_sees_every_tensor():
     env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_COMM_CHECK": "1"}
-    with RankPool(2, env=env) as pool:
+    with RankPool(2, env=env, forked=True) as pool:
         assert len({text.split("]", 1)[1] for text in pool.run(later_tensors_differ)}) == 1

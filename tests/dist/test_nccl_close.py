@@ -36,7 +36,7 @@ def one_closes_first(rank: int, size: int) -> bytes:
 
 def test_a_rank_that_closes_in_order_is_no_failure(tmp_path):
     env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_TRACE_DIR": str(tmp_path)}
-    with RankPool(2, env=env) as pool:
+    with RankPool(2, env=env, forked=True) as pool:
         assert pool.run(one_closes_first, timeout_s=25) == [bytes([0, 1])] * 2
 
 

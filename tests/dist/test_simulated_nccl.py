@@ -109,7 +109,7 @@ def built() -> Iterator[Path]:
 @pytest.mark.timeout_s(400)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_processes(world: int) -> None:
-    with RankPool(world, backend=None) as pool:
+    with RankPool(world, backend=None, forked=True) as pool:
         id_bytes = pool.run(make_id)[0]
         results = pool.run(sum_over_ranks, id_bytes)
     expected = torch.zeros(100_000)
@@ -123,11 +123,11 @@ def test_processes(world: int) -> None:
 
 @pytest.mark.timeout_s(400)
 def test_captured_work_runs_at_each_replay() -> None:
-    with RankPool(1, backend=None) as pool:
+    with RankPool(1, backend=None, forked=True) as pool:
         pool.run(capture_and_replay)
 
 
 @pytest.mark.timeout_s(400)
 def test_counting_does_nothing_else() -> None:
-    with RankPool(2) as pool:
+    with RankPool(2, forked=True) as pool:
         pool.run(counts_only)

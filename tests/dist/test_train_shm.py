@@ -232,5 +232,5 @@ def train_fuzzed(rank: int, world: int) -> Any:
 def test_random_pauses_of_the_streams_change_no_bit(rank_pool: Any, world: int) -> None:
     expected = rank_pool(world).run(train_fuzzed, timeout_s=90)[0]
     for seed in ("1", "2", "3"):
-        results = run_ranks(train_fuzzed, world, timeout_s=90, env={"BW_HOST_STREAM_FUZZ": seed})
+        results = run_ranks(train_fuzzed, world, timeout_s=90, env={"BW_HOST_STREAM_FUZZ": seed}, forked=True)
         expect_equal_on_all_ranks([expected, *results])

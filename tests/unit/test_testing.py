@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from bucketwheel.testing import RankFailed, RankPool, assert_bitwise_equal, run_ranks, run_threads
 
+both_ways = pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
+
 
 def all_reduce_rank(rank, world_size, offset):
     value = torch.tensor([rank + offset])
@@ -90,15 +92,18 @@ def wait_until(condition, timeout_s=20.0) -> bool:
     return True
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_come_by_rank_with_a_process_group(world_size):
+@both_ways
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_by_rank_with_a_process_group(world_size, forked):
     total = sum(range(world_size)) + 10 * world_size
-    assert run_ranks(all_reduce_rank, world_size, 10) == [(r, world_size, total) for r in range(world_size)]
+    assert run_ranks(all_reduce_rank, world_size, 10, forked=forked) == [
+        (r, world_size, total) for r in range(world_size)
+    ]
 
 
 def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_results():
     with pytest.raises(RankFailed, match="planted on 1") as caught:
-        run_ranks(raise_on_rank, 3, 1)
+        run_ranks(raise_on_rank, 3, 1, forked=True)
     assert list(caught.value.failures) == [1]
     assert "raise_on_rank" in caught.value.failures[1]  # the traceback, not only the message
     assert caught.value.results == {0: 0, 2: 2}
@@ -107,13 +112,14 @@ def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_results():
 def test_ranks_waiting_for_a_failed_one_are_killed_after_a_grace():
     start = time.monotonic()
     with pytest.raises(RankFailed, match="after rank 0 had failed") as caught:
-        run_ranks(wait_for_peers_after, 2, 0, timeout_s=200, backend=None)
+        run_ranks(wait_for_peers_after, 2, 0, timeout_s=200, backend=None, forked=True)
     assert time.monotonic() - start < 60
     assert sorted(caught.value.failures) == [0, 1]
 
 
-def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown():
-    with RankPool(2, backend=None) as pool:
+@both_ways
+def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown(forked):
+    with RankPool(2, backend=None, forked=forked) as pool:
         pids = [pid for pid, _ in pool.run(identity_of)]
         start = time.monotonic()
         with pytest.raises(RankFailed, match=r"within 1 s(.|\n)*planted_wait") as caught:
@@ -125,23 +131,24 @@ def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown():
 
 
 def test_survivors_of_an_expected_death_return_their_results():
-    assert run_ranks(die_on_rank, 3, 1, signal.SIGKILL, expect_dead={1}) == ["alive", None, "alive"]
+    assert run_ranks(die_on_rank, 3, 1, signal.SIGKILL, expect_dead={1}, forked=True) == ["alive", None, "alive"]
 
 
-def test_an_unexpected_death_names_the_signal_and_shows_the_stack_of_a_crash():
+@both_ways
+def test_an_unexpected_death_names_the_signal_and_shows_the_stack_of_a_crash(forked):
     with pytest.raises(RankFailed, match="rank 1/2: died: SIGKILL"):
-        run_ranks(die_on_rank, 2, 1, signal.SIGKILL, backend=None)
+        run_ranks(die_on_rank, 2, 1, signal.SIGKILL, backend=None, forked=forked)
     with pytest.raises(RankFailed, match=r"rank 0/2: died: SIGSEGV(.|\n)*die_on_rank"):
-        run_ranks(die_on_rank, 2, 0, signal.SIGSEGV, backend=None)
+        run_ranks(die_on_rank, 2, 0, signal.SIGSEGV, backend=None, forked=forked)
 
 
 def test_a_rank_that_should_have_died_but_did_not_fails():
     with pytest.raises(RankFailed, match="expected to die"):
-        run_ranks(raise_on_rank, 2, -1, backend=None, expect_dead={0})
+        run_ranks(raise_on_rank, 2, -1, backend=None, expect_dead={0}, forked=True)
 
 
 def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_path):
-    with RankPool(2, backend=None) as pool:
+    with RankPool(2, backend=None, forked=True) as pool:
         first, second = pool.run(identity_of), pool.run(identity_of)
         assert [pid for pid, _ in first] == [pid for pid, _ in second]
         assert_bitwise_equal([rand for _, rand in second], [rand for _, rand in first])
@@ -155,22 +162,24 @@ def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_pat
         assert not {pid for pid, _ in first} & {pid for pid, _ in third}
 
 
-def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, monkeypatch):
+@both_ways
+def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, monkeypatch, forked):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     with pytest.raises(RankFailed):
-        run_ranks(start_a_child_and_hang, 1, str(tmp_path), timeout_s=5, backend=None)
+        run_ranks(start_a_child_and_hang, 1, str(tmp_path), timeout_s=5, backend=None, forked=forked)
     child = int((tmp_path / "child").read_text())
     assert wait_until(lambda: not is_alive(child))
     assert list(temporary.iterdir()) == []
 
 
+@both_ways
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal of a parent is Linux's")
-def test_ranks_die_with_a_killed_runner(tmp_path):
+def test_ranks_die_with_a_killed_runner(tmp_path, forked):
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from bucketwheel.testing import run_ranks; "
-        f"from {__name__} import write_pid_and_hang as hang; run_ranks(hang, 2, {str(tmp_path)!r}, backend=None)"
+        f"from {__name__} import write_pid_and_hang as hang; run_ranks(hang, 2, {str(tmp_path)!r}, backend=None, forked={forked})"
     )
     temporary = tmp_path.parent / "temporary"  # a killed runner cannot remove its folder
     temporary.mkdir(exist_ok=True)
@@ -184,13 +193,45 @@ def test_ranks_die_with_a_killed_runner(tmp_path):
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
+def what_it_is(rank, world_size):
+    return os.getppid(), os.environ.get("BW_PLANTED"), os.environ.get("PLANTED"), torch.get_num_threads(), os.getsid(0)
+
+
+def test_forked_ranks_have_their_own_environment_and_a_common_parent(monkeypatch):
+    """Unless it has what was read before they were forked: then they are started."""
+    monkeypatch.setenv("PYTEST_PLANTED", "here")
+    first = run_ranks(what_it_is, 2, backend=None, env={"BW_PLANTED": "one"}, forked=True)
+    second = run_ranks(what_it_is, 1, backend=None, env={"BW_PLANTED": "other"}, forked=True)
+    started = run_ranks(what_it_is, 1, backend=None, env={"PLANTED": "other"}, forked=True)
+    assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
+    assert [planted for _, planted, *_ in first + second] == ["one", "one", "other"]
+    assert started[0][:3] == (os.getpid(), None, "other")
+    sessions = [session for *_, session in first]
+    assert len({*sessions, os.getsid(0)}) == 3
+
+
+def test_where_the_fork_server_dies_its_ranks_are_dead_and_the_next_ones_have_another():
+    with RankPool(2, backend=None, forked=True) as pool:
+        server = pool.run(what_it_is)[0][0]
+        with pytest.raises(RankFailed, match="SIGKILL"):
+            pool.run(kill_the_parent)
+        assert pool.run(what_it_is)[0][0] not in (server, os.getpid())
+
+
+def kill_the_parent(rank, world_size):
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    planted_wait(300)
+
+
 def write_pid_and_hang(rank, world_size, directory):
     Path(directory, str(os.getpid())).touch()
     planted_wait(300)
 
 
-def test_a_rank_that_exits_badly_fails_the_close():
-    with pytest.raises(RankFailed, match="exit code 7"), RankPool(1, backend=None) as pool:
+@both_ways
+def test_a_rank_that_exits_badly_fails_the_close(forked):
+    with pytest.raises(RankFailed, match="exit code 7"), RankPool(1, backend=None, forked=forked) as pool:
         pool.run(exit_badly)
 
 

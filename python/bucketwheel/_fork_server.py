@@ -1,0 +1,181 @@
+"""A process that has imported torch and forks ranks of it, so that a rank is there at once instead of after seconds.
+
+The module is both sides: imported, what asks (`fork`); run as a script, the server. The script imports nothing of
+bucketwheel, so its children do that themselves, under their own environment. A child goes on behind the server's loop
+and ends as a script does, with everything that an interpreter does at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+_MAX_MESSAGE_BYTES = 1 << 17
+_POLL_S = 0.05
+# What a child may have otherwise than the server: read by what it imports or calls itself.
+_OWN_VARIABLES = ("BW_", "GLOO_", "NCCL_", "PYTEST_")
+
+_servers: dict[int, _Server] = {}  # by the process that asks: a forked one has its own
+_lock = threading.Lock()
+
+
+class ForkedProcess:
+    """What `subprocess.Popen` has, of a child of the server: ``pid``, ``poll``, ``wait`` and ``send_signal``."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal's number after one; None while the process runs."""
+        return self._server.code_of(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
+            self._server.await_news(_POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def fork(code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
+    """A process with torch imported that runs ``code`` as its script, where ``fd`` is the descriptor of that number here.
+
+    It has the environment ``env``, leads a session of its own, and its parent is the process ``server`` (a name in
+    ``code``, as are ``fd`` and ``path``, this process's ``sys.path``). None if ``env`` has what only a process that
+    starts with it can follow.
+    """
+    with _lock:
+        server = _servers.get(os.getpid())
+        if server is None or not server.is_alive():
+            server = _servers[os.getpid()] = _Server()
+        return server.fork(code, fd, env)
+
+
+class _Server:
+    """One server and its children, as the process that asks sees them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._codes: dict[int, int] = {}
+        self._env = dict(os.environ)
+        with theirs:
+            setup = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": sys.path})
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, setup],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # not interrupted with the process that asks
+            )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
+        for name in self._env.keys() | env.keys():
+            if self._env.get(name) != env.get(name) and not name.startswith(_OWN_VARIABLES):
+                return None
+        request = json.dumps({"code": code, "env": env, "path": sys.path}).encode()
+        with self._lock:
+            socket.send_fds(self._socket, [request], [fd])
+            while (pid := self._read()) is None:
+                pass
+        return ForkedProcess(self, pid)
+
+    def code_of(self, pid: int) -> int | None:
+        with self._lock:
+            self._read_all()
+            return self._codes.get(pid, None if self.is_alive() else -signal.SIGKILL)
+
+    def await_news(self, seconds: float) -> None:
+        """Returns once there may be some."""
+        _has_message(self._socket, seconds)
+
+    def _read_all(self) -> None:
+        while _has_message(self._socket, 0.0) and self.is_alive():
+            self._read()
+
+    def _read(self) -> int | None:
+        """One message: the child that was forked; or one has ended, which is kept."""
+        message = self._socket.recv(_MAX_MESSAGE_BYTES)
+        if not message:
+            raise RuntimeError(f"the fork server ended with {self._process.wait()}")
+        news = json.loads(message)
+        if "code" in news:
+            self._codes[news["pid"]] = news["code"]
+            return None
+        return int(news["pid"])
+
+
+def _has_message(connection: socket.socket, seconds: float) -> bool:
+    """Waits for one so long."""
+    poll = select.poll()  # descriptors may be past what select() takes
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: socket.socket, parent: int) -> dict[str, Any]:
+    """Forks until nobody asks any more; returns in each child, with what it is to run."""
+    children: set[int] = set()
+    while os.getppid() == parent:
+        if _has_message(connection, _POLL_S):
+            request, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1)
+            if not request:
+                break
+            server = os.getpid()
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                return {**json.loads(request), "fd": fds[0], "server": server}
+            os.close(fds[0])
+            children.add(child)
+            connection.send(json.dumps({"pid": child}).encode())
+        for child in list(children):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                children.remove(pid)
+                connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+    _leave()
+
+
+def _leave() -> NoReturn:
+    os._exit(0)
+
+
+def _main(setup: dict[str, Any]) -> dict[str, Any]:
+    sys.path[:] = setup["path"]
+    for name in ("torch", "torch.distributed", "numpy"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with contextlib.suppress(ConnectionError):
+        call = _serve(socket.socket(fileno=setup["fd"]), setup["parent"])
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(call["env"])
+        sys.path[:] = call["path"]
+        return call
+    _leave()
+
+
+if __name__ == "__main__":
+    _call = _main(json.loads(sys.argv[1]))
+    exec(_call["code"], {"__name__": "__main__", "fd": _call["fd"], "server": _call["server"]})
