@@ -17,21 +17,17 @@ from unittest import mock
 
 import pytest
 import torch
+from failure_cases import SOON_S, error_of, expect_prefix, gather
 from simulated_cuda import posing
 
 from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather
 from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 
-SOON_S = 2.0  # until the death or the failure of a rank is known to the others
 GONE_S = 5.0  # until what is given up in the background has ended
 
-# Kind, message and rank of an error.
-Error = tuple[str, str, int | None]
 Facts = dict[str, Any]
 
 
@@ -87,24 +83,10 @@ def expect_gone(library: ctypes.CDLL) -> None:
     library.fake_nccl_reset()
 
 
-def gather(comm: Communicator, numel: int = 10) -> tuple[torch.Tensor, Handle]:
-    full = torch.empty(comm.size * numel)
-    return full, all_gather(full, torch.full((numel,), float(comm.rank)), comm)
-
-
 def expect_gathered(comm: Communicator, full: torch.Tensor) -> None:
     assert full.view(comm.size, -1).tolist() == [
         [float(rank)] * (full.numel() // comm.size) for rank in range(comm.size)
     ]
-
-
-def error_of(call: Callable[[], Any]) -> Error:
-    """Of what ``call()`` raises."""
-    try:
-        call()
-    except CommError as error:
-        return type(error).__name__, str(error), error.rank
-    return "nothing", "", None
 
 
 def facts_of(call: Callable[[], Any]) -> Facts:
@@ -114,11 +96,6 @@ def facts_of(call: Callable[[], Any]) -> Facts:
     except CommError as error:
         return {"kind": type(error).__name__, **vars(error)}
     return {}
-
-
-def expect_prefix(text: str, rank: int, size: int, name: str, seq: int | None = None) -> None:
-    number = r"\d+" if seq is None else str(seq)
-    assert re.match(rf"\[bucketwheel rank {rank}/{size} comm '{re.escape(name)}' seq {number}\] ", text), text
 
 
 def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -209,8 +210,10 @@ class ShardedAdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients (``p.grad = None``), or makes them zero. Local."""
-        self._engine.zero_grad(set_to_none)
-        self._members.zero_unfrozen(set_to_none)
+        is_profiled = profiler._is_profiler_enabled  # else a range costs microseconds for nothing
+        with profiler.record_function(self._zero_grad_profile_name) if is_profiled else nullcontext():
+            self._engine.zero_grad(set_to_none)
+            self._members.zero_unfrozen(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces

@@ -15,19 +15,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from comm_cases import check_usable
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 from nccl_failure_cases import (
-    SOON_S,
-    Error,
     apart,
     deaths,
     die,
-    error_of,
     expect_death_told,
     expect_gathered,
     expect_gone,
-    expect_prefix,
     fresh_ranks,
-    gather,
     hosts_apart,
     script,
 )

@@ -10,18 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from nccl_failure_cases import (
-    SOON_S,
-    Error,
-    Facts,
-    apart,
-    error_of,
-    expect_prefix,
-    facts_of,
-    gather,
-    hosts_apart,
-    script,
-)
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from nccl_failure_cases import Facts, apart, facts_of, hosts_apart, script
 from simulated_cuda import posing
 
 from bucketwheel import agreement

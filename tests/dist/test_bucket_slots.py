@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 from dist.test_optim_cuda import in_world
-from nccl_failure_cases import GONE_S, error_of
+from failure_cases import error_of
+from nccl_failure_cases import GONE_S
 from optim_twins import dyadic, make_params, share
 from torch.nn import Parameter
 from unit.test_bucket import Streams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from comm_cases import check_all_gather, check_usable, run_local
+from failure_cases import SOON_S, error_of, expect_prefix, gather
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout
@@ -23,25 +23,6 @@ from bucketwheel.place import LocalWorld
 from bucketwheel.testing import RankPool, run_threads
 
 pytestmark = pytest.mark.dist
-SOON_S = 2.0
-
-
-def gather(comm: Communicator, numel: int = 10):
-    full = torch.empty(comm.size * numel)
-    return full, all_gather(full, torch.full((numel,), float(comm.rank)), comm)
-
-
-def error_of(call) -> tuple[str, str, int | None]:
-    """Kind, message and rank of the error that ``call()`` raises."""
-    try:
-        call()
-    except CommError as error:
-        return type(error).__name__, str(error), error.rank
-    return "nothing", "", None
-
-
-def expect_prefix(text: str, comm_rank: int, size: int, name: str) -> None:
-    assert re.match(rf"\[bucketwheel rank {comm_rank}/{size} comm '{name}' seq \d+\] ", text), text
 
 
 # --------------------------------------------------------------------------------------------------------------- death

@@ -1,57 +1,34 @@
 """The short examples run and come to the results they print. The main job has its own test (test_train_gpt.py)."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from example_runs import EXAMPLES, run_example
 
 
-def run_example(name: str, ranks: int, timeout_s: float = 110) -> str:
-    """The output of an example that ends with code 0; ``ranks`` 0 means plain Python."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, str(ROOT / "examples" / name)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{name} did not finish within {timeout_s:g} s:\n{output}")
-    assert process.returncode == 0, output
+def output_of(name: str, ranks: int) -> str:
+    code, output = run_example(name, ranks)
+    assert code == 0, output
     return output
 
 
 def test_gather_while_computing():
-    output = run_example("gather_while_computing.py", 3)
+    output = output_of("gather_while_computing.py", 3)
     found = re.search(r"sum (\d+), expected (\d+)", output)
     assert found is not None and found[1] == found[2], output
 
 
 def test_collectives_agree_with_the_whole_computation():
-    found = re.findall(r"rank (\d) on cpu: the largest relative difference is (\S+)", run_example("collectives.py", 2))
+    found = re.findall(r"rank (\d) on cpu: the largest relative difference is (\S+)", output_of("collectives.py", 2))
     assert sorted(rank for rank, _ in found) == ["0", "1"] and all(float(d) < 1e-5 for _, d in found), found
 
 
 def test_zero1_by_hand_learns():
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", run_example("zero1_by_hand.py", 2))]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output_of("zero1_by_hand.py", 2))]
     assert len(losses) == 6 and losses[-1] < 0.5 * losses[0], losses
 
 
 def test_fused_clip_step_agrees_with_torch():
-    output = run_example("fused_clip_step.py", 0)
+    output = output_of("fused_clip_step.py", 0)
     difference = re.search(r"largest difference of a parameter is (\S+)", output)
     assert difference is not None and float(difference[1]) < 1e-5, output
     ours, peers = re.search(r"bucketwheel (\S+), torch (\S+)\n", output).groups()
@@ -59,13 +36,13 @@ def test_fused_clip_step_agrees_with_torch():
 
 
 def test_pipelines_agree_with_the_whole_model():
-    output = run_example("pipeline.py", 4)
+    output = output_of("pipeline.py", 4)
     found = re.findall(r"(GPipe|1F1B) on rank (\d): parameters differ by (\S+) at most", output)
     assert len({(schedule, rank) for schedule, rank, _ in found}) == 8, output
     assert all(float(difference) < 1e-5 for *_, difference in found), output
 
 
 def test_the_short_examples_are_short():
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in EXAMPLES.glob("*.py"):
         limit = 400 if path.name == "train_gpt.py" else 60
         assert path.read_text().count("\n") <= limit, path.name

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from dist.test_grid_cuda import CUDA_CASES, trained_on_grid
-from dist.test_optim_cuda import batch, model_of, trained
-from dist.test_optim_nccl import simulated
+from dist.test_optim_cuda import model_of, trained
+from dist.test_optim_nccl import expect_free_running_steps, simulated
 from grid_ranks import in_grid, on_flat, torch_groups, windows
 from optim_twins import TINY, Run, make_params
 from torch import Tensor
@@ -19,7 +19,6 @@ from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.simulated_cuda import Calls
 
 
 def by_process_groups(rank: int, world: int, shards: int) -> list[Tensor]:
@@ -60,7 +59,7 @@ def test_over_nccl(rank_pool: Callable[[int], Any], dtype: torch.dtype, clip: st
 
 
 def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
-    """By torch's process groups; nothing blocks the host or allocates after the first steps."""
+    """By torch's process groups."""
     with simulated() as script, pytest.MonkeyPatch.context() as patch:
         before = script.fake_nccl_live_comms()
         if takes_turns:
@@ -70,14 +69,7 @@ def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
         groups = torch_groups(rank, world, 2)
         opt = ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004, max_inflight_buckets=1, **groups)
         assert opt._engine.grid._takes_turns == takes_turns
-        for step in range(6):
-            calls = Calls()
-            model(batch(rank, step, torch.float32)).square().mean().backward()
-            opt.clip_grad_norm_(0.3)
-            opt.step()
-            opt.zero_grad()
-            if step >= 4:
-                calls.expect_free_running(may_get_ahead=True)
+        expect_free_running_steps(model, opt, rank)
         opt.close()
         assert script.fake_nccl_live_comms() == before, "close() ends all four communicators"
 

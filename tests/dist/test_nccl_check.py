@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable
-from nccl_failure_cases import SOON_S, Error, die, error_of, expect_prefix, facts_of, fresh_ranks, gather, nccl_comm
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from nccl_failure_cases import die, facts_of, fresh_ranks, nccl_comm
 
 from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator

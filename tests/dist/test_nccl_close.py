@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from nccl_failure_cases import error_of, expect_gone, expect_prefix, script
+from failure_cases import error_of, expect_prefix
+from nccl_failure_cases import expect_gone, script
 from simulated_cuda import posing
 
 from bucketwheel.comm import Communicator

@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 import torch
 from comm_cases import check_usable, data_of, expected_reduce
-from nccl_failure_cases import (
-    SOON_S,
-    Error,
-    Facts,
-    deaths,
-    error_of,
-    expect_death_told,
-    expect_gathered,
-    expect_prefix,
-    facts_of,
-    gather,
-    nccl_comm,
-)
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from nccl_failure_cases import Facts, deaths, expect_death_told, expect_gathered, facts_of, nccl_comm
 
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator

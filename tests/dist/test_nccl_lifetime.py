@@ -14,19 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from comm_cases import check_usable, on_nccl
-from nccl_failure_cases import (
-    SOON_S,
-    Error,
-    die,
-    error_of,
-    expect_gone,
-    expect_prefix,
-    fresh_ranks,
-    gather,
-    nccl_comm,
-    read_flight,
-    script,
-)
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from nccl_failure_cases import die, expect_gone, fresh_ranks, nccl_comm, read_flight, script
 from simulated_cuda import posing
 
 from bucketwheel import nccl

@@ -18,17 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import check_usable
-from nccl_failure_cases import (
-    SOON_S,
-    Error,
-    error_of,
-    expect_gone,
-    expect_prefix,
-    fresh_ranks,
-    gather,
-    nccl_comm,
-    script,
-)
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from nccl_failure_cases import expect_gone, fresh_ranks, nccl_comm, script
 from simulated_cuda import posing
 
 from bucketwheel import comm_nccl, nccl

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_backend import CountingBackend
 from optim_twins import run_local
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -19,17 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from bucketwheel.comm import Communicator
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-
-
-class Backend:
-    """Counts what is compiled and runs it as it is, so that there is no other rounding."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
 
 
 class Model(nn.Module):
@@ -77,7 +67,7 @@ OPTIONS = [{}, {"overlap_grad_sync": False}, {"static_graph": True}]
 def train(comm: Communicator, way: Callable[[Model, Any], Call], reentrant: bool | None, **options: Any) -> Any:
     """Each micro-batch has a size of its own: most are compiled while gradients of the first are in buckets."""
     torch.manual_seed(0)
-    model, backend = Model(reentrant), Backend()
+    model, backend = Model(reentrant), CountingBackend()
     call = way(model, backend)
     opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, bucket_cap_mb=1e-4, **options)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -124,7 +114,7 @@ def test_checkpoints_of_compiled_blocks(reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_compiled_autograd() -> None:
     """Dynamo breaks its graph at every hook; what comes out is the same."""
-    backend = Backend()
+    backend = CountingBackend()
 
     def compiled_backward(model: Model, _: Any) -> Call:
         contexts = contextlib.ExitStack()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,7 +124,9 @@ def test_s12_hooks_of_steps_run_once_and_may_give_other_arguments(world: int | N
 
 
 @pytest.mark.parametrize("world", [None, 1])
-def test_s12_the_profiler_shows_steps_by_name(world: int | None) -> None:
+def test_s12_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -> None:
+    """By the names that torch's own optimizers have, and where no profiler runs `zero_grad` makes no range."""
+
     def body(comm: Communicator | None) -> None:
         params = make_params()
         opt = ShardedAdamW(params, process_group=comm)
@@ -130,9 +134,15 @@ def test_s12_the_profiler_shows_steps_by_name(world: int | None) -> None:
             for step in range(3):
                 loss_of(params, dyadic(params, step)).backward()
                 opt.step()
-                opt.zero_grad()
-        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("Optimizer.")}
-        assert counts["Optimizer.step#ShardedAdamW.step"] == 3
+                opt.zero_grad(set_to_none=step != 1)
+        events = [event for event in profile.events() if event.name.startswith("Optimizer.")]
+        assert Counter(event.name for event in events) == {
+            "Optimizer.step#ShardedAdamW.step": 3,
+            "Optimizer.zero_grad#ShardedAdamW.zero_grad": 3,
+        }
+        assert all(event.is_user_annotation for event in events)
+        with mock.patch.object(torch.autograd.profiler, "record_function", side_effect=AssertionError):
+            opt.zero_grad()
 
     if world:
         run_local(world, body)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counting_backend import CountingBackend
 from torch import Tensor, nn
 
 from bucketwheel.comm import Communicator
@@ -42,17 +43,6 @@ class Model(nn.Module):
         for block in reversed(self.blocks):
             x = block(x)
         return F.linear(x, self.embed.weight)
-
-
-class Backend:
-    """Counts what is compiled and runs it as it is."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
 
 
 Compile = Callable[[ShardedAdamW, Model, Any], Callable[[Tensor], Tensor]]
@@ -151,7 +141,7 @@ def train(rank: int, compile: Compile | None, backend: Any) -> tuple[list[Tensor
 def train_compiled(rank: int, world: int, ways: list[tuple[Compile, bool]]) -> None:
     expected, _, _ = train(rank, None, None)
     for compile, overlaps in ways:
-        seen, graphs, left = train(rank, compile, Backend())
+        seen, graphs, left = train(rank, compile, CountingBackend())
         assert_bitwise_equal(seen, expected, compile.__name__)
         assert 0 < graphs[0] == graphs[-1], f"{compile.__name__}: {graphs} graphs by step"
         assert (left[-1] > 0) == overlaps, f"{compile.__name__}: {left} parameters pending after each step"
@@ -166,7 +156,7 @@ def test_compiled_forwards_are_never_stale(rank_pool: Any, ways: list[tuple[Comp
 def train_beside_compiled(rank: int, world: int) -> tuple[int, int]:
     """A compiled function, far from any forward, reads parameters after every step."""
     torch._dynamo.reset()
-    model, backend = Model(), Backend()
+    model, backend = Model(), CountingBackend()
     start_at(model.parameters())
     sums: list[Tensor] = []
     average = torch.compile(lambda params: [p * 0.5 for p in params], backend=backend)
@@ -195,7 +185,7 @@ def test_what_compiled_code_reads_without_a_hook_arrives_within_step(rank_pool: 
 def train_by_turns(rank: int, world: int) -> int:
     """Trained compiled as a whole, evaluated as it is."""
     torch._dynamo.reset()
-    backend = Backend()
+    backend = CountingBackend()
     seen: list[list[Tensor]] = []
     for overlaps in (False, True):
         model = Model()
@@ -225,7 +215,7 @@ def test_a_model_that_is_compiled_and_called_as_it_is(rank_pool: Any) -> None:
 def train_then_compile(rank: int, world: int) -> tuple[list[int], int]:
     """Called as it is for two steps; then its blocks are compiled, in place."""
     torch._dynamo.reset()
-    model, backend = Model(), Backend()
+    model, backend = Model(), CountingBackend()
     start_at(model.parameters())
     graphs = []
     with Communicator(timeout_s=30) as comm:

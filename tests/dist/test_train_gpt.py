@@ -2,42 +2,22 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from example_runs import EXAMPLES, run_example
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "train_gpt.py"
 TINY = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 6 --lr 3e-3 --warmup 2 --evaluate-every 4 "
     "--evaluate-batches 2 --text-bytes 300000"
 ).split()
 
 
-def launch(directory: Path, ranks: int, *flags: str, timeout_s: float = 110) -> tuple[int, str]:
-    """Exit code and output (stdout and stderr) of the example; ``ranks`` 0 means plain Python."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, str(SCRIPT), *TINY, *flags],
-        cwd=directory,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"did not finish within {timeout_s:g} s:\n{output}")
-    return process.returncode, output
+def launch(directory: Path, ranks: int, *flags: str) -> tuple[int, str]:
+    """Exit code and output of the example, tiny."""
+    return run_example("train_gpt.py", ranks, *TINY, *flags, directory=directory)
 
 
 def numbers_in_row(output: str, label: str) -> list[float]:
@@ -89,7 +69,8 @@ def test_a_loss_that_does_not_fall_is_an_error(tmp_path):
 
 
 def test_a_missing_extra_is_named():
-    code = f"import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    script = str(EXAMPLES / "train_gpt.py")
+    code = f"import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path({script!r}, run_name='__main__')"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False

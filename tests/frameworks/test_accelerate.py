@@ -20,10 +20,8 @@ pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
 def make_accelerator(rank: int, precision: str = "no") -> Any:
     training.join(rank)
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the training before this one
-    GradientState._reset_state()
+    training.forget_accelerate()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
     assert accelerator.num_processes == 2
     return accelerator
@@ -70,21 +68,7 @@ def test_clipping_values_is_that_of_ddp(ranks: RankPool) -> None:
 
 
 def train_without_the_wrapper(rank: int, world: int, precision: str) -> Training:
-    accelerator = make_accelerator(rank, precision)
-    net, left = make_net(), Training()
-    clip = accelerator.clip_grad_norm_
-    accelerator.clip_grad_norm_ = lambda *args: left.see(clip(*args))
-    optimizer = make_optimizer("ours", net.parameters())
-    schedule, loader = make_schedule(optimizer), DataLoader(make_data(), batch_size=4)
-
-    def seen_loss(model: Any, batch: Any) -> torch.Tensor:
-        loss = training.loss_of(model, batch)
-        left.see(loss)
-        return loss
-
-    for _ in range(2):
-        training.recipe("Accelerate")["train"](accelerator, net, optimizer, schedule, loader, seen_loss, 1.0)
-    return left.end(net)
+    return training.train_by_recipe("Accelerate", make_accelerator(rank, precision), "clip_grad_norm_", 1.0)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

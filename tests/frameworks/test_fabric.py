@@ -67,21 +67,7 @@ def test_training_is_that_of_ddp(ranks: RankPool, how: tuple[str, ...]) -> None:
 def train_without_the_wrapper(rank: int, world: int, kind: str, precision: str) -> Training:
     if kind == "torch":
         return train(rank, world, kind, precision)
-    fabric = make_fabric(rank, precision)
-    net, left = make_net(), Training()
-    clip = fabric.clip_gradients
-    fabric.clip_gradients = lambda *args, **limit: left.see(clip(*args, **limit))
-    optimizer = make_optimizer(kind, net.parameters())
-    schedule, loader = make_schedule(optimizer), DataLoader(make_data(), batch_size=4)
-
-    def seen_loss(model: Any, batch: Any) -> Any:
-        loss = training.loss_of(model, batch)
-        left.see(loss)
-        return loss
-
-    for _ in range(2):
-        training.recipe("Fabric")["train"](fabric, net, optimizer, schedule, loader, seen_loss, 1.0, 2)
-    return left.end(net)
+    return training.train_by_recipe("Fabric", make_fabric(rank, precision), "clip_gradients", 1.0, 2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

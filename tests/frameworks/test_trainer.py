@@ -48,10 +48,8 @@ def train(
     """
     training.join(rank)
     import transformers
-    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    training.forget_accelerate()
     model = make_llama()
     arguments = transformers.TrainingArguments(
         output_dir=f"{folder}/{kind}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import bucketwheel as bw
 from bucketwheel.testing import RankPool, assert_bitwise_equal
@@ -67,6 +67,14 @@ def make_data() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
+def forget_accelerate() -> None:
+    """What Accelerate keeps of the training before this one."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def loss_of(model: Callable[[Tensor], Tensor], batch: list[Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
 
@@ -86,6 +94,27 @@ class Training:
     def end(self, model: nn.Module) -> Training:
         self.params = [p.detach().clone() for p in model.parameters()]
         return self
+
+
+def train_by_recipe(section: str, framework: Any, clip: str, *settings: Any) -> Training:
+    """Two epochs of ``train`` of a section, without a wrapper, with our optimizer.
+
+    ``clip``: the method of ``framework`` whose norms are seen. ``settings``: the last arguments of ``train``.
+    """
+    net, left = make_net(), Training()
+    original = getattr(framework, clip)
+    setattr(framework, clip, lambda *args, **limit: left.see(original(*args, **limit)))
+    optimizer = make_optimizer("ours", net.parameters())
+    schedule, loader = make_schedule(optimizer), DataLoader(make_data(), batch_size=4)
+
+    def seen_loss(model: Any, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        left.see(loss)
+        return loss
+
+    for _ in range(2):
+        recipe(section)["train"](framework, net, optimizer, schedule, loader, seen_loss, *settings)
+    return left.end(net)
 
 
 def expect_as_torch(

@@ -6,7 +6,6 @@ Parameters are never compared alone: a step moves them by about lr, so a toleran
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,13 +15,7 @@ from reference import Adam, adam_exact, adam_float64, bits, fma32, from_bf16, to
 from bucketwheel import ops
 
 CHUNK = 8192  # AdamTable::kChunkNumel
-
-
-@pytest.fixture(autouse=True)
-def restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("restore_threads")
 
 
 def step(p, g, m, v, args: Adam, **more) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,13 +15,7 @@ from bucketwheel._build import native
 
 CHUNK = 32768  # kNormChunkNumel
 SIZES = [0, 1, 7, 127, 128, 129, 1023, 1024, 1025, 5000, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4097]
-
-
-@pytest.fixture(autouse=True)
-def restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("restore_threads")
 
 
 def values(numel: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""Examples started as a user starts them: by Python, or by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run_example(
+    name: str, ranks: int, *flags: str, directory: Path | None = None, timeout_s: float = 110
+) -> tuple[int, str]:
+    """Exit code and output (stdout and stderr) of an example; ``ranks`` 0 means plain Python."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    paths = [str(EXAMPLES.parent / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, str(EXAMPLES / name), *flags],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{name} did not finish within {timeout_s:g} s:\n{output}")
+    return process.returncode, output
