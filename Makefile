@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 OUT ?= build/gpu
+JOBS ?= $(shell nproc 2> /dev/null || echo 2)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv
@@ -27,11 +28,11 @@ demo: setup
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 	@$(MAKE) --no-print-directory lint
 
 test-all: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 gpu:
 	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'

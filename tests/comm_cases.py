@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from reference import from_bf16, to_bf16
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel._build import native
@@ -273,6 +274,10 @@ _BACKENDS = (*ON_PROCESSES, *ON_THREADS)
 
 # What the fixture `run` (dist/conftest.py) takes. A test has all of EVERYWHERE, unless it takes long or its subject
 # does not change with the number of ranks: it then says `@in_few_places`.
-EVERYWHERE = [f"{backend} {world}" for backend in _BACKENDS for world in (1, 2, 3, 4)]
+EVERYWHERE = [
+    (str if world in (1, 3) or backend == "shm" else slow_case)(f"{backend} {world}")
+    for backend in _BACKENDS
+    for world in (1, 2, 3, 4)
+]
 FEW = [*(f"{backend} 3" for backend in _BACKENDS), "shm 2", "shm 4"]
 in_few_places = pytest.mark.parametrize("run", FEW, indirect=True)

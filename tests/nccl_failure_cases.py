@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from failure_cases import SOON_S, error_of, expect_prefix, gather
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel import comm_shm
@@ -123,7 +124,10 @@ def die() -> None:
 
 deaths = pytest.mark.parametrize(
     ("world", "victim", "moment"),
-    [(*who, moment) for who in ((2, 0), (3, 1)) for moment in ("in flight", "idle", "in exchange")],
+    [
+        *(slow_case(2, 0, moment) for moment in ("in flight", "idle", "in exchange")),
+        *((3, 1, moment) for moment in ("in flight", "idle", "in exchange")),
+    ],
 )
 
 

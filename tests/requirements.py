@@ -1,4 +1,4 @@
-"""What a test needs beyond Python, torch and a C++ compiler.
+"""What a test needs beyond Python, torch and a C++ compiler; and which cases need more time than they are worth each day.
 
 A test whose need is not met is skipped, with the reason; where the environment variable ``BW_REQUIRE`` names the need
 (``BW_REQUIRE=nvcc,gpu``) it fails instead, so that a machine meant to run it cannot leave it out unnoticed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -49,3 +49,8 @@ def need_nccl() -> Path:
         if (folder / "include" / "nccl.h").is_file() and (folder / "lib" / "libnccl.so.2").is_file():
             return folder
     unmet("nccl", "the package nvidia-nccl-cu13 is not installed")
+
+
+def slow_case(*values: Any) -> Any:
+    """A case of ``pytest.mark.parametrize`` for `make test-all`: what it adds to the others is seldom anything."""
+    return pytest.param(*values, marks=pytest.mark.slow)

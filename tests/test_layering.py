@@ -327,3 +327,11 @@ def test_todos_carry_their_issue() -> None:
             for found in re.finditer(r"\b(?:TODO|FIXME|XXX)\b(?!\(#\d+\))", text):
                 problems.append(f"{path}:{line_of(text, found.start())}: {found[0]} without (#issue)")
     report(problems)
+
+
+def test_every_test_is_collected() -> None:
+    """pytest's and ruff's own lists of what they leave out have "dist", which here is a folder of tests."""
+    text = (ROOT / "pyproject.toml").read_text()
+    for key in ("norecursedirs", "exclude"):
+        left_out = re.search(rf"^{key} = (\[.*\])$", text, re.MULTILINE)
+        assert left_out and "dist" not in ast.literal_eval(left_out[1]), key

@@ -27,6 +27,7 @@ from nccl_failure_cases import (
     hosts_apart,
     script,
 )
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel import agreement
@@ -79,7 +80,7 @@ def rounds(rank: int, size: int) -> None:
     expect_no_threads()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow_case(2), 3])
 def test_rounds(world, rank_pool):
     rank_pool(world).run(rounds, timeout_s=60)
 
@@ -244,7 +245,7 @@ def store_dies(rank: int, size: int, port: int, moment: str) -> tuple[Error, flo
 
 
 @pytest.mark.parametrize("moment", ["in flight", "in exchange"])
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, slow_case(4)])
 def test_the_store_dies_with_its_rank(world, moment):
     for rank, (error, took_s) in enumerate(without_store(world, store_dies, moment)[1:], 1):
         assert (error[0], error[2]) == ("PeerError", 0) and "rank 0 died" in error[1], error
@@ -262,7 +263,7 @@ def store_aborts(rank: int, size: int, port: int) -> Error:
         return error_of(lambda: gather(comm)[1].synchronize())  # it may be known before the call
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, slow_case(4)])
 def test_the_store_goes_right_after_an_abort(world):
     for error in without_store(world, store_aborts)[1:]:
         assert (error[0], error[2]) == ("PeerError", 0) and "aborted by rank 0: the data ran out" in error[1], error
@@ -285,7 +286,7 @@ def store_leaves(rank: int, size: int, port: int, is_needed: bool) -> Error:
 
 
 @pytest.mark.parametrize("is_needed", [False, True])
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, slow_case(4)])
 def test_the_store_leaves_in_order(world, is_needed):
     """Nobody fails by that alone; and who needs the rank that has left is told so, not that it died."""
     for kind, text, gone in without_store(world, store_leaves, is_needed)[1:]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 from nccl_failure_cases import Facts, apart, facts_of, hosts_apart, script
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel import agreement
@@ -42,7 +43,7 @@ def one_never_comes(rank: int, size: int, where: str, is_silent: bool) -> tuple[
 
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("where", ["round", "operation"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow_case(2), 3])
 def test_a_rank_that_never_comes(world, where, is_silent, rank_pool):
     """All are told which ranks have not come, and how far all are, or who does not say so."""
     results = rank_pool(world).run(one_never_comes, where, is_silent, timeout_s=30)

@@ -20,6 +20,7 @@ from dist.test_optim_cuda import in_world
 from failure_cases import error_of
 from nccl_failure_cases import GONE_S
 from optim_twins import dyadic, make_params, share
+from requirements import slow_case
 from torch.nn import Parameter
 from unit.test_bucket import Streams
 
@@ -147,7 +148,7 @@ def on_slots(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow_case(3)])
 def test_any_order_has_the_same_bits_and_the_same_places(rank_pool, world, overlap):
     unusual = {"in other memory": 0, "late": 0}
     for seed in range(4):

@@ -17,6 +17,7 @@ from comm_cases import (
     in_few_places,
     run_local,
 )
+from requirements import slow_case
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather
@@ -55,7 +56,9 @@ def five_thousand(comm: Communicator, kind: str) -> None:
     check_reduce_scatter(comm, specs, kind)
 
 
-@pytest.mark.parametrize("run", ["shm 2", "shm 4", "local 2", "staged 3", "cuda 2"], indirect=True)
+@pytest.mark.parametrize(
+    "run", ["shm 2", slow_case("shm 4"), slow_case("local 2"), slow_case("staged 3"), "cuda 2"], indirect=True
+)
 @pytest.mark.parametrize("kind", ["foreign", "pool"])
 def test_five_thousand_tensors_in_one_call(run, kind):
     run(five_thousand, kind)

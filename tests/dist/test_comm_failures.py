@@ -15,6 +15,7 @@ import pytest
 import torch
 from comm_cases import check_all_gather, check_usable, run_local
 from failure_cases import SOON_S, error_of, expect_prefix, gather
+from requirements import slow_case
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout
@@ -66,7 +67,7 @@ def victim_dies(rank: int, size: int, victim: int, moment: str) -> tuple[list[st
 
 
 @pytest.mark.parametrize("moment", ["idle", "waiting", "in operation", "in exchange"])
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize(("size", "victim"), [slow_case(2, 0), (4, 1)])
 def test_a_killed_rank_is_told_to_every_other_within_two_seconds(size, victim, moment):
     with RankPool(size, forked=True) as pool:
         results = pool.run(victim_dies, victim, moment, expect_dead=[victim])

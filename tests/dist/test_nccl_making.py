@@ -20,6 +20,7 @@ import torch.distributed as dist
 from comm_cases import check_usable
 from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 from nccl_failure_cases import expect_gone, fresh_ranks, nccl_comm, script
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel import comm_nccl, nccl
@@ -137,7 +138,7 @@ def split_fails(rank: int, size: int, hangs: bool, color: int) -> tuple[Error, E
         return error, error_of(lambda: gather(comm)), took_s
 
 
-@pytest.mark.parametrize("color", [0, 1, -1])
+@pytest.mark.parametrize("color", [slow_case(0), 1, slow_case(-1)])
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_split_that_fails_on_one_rank_fails_the_communicator(hangs, color, rank_pool):
     for rank, (error, later, took_s) in enumerate(rank_pool(3).run(split_fails, hangs, color, timeout_s=40)):

@@ -20,6 +20,7 @@ from dist.test_optim_nccl import simulated
 from failure_cases import SOON_S
 from nccl_failure_cases import die, expect_gone, fresh_ranks, hosts_apart
 from optim_twins import SHAPES, TINY, Run, dyadic, loss_of, make_params
+from requirements import slow_case
 
 import bucketwheel as bw
 from bucketwheel.comm import Communicator
@@ -70,7 +71,7 @@ def train(rank: int, world: int, training: Training, is_apart: bool) -> Any:
     return out
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow_case(2), 3])
 @pytest.mark.parametrize("training", [alike, in_bfloat16, by_process_group, diverging])
 def test_the_bits_of_ranks_that_share_a_host(rank_pool, world, training):
     expected = rank_pool(world).run(train, training, False)
@@ -111,7 +112,7 @@ def train_until_one_dies(rank: int, world: int, victim: int, moment: str, folder
 
 
 @pytest.mark.parametrize("moment", ["backward", "step"])
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), slow_case(2, 1), slow_case(3, 0), (3, 1)])
 def test_a_killed_rank_is_named_on_every_other(world, victim, moment, tmp_path):
     with fresh_ranks(world) as pool:
         results = pool.run(train_until_one_dies, victim, moment, str(tmp_path), expect_dead=[victim])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from requirements import slow_case
 from simulated_cuda import Calls, Graph, HostReads, posing
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,7 +101,7 @@ def test_one_process_has_the_bits_of_the_cpu(dtype: torch.dtype, clip: str) -> N
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, slow_case(3), slow_case(4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("clip", ["none", "own", "stock", "inf"])
 def test_ranks_on_one_device_have_the_bits_of_the_cpu(world: int, dtype: torch.dtype, clip: str) -> None:
@@ -124,7 +125,7 @@ PRECISIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("clip", ["own", "stock", "inf"])
 @pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
-@pytest.mark.parametrize("world", [None, 1, 3])
+@pytest.mark.parametrize("world", [None, slow_case(1), 3])
 def test_every_precision_has_the_bits_of_the_cpu(
     world: int | None, dtype: torch.dtype, options: dict[str, Any], clip: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from dist.test_optim_cuda import batch, in_world, model_of, trained
+from requirements import slow_case
 
 import bucketwheel as bw
 from bucketwheel.comm import Communicator
@@ -60,7 +61,7 @@ CASES: list[tuple[torch.dtype, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [slow_case(2), 3, slow_case(4)])
 @pytest.mark.parametrize(("dtype", "clip", "options"), CASES, ids=str)
 def test_the_bits_of_local(rank_pool, world, dtype, clip, options):
     expected = in_world(world, False, lambda rank, comm: trained(rank, comm, dtype, clip, **options))

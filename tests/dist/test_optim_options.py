@@ -21,6 +21,7 @@ from optim_twins import (
     run_local,
     share,
 )
+from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -68,7 +69,7 @@ def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [slow_case(1), 2, 3, slow_case(4)])
 def test_100_steps_stay_with_torch(world: int, stock_options: dict[str, Any]) -> None:
     """N1 of the optimizer's test rows."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from optim_twins import TINY, Run, dyadic, loss_of, make_params, outcome_of_local, run_local, share
+from requirements import slow_case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -306,7 +307,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, slow_case(4)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_one_sequence_on_every_rank(script: Callable[[Run], None], world: int, overlap: bool) -> None:
     """G3, G6 to G10 and G17 of the optimizer's test rows."""

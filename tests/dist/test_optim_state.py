@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from optim_twins import TINY, WORLDS, dyadic, joined_states, loss_of, make_params, run_local, share
+from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -74,7 +75,9 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("order", ["model, make, optimizer", "make, model, optimizer", "make, optimizer, model"])
+@pytest.mark.parametrize(
+    "order", ["model, make, optimizer", slow_case("make, model, optimizer"), "make, optimizer, model"]
+)
 @pytest.mark.parametrize(("dtype", "options"), PRECISIONS.values(), ids=PRECISIONS.keys())
 def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, options: dict[str, Any], order: str) -> None:
     def body(comm: Communicator | None) -> tuple[list[Tensor], Saved]:

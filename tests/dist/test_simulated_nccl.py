@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from requirements import slow_case
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather
@@ -107,7 +108,7 @@ def built() -> Iterator[Path]:
 
 
 @pytest.mark.timeout_s(400)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, slow_case(2), 4])
 def test_processes(world: int) -> None:
     with RankPool(world, backend=None, forked=True) as pool:
         id_bytes = pool.run(make_id)[0]

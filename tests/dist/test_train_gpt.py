@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from example_runs import EXAMPLES, run_example
+from requirements import slow_case
 
 TINY = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 6 --lr 3e-3 --warmup 2 --evaluate-every 4 "
@@ -40,7 +41,7 @@ def check_table(output: str, runs: int) -> None:
     assert all(end < begin for begin, end in zip(first, last, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [slow_case(0), 2])
 def test_training_agrees_with_the_peer_and_draws_both_curves(tmp_path, ranks):
     code, output = launch(tmp_path, ranks, "--compare", "ddp", "--plot", "curves.png")
     assert code == 0, output
