@@ -102,9 +102,10 @@ def native_files() -> list[Path]:
 
 def texts() -> Iterator[Path]:
     """The text files of the repository, without hidden folders and what tools leave behind."""
-    left_behind = {"build", "dist", "out", "__pycache__", "results"}
+    left_behind = {"build", "out", "__pycache__", "results"}
     for folder, folders, files in os.walk(ROOT):
         kept = [name for name in folders if name not in left_behind and not name.endswith(".egg-info")]
+        kept = [name for name in kept if Path(folder, name) != ROOT / "dist"]  # but tests/dist is ours
         folders[:] = [name for name in kept if not name.startswith(".") or name == ".ci"]
         yield from (Path(folder, name) for name in files if Path(name).suffix in TEXT and name != ".git")
 

@@ -97,6 +97,9 @@ inline void bind_cuda(py::module_& m) {
       py::arg("reclaim"));
   m.def("set_posing", &set_posing, py::arg("poses"));
   m.def("is_posing", &is_posing);
+  m.def(
+      "set_posed_stream", [](uintptr_t native) { set_posed_stream(reinterpret_cast<void*>(native)); },
+      py::arg("native"));
   m.def("cuda_calls", [] {
     py::dict counts;
     for (size_t i = 0; i < kCudaCallCount; ++i) {
@@ -175,6 +178,9 @@ inline void bind_device(py::module_& m) {
                 .fill(to.data, byte, static_cast<size_t>(to.numel) * size_of(to.dtype), &self);
           },
           py::arg("tensor"), py::arg("byte"), "Enqueues the setting of every byte of a contiguous tensor.")
+      .def_property_readonly(
+          "cuda_stream", [](Stream& self) { return reinterpret_cast<uintptr_t>(native_stream(self, "cuda_stream")); },
+          "The cudaStream_t of a CUDA stream.")
       .def("close", &Stream::close, Unlocked(),
            "Runs what is queued and ends the worker; later calls raise DeviceError. Idempotent.");
 }

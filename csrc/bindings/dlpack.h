@@ -144,8 +144,11 @@ inline DeviceAbi abi_of(DeviceId device) {
 
 // torch's current stream on a CUDA device: what the caller's work is enqueued in.
 inline void* current_cuda_stream(int index) {
+  if (is_posing()) {
+    return posed_stream();
+  }
   void* stream = nullptr;
-  if (!is_posing() && torch_api().api->current_stream(2, index, &stream) != 0) {
+  if (torch_api().api->current_stream(2, index, &stream) != 0) {
     throw py::error_already_set();
   }
   return stream;

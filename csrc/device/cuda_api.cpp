@@ -20,6 +20,7 @@ constexpr const char* kNames[] = {
 
 std::atomic<const CudaApi*> installed{nullptr};
 std::atomic<bool> poses_as_cuda{false};
+thread_local void* current_posed_stream = nullptr;
 std::atomic<uint64_t> counts[kCudaCallCount];
 
 std::atomic<bool> has_faults{false};
@@ -60,6 +61,10 @@ void set_posing(bool poses) {
   BW_EXPECTS(!poses || cuda_api().is_simulated, "CPU tensors cannot pose as CUDA tensors of a real device");
   poses_as_cuda = poses;
 }
+
+void* posed_stream() { return current_posed_stream; }
+
+void set_posed_stream(void* native) { current_posed_stream = native; }
 
 uint64_t cuda_calls(CudaCall call) { return counts[static_cast<size_t>(call)].load(std::memory_order_relaxed); }
 

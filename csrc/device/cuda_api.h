@@ -95,6 +95,9 @@ const CudaApi& cuda_api();
 // Whether CPU tensors count as tensors of CUDA device 0. Only with a simulated table, else ValueError.
 bool is_posing();
 void set_posing(bool poses);
+// What is torch's current stream in the calling thread while they do; null, as at first: the thread itself.
+void* posed_stream();
+void set_posed_stream(void* native);
 
 enum class CudaCall : uint8_t {
 #define BW_CUDA_ENUMERATOR(name, parameters) name,

@@ -1,4 +1,4 @@
-"""Groups that are added: their parameters go on as torch's do, and those that were there keep what they have."""
+"""Groups that are added, S10 of the optimizer's test rows: they go on as torch's do, and what was there keeps what it has."""
 
 from __future__ import annotations
 

@@ -94,23 +94,26 @@ def test_s9_every_scheduler_does_what_it_does_to_adamw(name: str, tensor_lr: boo
     assert_as_torch(mine, outcome_of_torch(scheduled, make))
 
 
+# Those that are made to go on: by ``last_epoch``.
+RESUMED: dict[str, Callable[..., Any]] = {
+    "LambdaLR": lambda opt, last: lr_scheduler.LambdaLR(
+        opt, [lambda step: 1 / (1 + step), lambda step: 0.5**step], last_epoch=last
+    ),
+    "CosineAnnealingLR": lambda opt, last: lr_scheduler.CosineAnnealingLR(opt, T_max=6, last_epoch=last),
+    "OneCycleLR": lambda opt, last: lr_scheduler.OneCycleLR(
+        opt, max_lr=[0.1, 0.05], total_steps=STEPS + 2, last_epoch=last
+    ),
+    "CyclicLR": lambda opt, last: lr_scheduler.CyclicLR(
+        opt, 0.01, 0.05, step_size_up=2, base_momentum=0.7, max_momentum=0.95, last_epoch=last
+    ),
+}
+
+
 @pytest.mark.parametrize("by", ["state_dict", "initial_lr"])
 @pytest.mark.parametrize("name", ["LambdaLR", "CosineAnnealingLR", "OneCycleLR", "CyclicLR"])
 @pytest.mark.parametrize("world", [None, 2])
 def test_s9_training_with_a_scheduler_is_resumed(world: int | None, name: str, by: str) -> None:
     """The scheduler by its own state, or made with ``last_epoch``, for which groups must have kept ``initial_lr``."""
-    resumed: dict[str, Callable[..., Any]] = {
-        "LambdaLR": lambda opt, last: lr_scheduler.LambdaLR(
-            opt, [lambda step: 1 / (1 + step), lambda step: 0.5**step], last_epoch=last
-        ),
-        "CosineAnnealingLR": lambda opt, last: lr_scheduler.CosineAnnealingLR(opt, T_max=6, last_epoch=last),
-        "OneCycleLR": lambda opt, last: lr_scheduler.OneCycleLR(
-            opt, max_lr=[0.1, 0.05], total_steps=STEPS + 2, last_epoch=last
-        ),
-        "CyclicLR": lambda opt, last: lr_scheduler.CyclicLR(
-            opt, 0.01, 0.05, step_size_up=2, base_momentum=0.7, max_momentum=0.95, last_epoch=last
-        ),
-    }
 
     def body(comm: Communicator | None) -> None:
         rank, size = (comm.rank, comm.size) if comm else (0, 1)
@@ -149,7 +152,7 @@ def test_s9_training_with_a_scheduler_is_resumed(world: int | None, name: str, b
                 group["initial_lr"] for group in saved[0]["param_groups"]
             ]
             before = [float(group["lr"]) for group in other.param_groups]
-            scheduler = resumed[name](other, STEPS // 2 - 1)  # steps once, to where it was
+            scheduler = RESUMED[name](other, STEPS // 2 - 1)  # steps once, to where it was
             assert [float(g["lr"]) for g in other.param_groups] == pytest.approx(before, rel=1e-12)
             for group, kept in zip(other.param_groups, saved[0]["param_groups"], strict=True):
                 group["lr"] = kept["lr"]

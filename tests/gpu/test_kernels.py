@@ -263,7 +263,7 @@ def test_sums_over_ranks_have_the_bits_of_the_cpu(world: int, dtype: torch.dtype
         assert torch.equal(bits(a), bits(b))
 
 
-# ---- beyond 2^31 elements
+# ---- beyond 2^31 elements: N10 of the optimizer's test rows
 
 HUGE = 2**31 + 1000
 

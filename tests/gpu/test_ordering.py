@@ -308,7 +308,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"overlap_param_sync": True}, {"max_infligh
 @pytest.mark.parametrize("streams", ["default", "backward", "all"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training_under_load_has_the_bits_of_the_cpu(world: int, streams: str, options: dict[str, Any]) -> None:
-    """World 0: without a communicator. Gradients come late, from any stream."""
+    """World 0: without a communicator. Gradients come late, from any stream: G18 of the optimizer's test rows."""
     if world:
         expected = on_cpu_ranks(world, lambda rank, comm: trained(comm, CPU, "none", **options))
         got = in_world(world, lambda rank, comm: trained(comm, DEVICE.tensors, streams, **options))

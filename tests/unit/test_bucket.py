@@ -1,4 +1,7 @@
-"""Buckets that several CUDA streams write to: who waits for whom. The streams are false ones that record what waits."""
+"""Buckets that several CUDA streams write to: who waits for whom. The streams are false ones that record what waits.
+
+Of G18 of the optimizer's test rows; the whole: dist/test_optim_streams.py.
+"""
 
 from __future__ import annotations
 
