@@ -20,6 +20,7 @@ from . import gather, inspection
 from ._build import native
 from .bucket import GradBucket, Part
 from .bucket_slots import BucketSlots
+from .captured import expect_unedited, is_capturing
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
@@ -50,6 +51,7 @@ class ShardedOptions:
     overlap_param_sync: bool
     max_inflight_buckets: int
     static_graph: bool
+    capturable: bool
     on_external_update: str
 
 
@@ -145,6 +147,7 @@ class ShardedEngine:
             overlap=self.options.overlap_grad_sync,
             max_inflight=self.options.max_inflight_buckets,
             is_static=self.options.static_graph,
+            is_capturable=self.options.capturable,
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in self._buckets])
         self._versions = [info.param._version for info in self.infos]
@@ -155,6 +158,7 @@ class ShardedEngine:
 
         RuntimeError on all ranks, and nothing has changed, if they are not the same there.
         """
+        self.grads.captures.expect_none(why)
         self.grads.expect_outside_no_sync(why)
         self.grads.close(why)
         self.param_sync()
@@ -280,14 +284,16 @@ class ShardedEngine:
 
         Or RuntimeError on all ranks where that is asked for, and nothing is read.
         """
-        edited = self._edited()
+        ignores = self.options.on_external_update == "ignore"  # but what follows a loaded state is no edit
+        edited = {i for i in self._edited() if not ignores or self._versions[i] == _UNKNOWN_VERSION}
+        if is_capturing(self.device):
+            expect_unedited(self.infos, self._spaces, edited)
         if self.options.on_external_update == "error":
             known = (index for index in edited if self._versions[index] != _UNKNOWN_VERSION)
             moved = (index for space in self._spaces for index in space.flat.moved())
             self._expect_no_edit(min([*known, *moved], default=-1))
-        edited.update(index for space in self._spaces for index in space.flat.rebind_moved())
-        if self.options.on_external_update == "ignore":  # but what follows a loaded state is no edit
-            edited = {index for index in edited if self._versions[index] == _UNKNOWN_VERSION}
+        bound_again = {index for space in self._spaces for index in space.flat.rebind_moved()}
+        edited |= set() if ignores else bound_again
         for space in self._spaces if edited else ():
             space.read_master(edited)
 
