@@ -65,7 +65,10 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     install(module.api)
     library = ctypes.CDLL(path)
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
-    library.fake_cuda_capture_position.restype = ctypes.c_size_t
+    library.fake_cuda_capture_position.restype = library.fake_cuda_capture_mark.restype = ctypes.c_size_t
+    library.fake_cuda_capture_error.restype = ctypes.c_char_p
+    library.fake_cuda_begin_replay.argtypes = library.fake_cuda_end_replay.argtypes = [ctypes.c_void_p]
+    library.fake_cuda_replay_to.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.fake_cuda_replay_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.fake_cuda_free_graph.argtypes = [ctypes.c_void_p]
     library.fake_cuda_allocated_bytes.restype = ctypes.c_size_t
@@ -141,14 +144,14 @@ class Graph(TorchDispatchMode):
     """A captured piece of work of the default stream: our calls, and torch's operations on the tensors that pose.
 
     As with a `torch.cuda.CUDAGraph` capturing changes no tensor that is there already, what is allocated meanwhile
-    stays, and a replay does all again in the same memory. RuntimeError where a value is asked for.
+    stays, and a replay does all again in the same memory. RuntimeError where a value is asked for, and at the end with
+    what CUDA says of a capture that it ends without a graph. A replay does the work of other streams as late as it may.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
         self._graph: Any = None
-        self._size = 0
         # Where in the capture, the function, its arguments, what it returned.
         self._operations: list[tuple[int, Any, Any, Any, Any]] = []
 
@@ -158,29 +161,35 @@ class Graph(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._size = self._library.fake_cuda_capture_position()
         self._graph = self._library.fake_cuda_end_capture()
+        if self._graph is None and error[0] is None:
+            raise RuntimeError(f"CUDA error: {self._library.fake_cuda_capture_error().decode()}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        if any(isinstance(leaf, ShardedGrad) for leaf in tree_leaves((args, kwargs))):
+            super().__enter__()  # placeholders answer below the mode, and what they do is captured
+            try:
+                return ShardedGrad.__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                super().__exit__(None, None, None)
         written = _written(func, args, kwargs)
         out = func(*args, **kwargs) if written is None else written
-        self._operations.append((self._library.fake_cuda_capture_position(), func, args, kwargs, out))
+        self._operations.append((self._library.fake_cuda_capture_mark(), func, args, kwargs, out))
         return out
 
     def replay(self) -> None:
-        done = 0
+        self._library.fake_cuda_begin_replay(self._graph)
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             for position, func, args, kwargs, out in self._operations:
-                self._library.fake_cuda_replay_range(self._graph, done, position)
-                done = position
+                self._library.fake_cuda_replay_to(self._graph, position)
                 again = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(out), tree_leaves(again), strict=False):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
-        self._library.fake_cuda_replay_range(self._graph, done, self._size)
+        self._library.fake_cuda_end_replay(self._graph)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

@@ -40,6 +40,7 @@ PYTHON_LAYERS = [
     ["plan", "memory", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm"],
     ["collectives", "ops", "ops_cuda", "request"],
     [
+        "captured",
         "bucket_slots",
         "bucket",
         "inflight",

@@ -310,6 +310,7 @@ inline void bind_handle(py::module_& m) {
           "await_order", [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
           py::arg("timeout"), Unlocked())
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
+      .def_property_readonly("is_captured", &Handle::is_captured)
       .def_property_readonly("seq", &Handle::seq)
       .def_property_readonly("size_bytes", &Handle::size_bytes)
       .def_property_readonly("event", &Handle::event);

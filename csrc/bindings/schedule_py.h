@@ -101,6 +101,7 @@ inline void bind_schedule(py::module_& m) {
           py::arg("params"))
       .def("flush", &Schedule::flush)
       .def("discard", &Schedule::discard)
+      .def("forget_window", &Schedule::forget_window)
       .def(
           "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(self, held)); },
           py::arg("held"))

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "comm/health.h"
 #include "device/deferred_event.h"
+#include "device/device_cuda.h"
 
 namespace bucketwheel {
 namespace {
@@ -120,6 +121,8 @@ bool Handle::query() const {
   rethrow();
   return true;
 }
+
+bool Handle::is_captured() const { return belongs_to_graph(*state_->done); }
 
 double Handle::elapsed_s(const Handle& later) const { return later.state_->done->elapsed_s(*state_->done); }
 

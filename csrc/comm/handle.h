@@ -57,6 +57,8 @@ class Handle {
   bool is_ordered() const;
   // Blocks until is_ordered() or the deadline; which.
   bool await_order(Deadline deadline) const;
+  // Whether it is part of a CUDA graph, and so has no completion outside of that.
+  bool is_captured() const;
   const EventRef& event() const { return state_->done; }  // completes when the operation is over, failed or not
 
   // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`

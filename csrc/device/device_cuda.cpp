@@ -186,7 +186,12 @@ class CudaStream final : public Stream {
     expect_open();
     if (const EventRef recorded = on_device(event)) {
       CudaGuard guard(device_.index_);
-      BW_CUDA_TRY(stream_wait_event, native_, static_cast<const CudaEvent&>(*recorded).event_);
+      const auto& own = static_cast<const CudaEvent&>(*recorded);
+      if (!own.is_captured_ && is_capturing(*this)) {
+        expect_done(own);
+        return;
+      }
+      BW_CUDA_TRY(stream_wait_event, native_, own.event_);
     }
   }
 
@@ -211,6 +216,14 @@ class CudaStream final : public Stream {
   }
 
  private:
+  // A graph cannot wait for what is outside, not even for what is over: CUDA would end the capture.
+  void expect_done(const CudaEvent& outside) const {
+    if (!outside.query()) {
+      throw CaptureError("stream '" + name_ +
+                         "' is captured in a CUDA graph, which cannot wait for work that was enqueued before the "
+                         "capture and is not done: synchronize before the capture");
+    }
+  }
   static void call(void* argument) {
     const std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(argument));
     (*task)();

@@ -111,6 +111,12 @@ class Schedule {
   // All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter. The
   // caller drops its late memory.
   void discard();
+  // The open window never was: it was captured in a CUDA graph that has not come to its end. On all ranks or on none.
+  // The caller drops all memory of buckets.
+  void forget_window() {
+    deviating_ = -1;
+    begin_window();
+  }
   // Before `notes`: what must leave late memory, because p.grad was set to None after it arrived.
   std::vector<StoreAction> drops(Flags held) const;
   // Whether this rank has put a gradient of `param` into this window.

@@ -20,7 +20,6 @@ __all__ = [
     "communicator_for",
     "communicators_for",
     "expect_hyperparameters",
-    "expect_implemented",
     "expect_options",
     "group_texts",
 ]
@@ -60,15 +59,6 @@ def expect_options(
         raise ValueError(
             f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
         )
-
-
-def expect_implemented(**options: tuple[Any, ...]) -> None:
-    """Each option: (what was given, what is implemented ...)."""
-    for name, (given, *implemented) in options.items():
-        if not any(given is known or given == known for known in implemented):
-            raise NotImplementedError(
-                f"{name}={given!r} is not implemented yet; implemented: {', '.join(map(repr, implemented))}"
-            )
 
 
 def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:

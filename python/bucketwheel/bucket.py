@@ -16,11 +16,13 @@ from torch import Tensor
 
 from ._build import native
 from .bucket_slots import BucketSlot
+from .captured import CapturedBlock
 from .pool import Lease, Pool
 
-__all__ = ["Acquire", "GradBucket", "Part", "join", "stream_of"]
+__all__ = ["Acquire", "GradBucket", "Memory", "Part", "join", "stream_of"]
 
-Acquire = Callable[["GradBucket", bool], Lease | BucketSlot]  # memory for a bucket; whether for its late round
+Memory = Lease | BucketSlot | CapturedBlock
+Acquire = Callable[["GradBucket", bool], Memory]  # memory for a bucket; whether for its late round
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
@@ -61,7 +63,7 @@ class GradBucket:
         self.parts = {part.param: part for part in parts}
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
-        self._memory: list[tuple[Lease | BucketSlot, Tensor] | None] = [None, None]  # first round, late round
+        self._memory: list[tuple[Memory, Tensor] | None] = [None, None]  # first round, late round
         # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket
         # was written.
         self._opened_in: list[torch.cuda.Stream | None] = [None, None]
@@ -135,7 +137,7 @@ class GradBucket:
         if held is not None:
             held[0].release()
 
-    def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Lease | BucketSlot, Tensor]:
+    def take(self, acquire: Acquire, absent: Sequence[int], *, late: bool) -> tuple[Memory, Tensor]:
         """The buffer to reduce, with zeros where this rank has nothing; the bucket forgets it."""
         if not late and self._memory[late] is None:
             self._open(acquire, late).zero_()

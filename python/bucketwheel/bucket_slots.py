@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .captured import CapturedBlock
 from .handle import Handle
 from .pool import Lease, Pool
 
@@ -46,7 +47,7 @@ class BucketSlot:
 
         Not for one that is over, which a stream that is captured in a CUDA graph could not wait for.
         """
-        if self._reader is not None and not self._reader.query():
+        if self._reader is not None and (self._reader.is_captured or not self._reader.query()):
             self._reader.wait()
         self._reader = None
         return self
@@ -57,6 +58,10 @@ class BucketSlot:
     def release(self, after: Handle | None = None) -> None:
         """The next bucket may `enter`, and will wait for ``after``."""
         self._reader = after
+
+    def forget(self) -> None:
+        """Whoever enters next need not wait."""
+        self._reader = None
 
     def end(self) -> None:
         """Nobody enters again. Whoever wrote here since the last reduce-scatter is in the current stream."""
@@ -96,17 +101,24 @@ class BucketSlots:
         return self._of(bucket).enter()
 
     def bring_in(
-        self, bucket: int, memory: Lease | BucketSlot, flat: Tensor, *, late: bool
+        self, bucket: int, memory: Lease | BucketSlot | CapturedBlock, flat: Tensor, *, late: bool
     ) -> tuple[BucketSlot, Tensor]:
         """Before a bucket's launch: what is in ``flat``, of ``memory``, in its slot."""
         assert late or bucket == self._next, (bucket, self._next)
         slot = self._of(bucket)
-        if isinstance(memory, Lease):
+        if not isinstance(memory, BucketSlot):
             flat = slot.enter().tensor(flat.dtype, flat.shape).copy_(flat)
             memory.release()
         if not late:
             self._next = (bucket + 1) % self._bucket_count
         return slot, flat
+
+    def forget(self) -> None:
+        """The next window is in another CUDA graph, or in none: what has read the slots is behind the stream that closed the
+        last one, or has never been."""
+        self._next = 0
+        for slot in self._slots:
+            slot.forget()
 
     def release(self) -> None:
         """Gives the memory back to the pool; behind what the current stream has."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arguments import communicators_for, expect_implemented, group_texts
+from .arguments import communicators_for, group_texts
 from .comm import Communicator
 from .device import CPU, device_index
 from .flat import ParamInfo
@@ -50,7 +50,8 @@ def make_engine(
     owned = [made for made in (comm, replicate) if made is not None and made not in given]
     try:
         if comm is not None:
-            expect_implemented(capturable=(is_capturable, False))
+            if options.capturable:
+                _expect_capturable(comm, options)
             return ShardedEngine(
                 comm, infos, group_texts(param_groups), options, _cap_bytes(ranks, comm), replicate
             ), owned
@@ -65,6 +66,19 @@ def make_engine(
     except BaseException:
         close_all(owned, 0.0)
         raise
+
+
+def _expect_capturable(comm: Communicator, options: ShardedOptions) -> None:
+    if comm.backend != "nccl":
+        raise ValueError(
+            f"capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA graph; this one is "
+            f"of {comm.backend!r}"
+        )
+    if options.overlap_param_sync:
+        raise ValueError(
+            "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the gathers that a step "
+            "before it has left running"
+        )
 
 
 def close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:

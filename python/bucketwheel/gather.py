@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from . import handle
 from .bucket import stream_of
+from .captured import is_capturing
 from .comm import Communicator
 from .flat import ParamInfo
 from .forward_order import ForwardOrder
@@ -156,7 +157,9 @@ class Gathers:
         """Every parameter is that of the last step afterwards. Where gathers have failed: the error of the first, every
         time that this is asked or a parameter is read, until `detach`."""
         if self._running:
-            handle.wait_all(gather for gather, _ in self._running)
+            # What a capture that has failed left here never runs.
+            captured = is_capturing(self._comm.device)
+            handle.wait_all(gather for gather, _ in self._running if captured or not gather.is_captured)
             self._forget()
 
     def wait_for(self, params: Collection[int]) -> None:

@@ -64,6 +64,11 @@ class GradAgreement:
             )
         return agreement
 
+    def expect_all_captured(self, why: str) -> None:
+        """RuntimeError, or `CommTimeout`, unless all ranks capture the call ``why`` in a CUDA graph: a replay would wait for those
+        that do not."""
+        self._exchange(f"captured {why}", b"")
+
     def expect_same_question(self, what: str, indices: Sequence[int], agreement: Any) -> None:
         """RuntimeError on every rank unless all ask for ``what`` of the same gradients, right after ``agreement``.
 

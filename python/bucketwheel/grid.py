@@ -254,6 +254,12 @@ class Grid:
         """Of the memory for partial sums."""
         return sum(partial.lease.nbytes for partial in self._partials)
 
+    def forget_uses(self) -> None:
+        """The next bucket is of another CUDA graph, or of none, and is not to wait for those before: [Note: captured windows]."""
+        self._last = None
+        for partial in self._partials:
+            partial.used_by = None
+
     def release(self) -> None:
         """Gives the memory of partial sums back. What is not issued to the end never will be."""
         for reduction in self._waiting:

@@ -54,6 +54,11 @@ class Handle:
         """Block until `is_ordered`, for ``timeout`` seconds at most; whether it is."""
         return self._native.await_order(timeout)
 
+    @property
+    def is_captured(self) -> bool:
+        """True for an operation that is part of a CUDA graph: it is over in each replay, and never outside."""
+        return self._native.is_captured
+
     def elapsed_time(self, later: Handle) -> float:
         """Milliseconds from this operation's end to ``later``'s; both made with ``timing=True`` and over."""
         return 1e3 * self._native.elapsed_s(later._native)

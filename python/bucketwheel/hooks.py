@@ -26,6 +26,7 @@ from torch import Tensor
 from ._build import native
 from .bucket import GradBucket, stream_of
 from .bucket_slots import BucketSlots
+from .captured import Captures, is_capturing
 from .comm import Communicator
 from .device import CPU
 from .flat import ParamInfo
@@ -61,6 +62,7 @@ class GradSync:
         overlap: bool,
         max_inflight: int,
         is_static: bool = False,
+        is_capturable: bool = False,
     ) -> None:
         self.comm = comm
         self.infos = list(infos)
@@ -70,6 +72,7 @@ class GradSync:
         self._params = [info.param for info in self.infos]
         self._overlap = overlap
         self._is_open = False  # this rank has prepared its shards for the window's sums
+        self.captures = Captures(comm.device, is_capturable=is_capturable)
         self._no_sync_depth = 0
         self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
         self._lock = threading.RLock()
@@ -115,7 +118,9 @@ class GradSync:
         self._expect_plain(info, grad)
         flat = _in_memory_order(grad, info)
         was_open = self._is_open
-        if not was_open:
+        if was_open:
+            self.captures.goes_on()
+        else:
             self._open_window(None if add else index)
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
         if self.reduced.has_factor(index):
@@ -153,9 +158,12 @@ class GradSync:
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
+        found = self._arrivals.look(self._params).translate(_IS_PLACEHOLDER)
+        self.captures.begin(self._schedule.is_learnt, any(found))
+        if self.captures.has_window:
+            self.launcher.begin_captured()
         self._is_open = True
         self.launcher.prepared_in = stream_of(self.infos[0].device) if self.infos else None
-        found = self._arrivals.look(self._params).translate(_IS_PLACEHOLDER)
         if not any(found):
             self.reduced.forget_all()
         for index, has_content in enumerate(self.reduced.content):
@@ -178,6 +186,8 @@ class GradSync:
         """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
         self.expect_outside_no_sync("grad_sync(parameters)")
         with self._lock, torch.no_grad():
+            if self._is_open:
+                self.captures.goes_on()
             for index in indices:
                 kept = self._kept.pop(index, None)
                 if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
@@ -195,10 +205,17 @@ class GradSync:
         `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it, another did not).
         """
         with self._lock, torch.no_grad():
+            if why == "close":
+                self._forget_capture()
+            is_captured = self.captures.ask(why, self._is_open)
             found = self._sweep()
+            if is_captured and not self._is_open and any(found):
+                self.captures.expect_own_grads()
             for launch in self._schedule.flush():
                 self.launcher.launch(launch)
             agreement = self._agree(why, found)
+            if is_captured:
+                self._agreement.expect_all_captured(why)
             first, late = self._schedule.close(agreement)
             if agreement.is_dirty:
                 if not self._is_open:
@@ -217,6 +234,8 @@ class GradSync:
                 self.launcher.inflight.wait()
                 self._is_open = False
                 self._arrivals.disable()
+                if is_captured:
+                    self.launcher.end_captured()
                 self.launcher.inflight.end_window(agreement.is_complete or not self._overlap)
             self._settle(agreement.held, found)
             return agreement
@@ -258,6 +277,7 @@ class GradSync:
     def zero_grad(self) -> None:
         """Drops every gradient. Local."""
         with self._lock:
+            self._forget_capture()
             self._kept.clear()
             self._schedule.discard()
             for bucket in self.buckets:
@@ -266,6 +286,16 @@ class GradSync:
                 param.grad = None
             if self._is_open:
                 self.reduced.reset_all_factors()
+
+    def _forget_capture(self) -> None:
+        """Drops the window of a capture that has failed, or ended before it: nothing of it has run. On all ranks or none."""
+        if self._is_open and self.captures.has_window and not is_capturing(self.comm.device):
+            self._kept.clear()
+            self._schedule.forget_window()
+            self.launcher.forget_captured()
+            self._is_open = False
+            for param in self._params:
+                param.grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -299,6 +329,7 @@ class GradSync:
                 if self.reduced.has_content(i):
                     self.reduced.forget(i)  # replaced
                 self._kept[i] = grad
+                self.captures.keep()
                 self._arrivals.disable()
             info.param.grad = self._placeholders[i]
 
@@ -342,6 +373,7 @@ class GradSync:
         The scaler makes one call per dtype.
         """
         dtypes = {self.infos[i].dtype for i in indices}
+        self.captures.refuse_scaler()
         why = f"unscale {' and '.join(sorted(map(str, dtypes)))}"
         with self._lock:
             self.close(why)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from .bucket import GradBucket
+from .bucket import GradBucket, Memory
 from .bucket_slots import BucketSlot
+from .captured import CapturedBlock, is_capturing
 from .device import CPU
 from .handle import Handle
 from .pool import Lease, Pool
@@ -25,11 +26,12 @@ class Inflight:
 
     def __init__(self, device: int, limit: int, *, is_blind: bool = False) -> None:
         """``is_blind``: not `Communicator.sees_peers`."""
+        self._device = device
         self._is_on_cpu = device == CPU
         self._limit = limit
         self._is_blind = is_blind
         self._uneven_windows = 0  # how many more to hold memory in
-        self._running: list[tuple[Handle, Lease]] = []
+        self._running: list[tuple[Handle, Lease | CapturedBlock]] = []
         self._last: Handle | None = None  # the window's, whoever has its memory
         self.patience_s = _MOST_PATIENCE_S
         self.is_patient = True  # this window has not waited in vain
@@ -51,7 +53,7 @@ class Inflight:
         self.peak_bytes = max(self.peak_bytes, sum(one.nbytes for one in self._leases))
         return lease
 
-    def add(self, handle: Handle, memory: Lease | BucketSlot) -> None:
+    def add(self, handle: Handle, memory: Memory) -> None:
         self._last = handle
         if isinstance(memory, BucketSlot):  # the next bucket has no other
             memory.release(after=handle)
@@ -104,12 +106,19 @@ class Inflight:
 
     def wait(self) -> None:
         """Waits for all of them. CUDA: the current stream waits, and this thread until all ranks have issued them."""
+        captured = is_capturing(self._device)
         for handle, _ in self._running:
-            handle.wait()
+            if not captured or handle.is_captured:  # an earlier window, before the capture, has waited for the others
+                handle.wait()
         if self._last is not None:  # behind those before it, which may have given their memory on
             self._last.wait()
             self._last = None
         self._retire()
+
+    def forget_captured(self) -> None:
+        """What has been captured never runs."""
+        self._running = [(handle, memory) for handle, memory in self._running if not handle.is_captured]
+        self._last = None
 
     def end_window(self, is_complete: bool = True) -> None:
         """``is_complete``: all ranks had launched everything before they closed it."""

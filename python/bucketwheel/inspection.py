@@ -34,6 +34,7 @@ _USUAL = {
     "overlap_grad_sync": True,
     "overlap_param_sync": False,
     "static_graph": False,
+    "capturable": False,
     "on_external_update": "resync",
 }
 
@@ -98,7 +99,7 @@ def memory_of_local(infos: Sequence[ParamInfo], states: Sequence[dict[str, Tenso
     for name, state in ((name, tensor) for of_param in states for name, tensor in of_param.items()):
         found["states"] += _bytes_of([state])
         found[name] += _bytes_of([state])
-    for name in ("params_padding", "states", "buckets", "buckets_peak", "slots", "partial_sums", "pool"):
+    for name in ("params_padding", "states", "buckets", "buckets_peak", "slots", "captured", "partial_sums", "pool"):
         found[name] += 0
     found["bookkeeping"] = steps.nbytes
     return dict(found)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ._build import native
-from .bucket import GradBucket, join
-from .bucket_slots import BucketSlot, BucketSlots
+from .bucket import GradBucket, Memory, join
+from .bucket_slots import BucketSlots
+from .captured import CapturedBlocks, is_capturing
 from .comm import Communicator
 from .device import CPU, torch_device
 from .grid import Grid
 from .inflight import Inflight
-from .pool import Lease, Pool
+from .pool import Pool
 
 __all__ = ["Launcher"]
 
@@ -43,6 +44,7 @@ class Launcher:
         self._slots = slots
         self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
         self.inflight = Inflight(comm.device, max_inflight, is_blind=not comm.sees_peers)
+        self._captured = CapturedBlocks(comm.device, max((bucket.nbytes for bucket in self._buckets), default=0))
         self.prepared_in: torch.cuda.Stream | None = None  # CUDA: where the shards were prepared for the window's sums
 
     def carry_out(self, stores: Sequence[Any], launches: Sequence[Any], flat: Tensor) -> None:
@@ -57,18 +59,43 @@ class Launcher:
             if not action.late and self._comm.device == CPU:
                 self._arrivals.open(bucket.index, memory)
 
-    def _acquire(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
+    def _acquire(self, bucket: GradBucket, late: bool) -> Memory:
         """Memory for gradients that arrive."""
         slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
-        if slot is not None:
-            return slot
-        return self.inflight.lease(self.pool, bucket, late)
+        return slot if slot is not None else self._lease(bucket, late)
 
-    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Lease | BucketSlot:
+    def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Memory:
         """Memory for a bucket that is launched without any."""
+        return self._slots.enter(bucket.index) if self._slots is not None else self._lease(bucket, late)
+
+    def _lease(self, bucket: GradBucket, late: bool) -> Memory:
+        if not is_capturing(self._comm.device):
+            return self.inflight.lease(self.pool, bucket, late)
+        self.inflight.make_room()
+        return self._captured.take()
+
+    def begin_captured(self) -> None:
+        """A window begins that is captured: [Note: captured windows]."""
+        self._forget_uses()
+
+    def end_captured(self) -> None:
+        """It has ended, and the current stream is behind all of it."""
+        self._captured.end_window()
+        self._forget_uses()
+
+    def forget_captured(self) -> None:
+        """It has not ended, and never will."""
+        for bucket in self._buckets:
+            bucket.take_streams()
+            bucket.drop_all()
+        self.inflight.forget_captured()
+        self.end_captured()
+
+    def _forget_uses(self) -> None:
         if self._slots is not None:
-            return self._slots.enter(bucket.index)
-        return self.inflight.lease(self.pool, bucket, late)
+            self._slots.forget()
+        if isinstance(self._comm, Grid):
+            self._comm.forget_uses()
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use
@@ -91,10 +118,11 @@ class Launcher:
         self.inflight.add(self._comm.reduce_scatter_into(flat, bucket.sink), memory)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of buckets: now, at the most so far, and in bucket slots."""
+        """Bytes of buckets: now, at the most so far, in bucket slots, and of captured windows."""
         slots = 0 if self._slots is None else self._slots.nbytes
         live = sum(lease.nbytes for lease in self.inflight.live)
-        return {"buckets": live, "buckets_peak": self.inflight.peak_bytes, "slots": slots}
+        found = {"buckets": live, "buckets_peak": self.inflight.peak_bytes, "slots": slots}
+        return found | {"captured": self._captured.nbytes}
 
     def release(self) -> None:
         """Gives what buckets hold back, unreduced, and registered memory."""
@@ -104,3 +132,4 @@ class Launcher:
             bucket.drop_all()
         if self._slots is not None:
             self._slots.release()
+        self._captured.clear()

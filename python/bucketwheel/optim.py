@@ -85,8 +85,9 @@ class ShardedAdamW(Optimizer):
             dropped between a backward and its step. Ranks then agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
             backward or from the end of the window; the communicator is aborted, so that the other ranks raise
             `PeerError` with the same text.
-        capturable: `step` (and `clip_grad_norm_`) can be captured in a CUDA graph; replays count steps on and read
-            learning rates that are tensors anew. Needs ``static_graph=True`` and CUDA, and so far no process group.
+        capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors
+            anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
+            on all of them `zero_grad` to `step` in one graph, after an eager step: docs/ordering.md, "A whole step in a graph".
         on_external_update: what `step` does where a parameter was written to since the last one (``load_state_dict`` of
             the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
             RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
@@ -98,7 +99,6 @@ class ShardedAdamW(Optimizer):
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
-        NotImplementedError: ``capturable=True`` over several ranks.
         RuntimeError: ranks disagree on the parameters or options.
     """
 
@@ -165,6 +165,7 @@ class ShardedAdamW(Optimizer):
             overlap_param_sync=overlap_param_sync,
             max_inflight_buckets=max_inflight_buckets,
             static_graph=static_graph,
+            capturable=capturable,
             on_external_update=on_external_update,
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
@@ -409,7 +410,8 @@ class ShardedAdamW(Optimizer):
         no parameter), ``grads`` (gradient shards; locally the gradients there are), ``states`` (all; and each that there is
         by its name, such as ``exp_avg``), ``pool`` (reserved by the communicators' pools beside ``params``: for ``buckets``,
         those alive now, of ``buckets_peak``, the most so far, for ``slots`` of registered memory, and ``partial_sums``
-        with a ``replicate_group``), ``bookkeeping`` (step counts, factors, flags, sums of squares). Local.
+        with a ``replicate_group``), ``captured`` (buckets of CUDA graphs), ``bookkeeping`` (step counts, factors, flags, sums of
+        squares). Local.
         """
         return self._engine.memory()
 

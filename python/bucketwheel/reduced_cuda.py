@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._build import native
+from .captured import is_capturing
 from .comm import Communicator
 from .device import Uploads, torch_device
 from .reduced import ReducedGrads
@@ -43,6 +44,9 @@ class ReducedGradsCuda(ReducedGrads):
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)
+        self._is_replayed = (
+            False  # perhaps, since there has been a capture: the host does not know what the device holds
+        )
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -75,7 +79,12 @@ class ReducedGradsCuda(ReducedGrads):
 
     def reset_all_factors(self) -> None:
         super().reset_all_factors()
-        self._to_reset |= self._scaled
+        self._is_replayed = self._is_replayed or is_capturing(self._device)
+        if self._is_replayed:  # in each replay, and after any: [Note: captured windows]
+            self._on_device.fill_(1.0)
+            self._to_reset.clear()
+        else:
+            self._to_reset |= self._scaled
         self._scaled.clear()
 
     def _apply_resets(self) -> None:
@@ -141,12 +150,15 @@ class ReducedGradsCuda(ReducedGrads):
             offsets = [0]
             for param in self._params:
                 offsets.append(offsets[-1] + len(param.pieces))
-            self._rows = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
+            tables = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
+            if is_capturing(self._device):
+                return tables  # perhaps uploaded by each replay alone
+            self._rows = tables
         return self._rows
 
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
-        if self._gathered is None:
+        if self._gathered is None or (self._is_replayed and not is_capturing(self._device)):
             flags = zip(self._edited, self._content, self._params, strict=True)
             edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
             if edited:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import gather, inspection
+from .captured import expect_unedited, is_capturing
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
@@ -47,6 +48,7 @@ class ShardedOptions:
     overlap_param_sync: bool
     max_inflight_buckets: int
     static_graph: bool
+    capturable: bool
     on_external_update: str
 
 
@@ -149,6 +151,7 @@ class ShardedEngine:
             overlap=self.options.overlap_grad_sync,
             max_inflight=self.options.max_inflight_buckets,
             is_static=self.options.static_graph,
+            is_capturable=self.options.capturable,
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in self._buckets])
         self._versions = [info.param._version for info in self.infos]
@@ -159,6 +162,7 @@ class ShardedEngine:
 
         RuntimeError on all ranks, and nothing has changed, if they are not the same there.
         """
+        self.grads.captures.expect_none(why)
         self.grads.expect_outside_no_sync(why)
         self.grads.close(why)
         self.param_sync()
@@ -236,16 +240,17 @@ class ShardedEngine:
 
         Or RuntimeError on all ranks where that is asked for, and nothing is read.
         """
-        edited = self._edited()
+        ignores = self.options.on_external_update == "ignore"  # but what follows a loaded state is no edit
+        edited = {i for i in self._edited() if not ignores or self._versions[i] == _UNKNOWN_VERSION}
+        if is_capturing(self.device):
+            expect_unedited(self.infos, self._spaces, edited)
         if self.options.on_external_update == "error":
             known = (index for index in edited if self._versions[index] != _UNKNOWN_VERSION)
             self._expect_no_edit(min([*known, *itertools.chain(*moved)], default=-1))
         for space, ours in zip(self._spaces, moved, strict=True):
             if ours:
                 space.flat.rebind(ours)
-                edited.update(ours)
-        if self.options.on_external_update == "ignore":  # but what follows a loaded state is no edit
-            edited = {index for index in edited if self._versions[index] == _UNKNOWN_VERSION}
+                edited |= set() if ignores else set(ours)
         for space in self._spaces if edited else ():
             space.read_master(edited)
 

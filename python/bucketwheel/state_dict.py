@@ -84,7 +84,10 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         _carry_out(engine, *plan)
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
         kept = {key: value for key, value in theirs.items() if key not in _KEPT_KEYS}
+        rate = ours["lr"]
         ours.update(deepcopy(kept))  # schedulers write to learning rates that are tensors
+        if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
+            ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
     engine.follow_loaded_state()
 
 

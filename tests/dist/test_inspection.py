@@ -112,6 +112,7 @@ def test_the_summary_of_one_process_is_that_of_its_tensors() -> None:
         "buckets": 0,
         "buckets_peak": 0,
         "slots": 0,
+        "captured": 0,
         "partial_sums": 0,
         "pool": 0,
         "bookkeeping": 8 * 32,

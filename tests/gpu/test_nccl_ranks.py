@@ -154,6 +154,52 @@ def test_two_ranks_train_as_one_process(ranks: RankPool, dtype: torch.dtype) -> 
         assert_bitwise_equal(got, expected, f"rank {rank}")
 
 
+# ---- CUDA graphs
+
+
+def trained_in_graphs(captures: bool) -> list[Tensor]:
+    """Whole steps, perhaps captured after two eager ones and replayed, with eager steps between."""
+    model = GivenGrads(BF16, DEVICE.tensors)
+    start = [p.detach().cpu() for p in model.parameters()]
+    grads = [torch.zeros_like(p) for p in model.parameters()]
+    rate = torch.tensor(1e-2, device=DEVICE.tensors)
+    opt = bw.ShardedAdamW(
+        model.parameters(), lr=rate, weight_decay=0.1, bucket_cap_mb=0.02, capturable=True, static_graph=True
+    )
+    kept: list[Tensor] = []
+
+    def iteration() -> Tensor:
+        opt.zero_grad()
+        model(grads).backward()
+        norm = opt.clip_grad_norm_(0.3)
+        opt.step()
+        return norm
+
+    out, replay = [], None
+    for step in range(8):
+        for into, g in zip(grads, dyadic(start, 2 * step + dist.get_rank()), strict=True):
+            into.copy_(g)
+        rate.fill_(1e-2 / (step + 1))
+        if step == 2 and captures:
+            DEVICE.synchronize()
+            replay = DEVICE.capture(lambda: kept.append(iteration()))
+        if replay is not None and step != 5:
+            replay()
+            out.append(kept[0].cpu().clone())
+        else:
+            DEVICE.warm_up(lambda: out.append(iteration().cpu().clone()), 1)  # in a side stream, as torch asks
+    out += [p.detach().cpu().clone() for p in model.parameters()]
+    del replay  # the graph goes before the communicators whose operations it has
+    opt.close()
+    return out
+
+
+def test_replays_of_whole_steps_are_eager_steps(ranks: RankPool) -> None:
+    expected = run(ranks, trained_in_graphs, False)
+    for rank, got in enumerate(run(ranks, trained_in_graphs, True)):
+        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
+
+
 # ---- registered memory
 
 

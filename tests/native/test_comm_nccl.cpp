@@ -278,6 +278,7 @@ TEST(an_operation_beside_a_capture_is_refused_and_changes_nothing) {
       CHECK(calls() == before);
     }).join();
     CHECK(fake_cuda_capture_position() == position);
+    captured.handle->wait(CudaDevice::at(0).borrow(nullptr).get());  // else there is no graph
     void* const graph = fake_cuda_end_capture();
     fake_cuda_replay_range(graph, 0, position);
     captured.expect(1);

@@ -10,7 +10,7 @@ import torch
 from bucketwheel._build import native
 from bucketwheel.bucket_slots import BucketSlot, BucketSlots
 from bucketwheel.pool import Lease, Pool
-from tests.simulated_cuda import Graph, posing
+from tests.simulated_cuda import Calls, Graph, posing
 
 SIZES = [16, 40, 64, 24, 8]  # bytes of the buckets
 
@@ -19,6 +19,7 @@ class FalseHandle:
     """Of a reduce-scatter that ends when it is waited for, or is over."""
 
     event: Any = None
+    is_captured = False
 
     def __init__(self, is_over: bool = False) -> None:
         self.is_over, self.waits = is_over, 0
@@ -130,6 +131,24 @@ def test_the_end_is_behind_the_last_reader(pool: Pool) -> None:
     pool.acquire("next", 64)
     assert pool.stats().waits == 1 and readers[0].event.query()
     reading.close()
+
+
+def test_a_capture_waits_for_what_it_has_captured() -> None:
+    """And forgets it at its end: nothing else can."""
+    with posing() as library:
+        slots = BucketSlots(Pool(device="cuda"), SIZES, 1)
+        with Graph(library):
+            reader: Any = CudaHandle(native().current_stream(0).record())
+            reader.is_captured = True
+            slots.enter(0).release(after=reader)
+            calls = Calls()
+            slots.enter(1).release(after=reader)
+            assert calls.since()["stream_wait_event"] == 1
+        slots.forget()
+        calls = Calls()
+        slots.enter(0)
+        assert "stream_wait_event" not in calls.since()
+        slots.release()
 
 
 class CudaHandle(FalseHandle):

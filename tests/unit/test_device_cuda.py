@@ -127,6 +127,53 @@ def test_captured_events_have_no_completion_outside(library: Any) -> None:
             ask()
 
 
+def test_a_captured_stream_waits_for_nothing_outside(library: Any) -> None:
+    """Not even for what is over, with which CUDA would end the capture; what is not over is an error of ours, which leaves
+    it."""
+    current, other = native().current_stream(0), native().Stream("other", 0)
+    over = other.record()
+    assert over.synchronize(10.0)
+    other.pause(0.2)
+    running = other.record()
+    calls = Calls()
+    with Graph(library):
+        current.wait(over)
+        with pytest.raises(CaptureError, match="is not done: synchronize before the capture"):
+            current.wait(running)
+        assert "stream_wait_event" not in calls.since()
+        other.wait(current.record())
+        inside = other.record()
+        current.wait(inside)
+        assert calls.since()["stream_wait_event"] == 2
+    with pytest.raises(RuntimeError, match="due to a previous error during capture"), Graph(library):
+        with pytest.raises(DeviceError, match="dependency created on uncaptured work"):
+            current.wait(inside)  # of another graph
+
+
+def test_a_capture_that_leaves_work_unjoined_is_no_graph(library: Any) -> None:
+    """What the simulated device says, as CUDA does."""
+    current, other = native().current_stream(0), native().Stream("other", 0)
+    data = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="capturing stream has unjoined work"), Graph(library):
+        other.wait(current.record())
+        other.fill(data, 1)
+
+
+def test_a_replay_is_as_late_as_its_edges_allow(library: Any) -> None:
+    """So that a missing edge shows."""
+    current, other = native().current_stream(0), native().Stream("other", 0)
+    data, seen = torch.zeros(4, dtype=torch.uint8), []
+    graph = Graph(library)
+    with graph:
+        other.wait(current.record())
+        other.fill(data, 1)
+        seen.append(data + 0)
+        current.wait(other.record())
+        seen.append(data + 0)
+    graph.replay()
+    assert [int(x[0]) for x in seen] == [0, 1]
+
+
 def test_calls_that_fail_say_which_and_why() -> None:
     stream = native().Stream("work", 0)
     native().plan_cuda_fault("event_record", countdown=2, error=400)

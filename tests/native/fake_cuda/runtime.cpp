@@ -28,7 +28,7 @@ std::atomic<bool> drops_work{false};
 // What an event stands for: one for each cudaEventRecord, so that waiters keep theirs when the event is recorded again.
 struct Mark {
   std::atomic<bool> is_done{false};
-  bool is_captured = false;
+  fake_cuda::CapturePoint captured;
   SteadyClock::time_point time;
 
   void complete() {
@@ -261,11 +261,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (mark == nullptr) {
     return cudaSuccess;  // never recorded: no wait, as CUDA has it
   }
-  if (mark->is_captured) {
-    return fake_cuda::join_capture(stream);
+  if (mark->captured.capture != 0) {
+    return fake_cuda::join_capture(stream, mark->captured);
   }
   if (fake_cuda::is_captured(stream)) {
-    return cudaErrorStreamCaptureUnsupported;  // a graph cannot wait for what is outside
+    return fake_cuda::invalidate_capture();  // a graph cannot wait for what is outside, be it done or not
   }
   if (mark->query()) {
     return cudaSuccess;
@@ -286,12 +286,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
   }
   auto mark = std::make_shared<Mark>();
-  mark->is_captured = fake_cuda::is_captured(stream);
+  mark->captured = fake_cuda::capture_point(stream);
   {
     std::lock_guard lock(event->mutex);
     event->mark = mark;
   }
-  if (stream == nullptr && !mark->is_captured) {  // what it was given has run
+  if (mark->captured.capture != 0) {
+    return cudaSuccess;  // a place in the graph, with no completion outside of it
+  }
+  if (stream == nullptr) {  // what it was given has run
     mark->complete();
     return cudaSuccess;
   }
@@ -345,6 +348,12 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "unspecified launch failure";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureUnjoined:
+      return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+      return "dependency created on uncaptured work in another stream";
   }
   return "unknown error";
 }

@@ -1,0 +1,191 @@
+"""Captured: sync windows that are part of a CUDA graph, and the memory of their buckets.
+
+[Note: captured windows] A window that begins while the current stream is captured ends in the same capture. What it does
+to buckets and shards is enqueued as ever; the graph has it, with the addresses, and nothing of it runs before a replay.
+So:
+
+- Nothing that a captured window reads is from outside: no gradient, no pending factor, no event. Replays come behind
+  whatever their stream holds, and an eager window is joined to the stream that has closed it.
+- A bucket's memory is torch's, from the memory that belongs to the graph, and not the pool's, which would give it to
+  somebody else between two replays. It stays with the optimizer: graphs that write the same parameters never run at
+  once, so the next capture takes it again. Within a capture a block goes on from bucket to bucket behind the event of
+  its last reader, as a lease does.
+- The host learns nothing of replays. What it knows of the shards, factors and sums is what it was at the end of the
+  capture, which is what each replay leaves. Where an eager window begins after that it takes nothing for granted.
+- A capture that ends, or fails, with the window open leaves gradients that have never come: `zero_grad` forgets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._build import native
+from .device import CPU, torch_device
+from .errors import CaptureError
+from .handle import Handle
+
+__all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "expect_unedited", "is_capturing"]
+
+
+def is_capturing(device: int) -> bool:
+    """Whether the current stream of ``device`` is captured in a CUDA graph."""
+    return device != CPU and bool(native().is_capturing(device))
+
+
+def expect_unedited(infos: Sequence[Any], spaces: Sequence[Any], edited: Collection[int]) -> None:
+    """CaptureError where a step that is captured would take in what was written to the parameters ``edited``, or that parameters
+    have moved. ``infos``, ``spaces``: `ParamInfo` and `Space`."""
+    stale = {
+        i for space in spaces for i in (*space.flat.moved(), *(i for i in edited if space.has_master and i in space))
+    }
+    if stale:
+        raise CaptureError(
+            f"parameter {infos[min(stale)].name!r} was written to since the last step, and every replay would read it again in the place of its "
+            "master weight: call optimizer.reload_master_params() before the capture"
+        )
+
+
+class CapturedBlock:
+    """What a bucket of a captured window has in the place of a `Lease`."""
+
+    def __init__(self, nbytes: int, device: int, free: list[CapturedBlock]) -> None:
+        self._device = device
+        self._free = free
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=torch_device(device))
+        self.last_use: Any = None  # a native event of the capture that goes on
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def enter(self) -> CapturedBlock:
+        """The current stream waits for the last bucket's use."""
+        if self.last_use is not None:
+            native().current_stream(self._device).wait(self.last_use)
+        return self
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        (numel,) = shape
+        return self._memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def release(self, after: Handle | None = None) -> None:
+        """The next bucket may have it, behind ``after``, or what the current stream holds."""
+        self.last_use = native().current_stream(self._device).record() if after is None else after.event
+        self._free.append(self)
+
+
+class CapturedBlocks:
+    """The bucket memory of one optimizer's captured windows; each block is as large as the largest bucket."""
+
+    def __init__(self, device: int, block_bytes: int) -> None:
+        self._device = device
+        self._block_bytes = block_bytes
+        self._all: list[CapturedBlock] = []
+        self._free: list[CapturedBlock] = []
+
+    def take(self) -> CapturedBlock:
+        if self._free:
+            return self._free.pop(0).enter()  # the one that has been free for longest
+        block = CapturedBlock(self._block_bytes, self._device, self._free)
+        self._all.append(block)
+        return block
+
+    def end_window(self) -> None:
+        """No bucket has a block, and all uses are joined to the stream that has closed the window, or will never be."""
+        self._free[:] = self._all
+        for block in self._all:
+            block.last_use = None
+
+    def clear(self) -> None:
+        self._all.clear()
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._all)
+
+
+class Captures:
+    """Which windows of an optimizer are captured. ``is_capturable``: whether any may be."""
+
+    def __init__(self, device: int, *, is_capturable: bool) -> None:
+        self._device = device
+        self._is_capturable = is_capturable
+        self.has_window = False  # the open window is captured
+        self.has_grads = False  # what p.grad stands for was brought by a captured window
+        self.has_any = False  # there was one, ever
+
+    def begin(self, is_learnt: bool, has_grads: bool) -> None:
+        """A window begins, captured or not. ``has_grads``: it adds to gradients that there are."""
+        captured = is_capturing(self._device)
+        if captured:
+            self._expect_capturable("gradients")
+            if not is_learnt:
+                raise CaptureError(
+                    "the first gradients came under CUDA graph capture: run a whole step before it, in which the ranks agree on "
+                    "which parameters have gradients"
+                )
+            if has_grads:
+                self.expect_own_grads()
+        self.has_window = self.has_grads = captured
+        self.has_any = self.has_any or captured
+
+    def keep(self) -> None:
+        """`no_sync` has left gradients."""
+        self.has_grads = is_capturing(self._device)
+
+    def goes_on(self) -> bool:
+        """Whether the open window is captured. CaptureError where it began on the other side of a capture's begin or end."""
+        captured = is_capturing(self._device)
+        if captured and not self.has_window:
+            raise CaptureError(
+                "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or grad_sync and "
+                "zero_grad, before the capture"
+            )
+        if self.has_window and not captured:
+            raise CaptureError(
+                "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or ended before "
+                "step, clip_grad_norm_ or grad_sync): its gradients will never come; call zero_grad on all ranks to forget them"
+            )
+        return captured
+
+    def ask(self, what: str, is_open: bool) -> bool:
+        """Whether the call ``what``, which ends the window if one ``is_open``, is captured. CaptureError if it may not be."""
+        if is_open:
+            return self.goes_on()
+        captured = is_capturing(self._device)
+        if captured:
+            self._expect_capturable(what)
+        return captured
+
+    def expect_none(self, what: str) -> None:
+        """RuntimeError once there has been a captured window: ``what`` moves what its graph reads and writes."""
+        if self.has_any:
+            raise RuntimeError(
+                f"{what} after a step was captured in a CUDA graph: graphs hold the addresses of step counts, shards and buckets, "
+                "which would change; close this optimizer, and capture with a new one of all parameters"
+            )
+
+    def refuse_scaler(self) -> None:
+        if is_capturing(self._device):
+            raise CaptureError(
+                "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, backward and "
+                "optimizer.grad_sync(), and call the scaler's unscale_, step and update after each replay"
+            )
+
+    def _expect_capturable(self, what: str) -> None:
+        if not self._is_capturable:
+            raise CaptureError(
+                f"{what} under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
+            )
+
+    def expect_own_grads(self) -> None:
+        if not self.has_grads:
+            raise CaptureError(
+                "the gradients came before the CUDA graph capture, so a replay would not have new ones: capture zero_grad, forward, "
+                "backward and what follows together"
+            )
