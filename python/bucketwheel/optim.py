@@ -82,9 +82,9 @@ class ShardedAdamW(Optimizer):
         overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
             waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
         static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none are
-            dropped between a backward and its step. Ranks then agree in the first step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from
-            backward or from the end of the window; the communicator is aborted, so that the other ranks raise
-            `PeerError` with the same text.
+            dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first
+            step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from backward or from the
+            end of the window; the communicator is aborted, so that the others raise `PeerError` with the same text.
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors
             anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
             on all of them `zero_grad` to `step` in one graph, after an eager step: docs/ordering.md, "A whole step in a graph".
