@@ -24,6 +24,8 @@ _MAX_MESSAGE_BYTES = 1 << 17
 _POLL_S = 0.05
 # What a child may have otherwise than the server: read by what it imports or calls itself.
 _OWN_VARIABLES = ("BW_", "GLOO_", "NCCL_", "PYTEST_")
+# Not with this file's folder in the path, whose modules are no top-level ones.
+_SCRIPT = "import sys; del sys.path[0]; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 _servers: dict[int, _Server] = {}  # by the process that asks: a forked one has its own
 _lock = threading.Lock()
@@ -62,23 +64,33 @@ def fork(code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
     """
     with _lock:
         server = _servers.get(os.getpid())
-        if server is None or not server.is_alive():
-            server = _servers[os.getpid()] = _Server()
+        is_alive = server is not None and server.is_alive()
+        base = server.env if server is not None and is_alive else default_env()
+        if any(base.get(v) != env.get(v) and not v.startswith(_OWN_VARIABLES) for v in base.keys() | env.keys()):
+            return None
+        if server is None or not is_alive:
+            server = _servers[os.getpid()] = _Server(base)
         return server.fork(code, fd, env)
+
+
+def default_env() -> dict[str, str]:
+    """Of rank processes: this process's, with one thread for each rank unless it says more."""
+    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 class _Server:
     """One server and its children, as the process that asks sees them. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = env
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
-        self._env = dict(os.environ)
         with theirs:
             setup = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": sys.path})
             self._process = subprocess.Popen(
-                [sys.executable, __file__, setup],
+                [sys.executable, "-c", _SCRIPT, __file__, setup],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # not interrupted with the process that asks
@@ -87,10 +99,7 @@ class _Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
-        for name in self._env.keys() | env.keys():
-            if self._env.get(name) != env.get(name) and not name.startswith(_OWN_VARIABLES):
-                return None
+    def fork(self, code: str, fd: int, env: dict[str, str]) -> ForkedProcess:
         request = json.dumps({"code": code, "env": env, "path": sys.path}).encode()
         with self._lock:
             socket.send_fds(self._socket, [request], [fd])
@@ -177,5 +186,5 @@ def _main(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _call = _main(json.loads(sys.argv[1]))
+    _call = _main(json.loads(sys.argv[2]))
     exec(_call["code"], {"__name__": "__main__", "fd": _call["fd"], "server": _call["server"]})

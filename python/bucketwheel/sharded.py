@@ -266,8 +266,12 @@ class ShardedEngine:
 
     def reload_masters(self) -> None:
         everything = set(range(len(self.infos)))
-        for space, moved in zip(self._spaces, self._find_moved(), strict=True):
-            space.flat.rebind(moved)
+        self.param_sync()
+        moved = [space.flat.moved() for space in self._spaces]
+        for space, ours in zip(self._spaces, moved, strict=True):
+            space.flat.expect_bindable(ours)
+        for space, ours in zip(self._spaces, moved, strict=True):
+            space.flat.rebind(ours)
             space.read_master(everything, whole=True)
         self._versions = [info.param._version for info in self.infos]
 

@@ -207,7 +207,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="bw-ranks-"))
-        env = {"OMP_NUM_THREADS": "1", **os.environ, **self._env}
+        env = {**_fork_server.default_env(), **self._env}
         if sys.platform == "linux":  # gloo otherwise resolves the host name, which need not work
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:

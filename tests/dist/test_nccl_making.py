@@ -363,6 +363,7 @@ def without_windows(rank: int, size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow  # compiles the fake once more
 def test_registered_memory_where_the_library_has_none():
     with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))) as pool:
         assert "libnccl" in pool.run(without_windows)[0]

@@ -111,6 +111,7 @@ def test_checkpoints_of_compiled_blocks(reentrant: bool) -> None:
     assert_bitwise_equal([norms, values], [other_norms, other_values])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_compiled_autograd() -> None:
     """Dynamo breaks its graph at every hook; what comes out is the same."""

@@ -3,6 +3,7 @@
 // needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/adam_cuda.cu
 // runs: address
+// slow: address
 #include "kernels/adam_cuda.h"
 
 #include <array>

@@ -1,5 +1,6 @@
 // kernels/adam_table_cuda.h: the order of its uses, and which rows are aligned. Run by test_native.py.
 // needs: base device kernels
+// slow: thread
 #include "kernels/adam_table_cuda.h"
 
 #include <cstdint>

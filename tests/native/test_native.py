@@ -3,7 +3,7 @@
 Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``//
 with: fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with
 the emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs
-that say something about this test, and has them in the default run. Objects and binaries are kept in build/native for
+that say something about this test, and has them in the default run; ``// slow: thread`` leaves runs to `make test-all`. Objects and binaries are kept in build/native for
 as long as their sources do not change.
 """
 
@@ -51,8 +51,11 @@ def words(test: str, key: str) -> list[str]:
 def for_tests_that_run(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
     """The tests that do this run: all that name none, slow ones if ``slow``, and those that name it."""
     chosen = [test for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
-    marks = [pytest.mark.slow] if slow else []
-    return pytest.mark.parametrize("test", [pytest.param(t, marks=[] if words(t, "runs") else marks) for t in chosen])
+
+    def marks_of(test: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if run in words(test, "slow") or (slow and not words(test, "runs")) else []
+
+    return pytest.mark.parametrize("test", [pytest.param(test, marks=marks_of(test)) for test in chosen])
 
 
 def run_checked(argv: list[str], timeout_s: float, env: dict[str, str] | None = None) -> str:

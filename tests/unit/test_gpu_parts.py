@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from adam_cases import KINDS
+from requirements import slow_case
 
 from tests.gpu import run_all
 
@@ -56,8 +57,8 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
 
 
 PARTS = (
-    *("kernels", "optim,graphs", "ordering", "nccl one"),
-    *("nccl two", "nccl two conformance", "nccl multi", "nccl multi conformance"),
+    *("kernels", "optim,graphs", "ordering", slow_case("nccl one")),
+    *("nccl two", "nccl two conformance", slow_case("nccl multi"), slow_case("nccl multi conformance")),
 )
 
 

@@ -235,6 +235,7 @@ def test_an_old_library_is_refused() -> None:
     )
 
 
+@pytest.mark.slow  # compiles the fake once more
 @pytest.mark.timeout_s(300)
 def test_a_missing_function_is_named() -> None:
     path = str(simulated_nccl.build("FAKE_NCCL_WITHOUT_ALL_GATHER"))

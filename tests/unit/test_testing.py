@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bucketwheel import _fork_server
 from bucketwheel.testing import RankFailed, RankPool, assert_bitwise_equal, run_ranks, run_threads
 
 both_ways = pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
@@ -200,17 +201,22 @@ def what_it_is(rank, world_size):
 def test_forked_ranks_have_their_own_environment_and_a_common_parent(monkeypatch):
     """Unless it has what was read before they were forked: then they are started."""
     monkeypatch.setenv("PYTEST_PLANTED", "here")
+    monkeypatch.delenv("OMP_NUM_THREADS")  # as in a script of somebody else
+    monkeypatch.setattr(_fork_server, "_servers", {})
     first = run_ranks(what_it_is, 2, backend=None, env={"BW_PLANTED": "one"}, forked=True)
     second = run_ranks(what_it_is, 1, backend=None, env={"BW_PLANTED": "other"}, forked=True)
     started = run_ranks(what_it_is, 1, backend=None, env={"PLANTED": "other"}, forked=True)
+    threads = {count for *_, count, _ in [*first, *second, *started]}
     assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
     assert [planted for _, planted, *_ in first + second] == ["one", "one", "other"]
+    assert threads == {1}
     assert started[0][:3] == (os.getpid(), None, "other")
     sessions = [session for *_, session in first]
     assert len({*sessions, os.getsid(0)}) == 3
 
 
-def test_where_the_fork_server_dies_its_ranks_are_dead_and_the_next_ones_have_another():
+def test_where_the_fork_server_dies_its_ranks_are_dead_and_the_next_ones_have_another(monkeypatch):
+    monkeypatch.setattr(_fork_server, "_servers", {})  # the other tests' one has their ranks
     with RankPool(2, backend=None, forked=True) as pool:
         server = pool.run(what_it_is)[0][0]
         with pytest.raises(RankFailed, match="SIGKILL"):
