@@ -28,6 +28,9 @@ class GradAgreement:
         everyone = [other.split(b":", 1) for other in self._comm.exchange(why.encode() + b":" + payload)]
         reasons = [str(other[0], "utf-8") for other in everyone]
         if len(set(reasons)) > 1:
+            refusals = [f"rank {rank}: {str(o[1], 'utf-8')}" for rank, o in enumerate(everyone) if o[0] == b"refused"]
+            if refusals:
+                raise RuntimeError(f"{'; '.join(refusals)} (by rank: {', '.join(reasons)})")
             raise RuntimeError(
                 f"ranks did different things with their gradients: {', '.join(reasons)} (by rank). All ranks must call step, "
                 "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different parameters, "
@@ -90,7 +93,8 @@ class GradAgreement:
         if self._schedule.is_learnt:  # the others may not ask again
             self._comm.abort(text)
             raise RuntimeError(text)
-        everyone = [other.split(b":", 1)[0] for other in self._comm.exchange(b"refused:")]
+        said = text.encode()[: self._comm.max_payload_bytes // 2].decode(errors="ignore").encode()
+        everyone = [other.split(b":", 1)[0] for other in self._comm.exchange(b"refused:" + said)]
         raise RuntimeError(f"{text} (by rank: {', '.join(str(other, 'utf-8') for other in everyone)})")
 
     def refuse_private(self, what: str, indices: Sequence[int]) -> NoReturn:
