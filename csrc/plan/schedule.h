@@ -14,8 +14,8 @@
 //
 // So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
 //
-// What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows. A parameter that nobody uses therefore holds nothing up, and one that returns goes through
-// the late round once.
+// What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows. A parameter
+// that nobody uses therefore holds nothing up, and one that returns goes through the late round once.
 //
 // A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and
 // then another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard
@@ -28,7 +28,8 @@
 // [Note: static graph] Where every window has the gradients of the first one, there is nothing to agree on: after the
 // first window (in which every rank has some: a rank without any could not tell a window that others have begun) each
 // rank knows what all the notes say, and waits for as many gradients of a parameter as there were then (a weight that
-// is shared, or checkpointed reentrantly, gets several in one backward). `find_deviation` tells the parameter that breaks the promise.
+// is shared, or checkpointed reentrantly, gets several in one backward). `find_deviation` tells the parameter that
+// breaks the promise.
 #pragma once
 
 #include <cstdint>
