@@ -58,10 +58,11 @@ int stream_create(void** stream, bool high_priority) {
 int stream_destroy(void* stream) { return cudaStreamDestroy(stream_of(stream)); }
 int stream_synchronize(void* stream) { return cudaStreamSynchronize(stream_of(stream)); }
 int stream_wait_event(void* stream, void* event) { return cudaStreamWaitEvent(stream_of(stream), event_of(event), 0); }
-int stream_is_capturing(void* stream, bool* is_capturing) {
+int stream_capture_id(void* stream, uint64_t* id) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream_of(stream), &status);
-  *is_capturing = status == cudaStreamCaptureStatusActive;
+  unsigned long long cuda_id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream_of(stream), &status, &cuda_id);
+  *id = status == cudaStreamCaptureStatusActive ? cuda_id + 1 : 0;  // CUDA does not say that its ids begin with 1
   return error;
 }
 int exchange_capture_mode(int* mode) {

@@ -120,6 +120,8 @@ inline void bind_cuda(py::module_& m) {
       "is_capturing", [](int device) { return is_capturing(*current_stream(device_at(device).id())); },
       py::arg("device"));
   m.def(
+      "capture_id", [](int device) { return capture_id(*current_stream(device_at(device).id())); }, py::arg("device"));
+  m.def(
       "borrow_stream",
       [](uintptr_t native, int device) { return CudaDevice::at(device).borrow(reinterpret_cast<void*>(native)); },
       py::arg("native"), py::arg("device"));

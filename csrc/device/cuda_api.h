@@ -33,43 +33,43 @@ struct CudaDeviceFacts {
 };
 
 // X(name, parameters): each returns a cudaError_t. The kernels' launchers end with the stream.
-#define BW_CUDA_CALLS(X)                                                           \
-  X(get_device_count, (int* count))                                                \
-  X(get_device, (int* device))                                                     \
-  X(set_device, (int device))                                                      \
-  X(get_device_facts, (int device, CudaDeviceFacts* facts))                        \
-  X(mem_get_info, (size_t* free_bytes, size_t* total_bytes))                       \
-  X(malloc_device, (void** data, size_t size_bytes))                               \
-  X(free_device, (void* data))                                                     \
-  X(malloc_host, (void** data, size_t size_bytes))                                 \
-  X(memcpy_async, (void* to, const void* from, size_t size_bytes, void* stream))   \
-  X(memcpy_blocking, (void* to, const void* from, size_t size_bytes))              \
-  X(memset_async, (void* data, int value, size_t size_bytes, void* stream))        \
-  X(stream_create, (void** stream, bool high_priority)) /* non-blocking */         \
-  X(stream_destroy, (void* stream))                                                \
-  X(stream_synchronize, (void* stream))                                            \
-  X(stream_wait_event, (void* stream, void* event))                                \
-  X(stream_is_capturing, (void* stream, bool* is_capturing))                       \
-  X(exchange_capture_mode, (int* mode)) /* of this thread; 2: relaxed */           \
-  X(event_create, (void** event, bool timing))                                     \
-  X(event_destroy, (void* event))                                                  \
-  X(event_record, (void* event, void* stream))                                     \
-  X(event_query, (void* event))                                                    \
-  X(event_synchronize, (void* event))                                              \
-  X(event_elapsed_ms, (float* ms, void* start, void* end))                         \
-  X(launch_host_function, (void* stream, void (*function)(void*), void* argument)) \
-  X(launch_adam, (const AdamLaunch& launch, void* stream))                         \
-  X(launch_adam_scalars, (const AdamScalarsLaunch& launch, void* stream))          \
-  X(launch_sumsq, (const SumsqLaunch& launch, void* stream))                       \
-  X(launch_accumulate, (const AccumulateLaunch& launch, void* stream))             \
-  X(launch_fold, (const FoldLaunch& launch, void* stream))                         \
-  X(launch_param_sums, (const ParamSumsLaunch& launch, void* stream))              \
-  X(launch_clip, (const ClipLaunch& launch, void* stream))                         \
-  X(launch_copy, (const CopyLaunch& launch, void* stream))                         \
+#define BW_CUDA_CALLS(X)                                                              \
+  X(get_device_count, (int* count))                                                   \
+  X(get_device, (int* device))                                                        \
+  X(set_device, (int device))                                                         \
+  X(get_device_facts, (int device, CudaDeviceFacts* facts))                           \
+  X(mem_get_info, (size_t* free_bytes, size_t* total_bytes))                          \
+  X(malloc_device, (void** data, size_t size_bytes))                                  \
+  X(free_device, (void* data))                                                        \
+  X(malloc_host, (void** data, size_t size_bytes))                                    \
+  X(memcpy_async, (void* to, const void* from, size_t size_bytes, void* stream))      \
+  X(memcpy_blocking, (void* to, const void* from, size_t size_bytes))                 \
+  X(memset_async, (void* data, int value, size_t size_bytes, void* stream))           \
+  X(stream_create, (void** stream, bool high_priority)) /* non-blocking */            \
+  X(stream_destroy, (void* stream))                                                   \
+  X(stream_synchronize, (void* stream))                                               \
+  X(stream_wait_event, (void* stream, void* event))                                   \
+  X(stream_capture_id, (void* stream, uint64_t* id)) /* 0: it is not captured */      \
+  X(exchange_capture_mode, (int* mode))              /* of this thread; 2: relaxed */ \
+  X(event_create, (void** event, bool timing))                                        \
+  X(event_destroy, (void* event))                                                     \
+  X(event_record, (void* event, void* stream))                                        \
+  X(event_query, (void* event))                                                       \
+  X(event_synchronize, (void* event))                                                 \
+  X(event_elapsed_ms, (float* ms, void* start, void* end))                            \
+  X(launch_host_function, (void* stream, void (*function)(void*), void* argument))    \
+  X(launch_adam, (const AdamLaunch& launch, void* stream))                            \
+  X(launch_adam_scalars, (const AdamScalarsLaunch& launch, void* stream))             \
+  X(launch_sumsq, (const SumsqLaunch& launch, void* stream))                          \
+  X(launch_accumulate, (const AccumulateLaunch& launch, void* stream))                \
+  X(launch_fold, (const FoldLaunch& launch, void* stream))                            \
+  X(launch_param_sums, (const ParamSumsLaunch& launch, void* stream))                 \
+  X(launch_clip, (const ClipLaunch& launch, void* stream))                            \
+  X(launch_copy, (const CopyLaunch& launch, void* stream))                            \
   X(launch_reduce, (const ReduceLaunch& launch, void* stream))
 
 struct CudaApi {
-  static constexpr uint32_t kVersion = 3;  // of this table and of every struct it passes
+  static constexpr uint32_t kVersion = 4;  // of this table and of every struct it passes
   uint32_t version = kVersion;
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)

@@ -41,11 +41,13 @@ RelaxedCapture::RelaxedCapture() { BW_CUDA_TRY(exchange_capture_mode, &mode_); }
 
 RelaxedCapture::~RelaxedCapture() { (void)BW_CUDA_CALL(exchange_capture_mode, &mode_); }
 
-bool is_capturing(Stream& stream) {
-  bool captures = false;
-  BW_CUDA_TRY(stream_is_capturing, native_stream(stream, "is_capturing"), &captures);
-  return captures;
+uint64_t capture_id(Stream& stream) {
+  uint64_t id = 0;
+  BW_CUDA_TRY(stream_capture_id, native_stream(stream, "capture_id"), &id);
+  return id;
 }
+
+bool is_capturing(Stream& stream) { return capture_id(stream) != 0; }
 
 class CudaEvent final : public Event {
  public:
@@ -173,10 +175,10 @@ class CudaStream final : public Stream {
   EventRef record(bool timing) override {
     expect_open();
     CudaGuard guard(device_.index_);
-    bool is_capturing = false;
-    BW_CUDA_TRY(stream_is_capturing, native_, &is_capturing);
+    uint64_t capture = 0;
+    BW_CUDA_TRY(stream_capture_id, native_, &capture);
     void* event = device_.take_event(timing);
-    auto made = std::make_shared<CudaEvent>(device_, event, timing, is_capturing);
+    auto made = std::make_shared<CudaEvent>(device_, event, timing, capture != 0);
     BW_CUDA_TRY(event_record, event, native_);
     return made;
   }

@@ -101,7 +101,8 @@ std::string reclaim_cuda_memory(int index);
 // Called, with the index of a device, when that has no memory left: to empty caches. Returns what it did, for messages.
 void set_cuda_reclaim(std::function<std::string(int)> reclaim);
 
-// Whether a stream made above is being captured.
+// Which CUDA graph capture a stream made above is part of: never the number of an earlier one; 0: of none.
+uint64_t capture_id(Stream& stream);
 bool is_capturing(Stream& stream);
 
 // ValueError unless `stream` is one of CUDA device `index`.

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from .plan import Packing, PackItem, pack
 from .pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind"]
+__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind", "in_memory_order"]
 
 _numbers = itertools.count()
 
@@ -128,3 +128,10 @@ class FlatParams:
         self._slots.clear()
         del self.flat
         self.lease.release()
+
+
+def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
+    """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
+    if grad.stride() != info.stride and grad.numel() > 1:
+        grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
+    return grad.detach().as_strided((grad.numel(),), (1,))

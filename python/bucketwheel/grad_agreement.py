@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .captured import Captures
 from .comm import Communicator
 from .flat import ParamInfo
 from .grid import Grid
@@ -18,7 +19,10 @@ _NEED_GRADIENTS = ("step", "norm", "norms", "grad_sync")  # what a step of a sta
 class GradAgreement:
     """One rank's side. ``schedule``: the native one, which makes and reads the notes. Every method is collective."""
 
-    def __init__(self, comm: Communicator | Grid, infos: Sequence[ParamInfo], schedule: Any) -> None:
+    def __init__(
+        self, comm: Communicator | Grid, infos: Sequence[ParamInfo], schedule: Any, captures: Captures
+    ) -> None:
+        self._captures = captures
         self._comm = comm
         self._infos = infos
         self._schedule = schedule
@@ -49,6 +53,8 @@ class GradAgreement:
             is_needed = self._schedule.is_dirty or why in _NEED_GRADIENTS or why.startswith("unscale")
             deviating = self._schedule.find_deviation(held) if is_needed else -1
             if deviating >= 0:
+                if not any(held):
+                    self._captures.expect_no_replay(why)
                 self.break_promise(deviating)
             agreement = self._schedule.assume(held, older, factors)
         else:

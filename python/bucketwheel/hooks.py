@@ -29,7 +29,7 @@ from .bucket_slots import BucketSlots
 from .captured import Captures, is_capturing
 from .comm import Communicator
 from .device import CPU
-from .flat import ParamInfo
+from .flat import ParamInfo, in_memory_order
 from .grad import ShardedGrad
 from .grad_agreement import GradAgreement
 from .grid import Grid
@@ -91,7 +91,7 @@ class GradSync:
                 [(b, p.begin, p.param_begin, p.numel) for b, p in zip(holding, parts, strict=True)],
             )
         self.launcher = Launcher(comm, self.buckets, self._arrivals, slots=slots, max_inflight=max_inflight)
-        self._agreement = GradAgreement(comm, self.infos, self._schedule)
+        self._agreement = GradAgreement(comm, self.infos, self._schedule, self.captures)
         self._hooks = [add_hook(param, self._arrivals.hook(index)) for index, param in enumerate(self._params)]
         for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
             weakref.finalize(self, drop).atexit = False
@@ -116,7 +116,7 @@ class GradSync:
     def _arrive(self, index: int, grad: Tensor, *, add: bool, launch: bool) -> None:
         info = self.infos[index]
         self._expect_plain(info, grad)
-        flat = _in_memory_order(grad, info)
+        flat = in_memory_order(grad, info)
         was_open = self._is_open
         if was_open:
             self.captures.goes_on()
@@ -158,8 +158,10 @@ class GradSync:
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
-        found = self._arrivals.look(self._params).translate(_IS_PLACEHOLDER)
-        self.captures.begin(self._schedule.is_learnt, any(found))
+        found = self._arrivals.look(self._params)
+        others = 0 if self._no_sync_depth else found.count(_PLAIN) - (arriving is not None)
+        found = found.translate(_IS_PLACEHOLDER)
+        self.captures.begin(self._schedule.is_learnt, any(found), others > 0)
         if self.captures.has_window:
             self.launcher.begin_captured()
         self._is_open = True
@@ -208,9 +210,10 @@ class GradSync:
             if why == "close":
                 self._forget_capture()
             is_captured = self.captures.ask(why, self._is_open)
+            if is_captured and not self._is_open:
+                before = self._arrivals.look(self._params)
+                self.captures.expect_own_grads(any(before), _PLAIN in before)
             found = self._sweep()
-            if is_captured and not self._is_open and any(found):
-                self.captures.expect_own_grads()
             for launch in self._schedule.flush():
                 self.launcher.launch(launch)
             agreement = self._agree(why, found)
@@ -237,6 +240,7 @@ class GradSync:
                 if is_captured:
                     self.launcher.end_captured()
                 self.launcher.inflight.end_window(agreement.is_complete or not self._overlap)
+            self.captures.end()
             self._settle(agreement.held, found)
             return agreement
 
@@ -289,17 +293,20 @@ class GradSync:
 
     def _forget_capture(self) -> None:
         """Drops the window of a capture that has failed, or ended before it: nothing of it has run. On all ranks or none."""
-        if self._is_open and self.captures.has_window and not is_capturing(self.comm.device):
+        if self.captures.forget():
             self._kept.clear()
-            self._schedule.forget_window()
-            self.launcher.forget_captured()
-            self._is_open = False
+            if self._is_open:
+                self._schedule.forget_window()
+                self.launcher.forget_captured()
+                self._is_open = False
             for param in self._params:
                 param.grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         with self._lock:
+            if not self._no_sync_depth:
+                self.captures.begin_no_sync(self._is_open, lambda: self._arrivals.look(self._params), _PLAIN)
             self._no_sync_depth += 1
             self._arrivals.ignore(True)
             if self._no_sync_depth == 1:
@@ -363,9 +370,11 @@ class GradSync:
                 self.zero(rest)  # what comes later cannot be divided by a pending 0
                 return
             self.reduced.scale(rest, factor)
-            if is_zero:  # multiplied now: inf * 0 is NaN, as torch has it
-                for index in rest:
-                    self.reduced.flush_factor(index)
+            for index in rest if is_zero else ():  # multiplied now: inf * 0 is NaN, as torch has it
+                self.reduced.flush_factor(index)
+            if not isinstance(factor, Tensor) and not self._is_open and is_capturing(self.comm.device):
+                self._agreement.expect_all_captured(f"scale by {factor}")  # in a graph nobody will compare it
+                self.reduced.absorb()
 
     def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
         """Every gradient of the same dtypes that any rank has, whether this rank could list it or not.
@@ -429,10 +438,3 @@ class GradSync:
             if info.param.grad is placeholder:
                 info.param.grad = None
         self.launcher.release()
-
-
-def _in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
-    """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
-    if grad.stride() != info.stride and grad.numel() > 1:
-        grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
-    return grad.detach().as_strided((grad.numel(),), (1,))

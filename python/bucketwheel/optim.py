@@ -85,8 +85,8 @@ class ShardedAdamW(Optimizer):
             dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first
             step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from backward or from the
             end of the window; the communicator is aborted, so that the others raise `PeerError` with the same text.
-        capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors
-            anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
+        capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
+            the device anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
             on all of them `zero_grad` to `step` in one graph, after an eager step: docs/ordering.md, "A whole step in a graph".
         on_external_update: what `step` does where a parameter was written to since the last one (``load_state_dict`` of
             the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a

@@ -200,6 +200,10 @@ class ReducedGrads:
         for index in indices:
             factors[index] *= known
 
+    def absorb(self) -> None:
+        """What the host knows of the factors goes where a CUDA graph has it. At collective calls only: ranks compare what the
+        host knows."""
+
     def pending_factors(self) -> Tensor:
         """What the Adam kernel multiplies the sums by, beside the average: float64, one a parameter."""
         return self._vector(self._factors)

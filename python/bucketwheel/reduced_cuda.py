@@ -2,7 +2,7 @@
 
 Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a
 clip coefficient, a loss scale) is multiplied into `_on_device`, one float64 a parameter, which the Adam kernel reads; one
-that is a number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
+that is a number stays on the host, where ranks compare it, until the device needs it (`absorb`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._build import native
-from .captured import is_capturing
+from .captured import capture_id, is_capturing
 from .comm import Communicator
 from .device import Uploads, torch_device
 from .reduced import ReducedGrads
@@ -44,9 +44,10 @@ class ReducedGradsCuda(ReducedGrads):
         self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)
-        self._is_replayed = (
-            False  # perhaps, since there has been a capture: the host does not know what the device holds
-        )
+        # Perhaps, since there has been a capture: the host does not know what the device holds. [Note: captured windows]
+        self._is_replayed = False
+        self._known_in = 0  # the capture in which all factors have become 1: in the rest of that it does
+        self._edited_in_graphs: set[int] = set()  # `_edited` may hold for these after a replay
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -69,18 +70,51 @@ class ReducedGradsCuda(ReducedGrads):
 
     def visible_factor(self, index: int) -> float | Tensor:
         known = super().visible_factor(index)
-        return self._on_device[index] * known if index in self._scaled else known
+        return self._on_device[index] * known if self._is_on_device(index) else known
+
+    def _is_on_device(self, index: int) -> bool:
+        """Whether the entry in `_on_device` counts, and may not be 1."""
+        return index in self._scaled or (index not in self._to_reset and self._is_unsure())
+
+    def _is_unsure(self) -> bool:
+        """Whether a replay may have changed what the host knows."""
+        return self._is_replayed and (self._known_in == 0 or capture_id(self._device) != self._known_in)
 
     def reset_factor(self, index: int) -> None:
         super().reset_factor(index)
-        if index in self._scaled:
+        if self._is_on_device(index):
             self._scaled.discard(index)
             self._to_reset.add(index)
 
+    def set_content(self, held: bytes) -> None:
+        super().set_content(held)
+        if self._is_replayed:
+            self.absorb()
+
+    def replace_by_zero(self, index: int) -> None:
+        super().replace_by_zero(index)
+        if self._is_replayed:
+            self._apply_resets()
+
+    def mark_edited(self, indices: Iterable[int]) -> None:
+        chosen = list(indices)
+        super().mark_edited(chosen)
+        if is_capturing(self._device):
+            self._edited_in_graphs.update(chosen)
+
+    def clamp(self, index: int, low: float | None, high: float | None) -> None:
+        super().clamp(index, low, high)
+        if self._is_replayed:
+            self._on_device[index].fill_(self._factors[index])
+            self._factors[index] = 1.0
+            self._scaled.add(index)
+            self._to_reset.discard(index)
+
     def reset_all_factors(self) -> None:
         super().reset_all_factors()
-        self._is_replayed = self._is_replayed or is_capturing(self._device)
-        if self._is_replayed:  # in each replay, and after any: [Note: captured windows]
+        self._known_in = capture_id(self._device)
+        self._is_replayed = self._is_replayed or self._known_in != 0
+        if self._is_replayed:
             self._on_device.fill_(1.0)
             self._to_reset.clear()
         else:
@@ -91,7 +125,7 @@ class ReducedGradsCuda(ReducedGrads):
         """All at once: one operation, however many parameters were clipped."""
         if not self._to_reset:
             return
-        if self._scaled:
+        if self._scaled or self._is_replayed:
             mask = self._uploads.mask("reset", len(self._params), self._to_reset).bool()
             self._on_device.copy_(torch.where(mask, 1.0, self._on_device))
         else:
@@ -114,7 +148,7 @@ class ReducedGradsCuda(ReducedGrads):
         self._scaled.update(chosen)
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
-        if index not in self._scaled:
+        if not self._is_on_device(index):
             super().flush_factor(index, remaining)
             return
         for piece in self._params[index].pieces:
@@ -123,8 +157,7 @@ class ReducedGradsCuda(ReducedGrads):
         self._factors[index] = remaining
         self.mark_edited([index])
 
-    def _absorb(self) -> None:
-        """Moves the factors that the host knows to the device. At collective calls only: ranks compare what the host knows."""
+    def absorb(self) -> None:
         self._apply_resets()
         known = self.factors()
         if not known:
@@ -134,7 +167,7 @@ class ReducedGradsCuda(ReducedGrads):
         self.set_factors(b"")
 
     def pending_factors(self) -> Tensor:
-        self._absorb()
+        self.absorb()
         return self._on_device
 
     # --- values ------------------------------------------------------------------------------------------------------
@@ -158,9 +191,13 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
-        if self._gathered is None or (self._is_replayed and not is_capturing(self._device)):
-            flags = zip(self._edited, self._content, self._params, strict=True)
-            edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
+        if self._gathered is None or self._is_unsure():
+            edited = [
+                piece
+                for i, param in enumerate(self._params)
+                if self._content[i] and (self._edited[i] or i in self._edited_in_graphs)
+                for piece in param.pieces
+            ]
             if edited:
                 again = self._new(len(edited))
                 native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
@@ -182,7 +219,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
         """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
-        self._absorb()
+        self.absorb()
         norm = self._new(1, dtype=self.norm_dtype)
         native().clip_cuda(
             self._device,
@@ -208,7 +245,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _other_norms(self, ord: float) -> Tensor:
         """Norms of an order other than 2, of every parameter."""
-        self._absorb()
+        self.absorb()
         everyone = self._gather(torch.stack([self._power_on_device(i, ord) for i in range(len(self._params))]))
         if math.isinf(ord):
             raw = everyone.amax(0) if ord > 0 else everyone.amin(0)

@@ -2,7 +2,7 @@
 (D16).
 
 Under CUDA graphs a step is captured with everything that it reads by address: the step counts, the factors, and
-learning rates that are tensors may change between replays; which parameters are used may not.
+learning rates that are tensors on the device may change between replays; which parameters are used may not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ._build import native
+from .device import CPU, index_of
+from .errors import CaptureError
 from .rows import AdamRows, native_flags, native_group
 
 __all__ = ["AdamRowsCuda"]
@@ -24,6 +26,7 @@ class AdamRowsCuda(AdamRows):
 
     def __init__(self, steps: Tensor, device: int, **rounding: Any) -> None:
         super().__init__(steps, table=native().AdamCudaTable(device), **rounding)
+        self._device = device
 
     def begin_step(  # type: ignore[override]  # factors are on the device
         self,
@@ -37,7 +40,7 @@ class AdamRowsCuda(AdamRows):
         ``factors``: float64, one a parameter, on the device, folded into the gradients with ``average``.
         """
         flags = native_flags(param_groups, self._amsgrad)
-        on_device = [_lr_on_device(group["lr"]) for group in param_groups]
+        on_device = [self._lr_on_device(group["lr"]) for group in param_groups]
         self._lr = on_device  # read when the step runs
         groups = [
             native_group(group, 0.0 if lr is not None else float(group["lr"]))
@@ -58,9 +61,15 @@ class AdamRowsCuda(AdamRows):
         """Enqueues the update of the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
         self.table.step(first_row, last_row)
 
-
-def _lr_on_device(lr: float | Tensor) -> Tensor | None:
-    """A learning rate that the device reads, as float32; None where it is a plain number (or a CPU tensor)."""
-    if not isinstance(lr, Tensor) or not lr.is_cuda and not native().is_posing():
+    def _lr_on_device(self, lr: float | Tensor) -> Tensor | None:
+        """A learning rate that the device reads, as float32; None where it is a plain number (or a CPU tensor)."""
+        if not isinstance(lr, Tensor):
+            return None
+        if index_of(lr) != CPU:
+            return lr.detach().to(torch.float32).reshape(1)
+        if native().is_capturing(self._device):
+            raise CaptureError(
+                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give one on the parameters' "
+                "device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it is in the graph"
+            )
         return None
-    return lr.detach().to(torch.float32).reshape(1)

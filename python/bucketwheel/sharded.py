@@ -243,7 +243,7 @@ class ShardedEngine:
         ignores = self.options.on_external_update == "ignore"  # but what follows a loaded state is no edit
         edited = {i for i in self._edited() if not ignores or self._versions[i] == _UNKNOWN_VERSION}
         if is_capturing(self.device):
-            expect_unedited(self.infos, self._spaces, edited)
+            expect_unedited(self.infos, self._spaces, edited, self.grid.exchange)
         if self.options.on_external_update == "error":
             known = (index for index in edited if self._versions[index] != _UNKNOWN_VERSION)
             self._expect_no_edit(min([*known, *itertools.chain(*moved)], default=-1))
@@ -308,6 +308,8 @@ class ShardedEngine:
         self.grads.close("clip_grads_with_norm_")
         is_on_device = self.device != CPU and index_of(coefficient) == self.device
         self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
+        if is_capturing(self.device):
+            self.reduced.absorb()
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""

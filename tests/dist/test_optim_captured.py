@@ -3,6 +3,8 @@ between and after them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from captured_ranks import BF16, F32, Setup, Trainer, compare, expect_eager, trainer
 from torch import Tensor
 
+from bucketwheel import sharded
+from bucketwheel.device import CPU
 from tests.simulated_cuda import Calls, Graph, load
 
 pytestmark = pytest.mark.dist
@@ -112,6 +116,91 @@ def backward_alone(rank: int, world: int, scales: bool) -> None:
 @pytest.mark.parametrize("scales", [False, True])
 def test_backward_is_captured_and_the_step_is_not(rank_pool, scales):
     rank_pool(2).run(backward_alone, scales, timeout_s=30)
+
+
+def part(one: Trainer, captures: bool, name: str, body: Callable[[], None]) -> None:
+    """``body``, as a graph of its own from the first time on."""
+    if not captures:
+        body()
+        return
+    if name not in one.graphs:
+        one.graphs[name] = Graph(load()[1])
+        with one.graphs[name]:
+            body()
+    one.graphs[name].replay()
+
+
+def two_graphs(one: Trainer, captures: bool, asks: bool) -> list[Tensor]:
+    """Gradients are in one graph and clipping and step in another, captured after eager ones: the norm is each replay's."""
+
+    def update() -> None:
+        one.norms["both"] = one.opt.clip_grad_norm_(1.0)
+        one.opt.step()
+
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(4):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one))
+        if asks and step == 1:
+            one.opt.local_grad_norm()
+        part(one, captures and step > 0, "update", update)
+        one.seen.append(one.norms["both"].clone())
+    return one.result()
+
+
+def reduced(one: Trainer, edit: str = "") -> None:
+    """Gradients as stock code leaves them, with factors that the host knows."""
+    opt = one.opt
+    opt.zero_grad()
+    one.backward()
+    if edit == "before":
+        torch._foreach_mul_([p.grad for p in one.params], 0.5)
+    opt.grad_sync()
+    if edit == "after":
+        torch._foreach_mul_([p.grad for p in one.params], 0.5)
+    elif edit == "value":
+        torch.nn.utils.clip_grad_value_(one.params, 0.3)
+    elif edit == "zero":
+        one.params[1].grad.mul_(0.5)
+        one.params[1].grad.zero_()
+        one.params[4].grad.mul_(0.0)
+    elif edit == "coefficient":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded, "index_of", lambda _: CPU)
+            opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+
+
+def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
+    """Each replay has the edit, whatever was eager before it."""
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(6):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one, edit))
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+        if step in (1, 4):
+            one.backward(0.5)  # adds to it
+        elif step == 3:
+            reduced(one)  # in the place of it
+        one.seen.append(one.opt.clip_grad_norm_(10.0).clone())
+        one.opt.step()
+        if step in (2, 3):
+            one.play("eager:clip eager:plain ", captures=captures)
+    return one.result()
+
+
+def in_parts(rank: int, world: int) -> None:
+    edits = ("before", "after", "value", "zero", "coefficient")
+    compare(
+        rank,
+        world,
+        Setup(),
+        *(partial(two_graphs, asks=asks) for asks in (False, True)),
+        *(partial(edited, edit=edit) for edit in edits),
+    )
+
+
+def test_norms_and_edits_of_graphs_in_parts(rank_pool):
+    rank_pool(2).run(in_parts, timeout_s=50)
 
 
 # ---- state between replays

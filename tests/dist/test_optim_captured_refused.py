@@ -14,8 +14,9 @@ from dist.test_optim_nccl import simulated
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel import handle
+from bucketwheel import handle, rows_cuda
 from bucketwheel.comm import Communicator
+from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError, CommError, CommTimeout
 from tests.simulated_cuda import Graph, load
 
@@ -27,6 +28,17 @@ pytestmark = pytest.mark.dist
 def expect_refused(one: Trainer, message: str, body: Callable[[], Any]) -> None:
     with pytest.raises(CaptureError, match=message), Graph(load()[1]):
         body()
+
+
+def kept_alone(one: Trainer, then: Callable[[], Any]) -> Callable[[], None]:
+    """`no_sync` adds to what there is."""
+
+    def body() -> None:
+        with one.opt.no_sync():
+            one.backward()
+        then()
+
+    return body
 
 
 def refused(one: Trainer, captures: bool) -> list[Tensor]:
@@ -45,9 +57,18 @@ def refused(one: Trainer, captures: bool) -> list[Tensor]:
     with opt.no_sync():
         one.backward()
     expect("the gradients came before the CUDA graph capture", one.backward)
+    expect_later = partial(expect, "the gradients came before the CUDA graph capture")
+    expect_later(kept_alone(one, opt.step))
+    opt.zero_grad()
+    for p in one.params:
+        p.grad = torch.full_like(p, 0.25)
+    expect_later(opt.step)
+    expect_later(one.backward)
+    expect_later(kept_alone(one, opt.step))
     opt.zero_grad()
     one.backward()
     expect("are still being reduced", lambda: opt.clip_grad_norm_(1.0))
+    expect("are still being reduced", kept_alone(one, opt.step))
     opt.step()
 
     # A scaler decides on the host.
@@ -65,7 +86,7 @@ def refused(one: Trainer, captures: bool) -> list[Tensor]:
     # Edits would be taken in again by every replay.
     with torch.no_grad():
         one.params[1].mul_(2.0)
-    expect("'group 0 parameter 1' was written to since the last step", lambda: one.iteration("clip"))
+    expect("'group 0 parameter 1' was written to on rank 0 since the last step", lambda: one.iteration("clip"))
     opt.zero_grad()
     opt.reload_master_params()
     one.play("capture:clip eager:clip replay:clip", captures=captures)
@@ -82,6 +103,74 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_a_graph_cannot_have_is_refused(rank_pool):
     rank_pool(2).run(refusals, timeout_s=30)
+
+
+def edited_on_one_rank(rank: int, world: int) -> str:
+    with trainer(rank, world, Setup(), dtypes=[BF16]) as one:
+        one.play("eager:clip ", captures=True)
+        if rank == 1:
+            with torch.no_grad():
+                one.params[2].mul_(0.5)
+            one.params[0].data = one.params[0].data.clone()  # has moved, too
+        with pytest.raises(CaptureError) as caught, Graph(load()[1]):
+            one.iteration("clip")
+        one.opt.zero_grad()
+        one.opt.reload_master_params()
+        one.play("capture:clip replay:clip eager:clip replay:clip ", captures=True)
+        return str(caught.value)
+
+
+def test_an_edit_on_one_rank_is_refused_on_all(rank_pool):
+    first, second = rank_pool(2).run(edited_on_one_rank, timeout_s=30)
+    assert first == second and "'group 0 parameter 0' was written to on rank 1" in first
+
+
+def dropped_outside(rank: int, world: int) -> None:
+    """`zero_grad` is in the graph, and also after the step: a replay does not put ``p.grad`` back."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        def reduced() -> None:
+            one.opt.zero_grad()
+            one.backward()
+            one.opt.grad_sync()
+
+        one.play("eager:clip eager:clip ", captures=captures)
+        graph = one.graphs["reduced"] = Graph(load()[1])
+        if captures:
+            with graph:
+                reduced()
+        one.opt.zero_grad()
+        if captures:
+            graph.replay()
+            for ask in (one.opt.step, lambda: one.opt.clip_grad_norm_(1.0), one.opt.grad_sync):
+                with pytest.raises(CaptureError, match="found no gradients: p.grad was dropped outside"):
+                    ask()
+        one.play("eager:clip ", captures=captures)
+        one.feed()
+        graph.replay() if captures else reduced()
+        one.opt.step()
+        return one.result()
+
+    compare(rank, world, Setup(), body)
+
+
+def test_gradients_dropped_outside_of_the_graph(rank_pool):
+    rank_pool(2).run(dropped_outside, timeout_s=30)
+
+
+def rate_on_the_host(rank: int, world: int) -> None:
+    with trainer(rank, world, Setup()) as one:
+        one.play("eager:clip ", captures=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows_cuda, "index_of", lambda _: CPU)  # or it would pose as CUDA's
+            one.play("eager:clip ", captures=True)
+            expect_refused(one, "a learning rate is a tensor on the CPU", lambda: one.iteration("plain"))
+        one.opt.zero_grad()
+        one.play("capture:clip replay:clip ", captures=True)
+
+
+def test_a_rate_on_the_host_is_refused(rank_pool):
+    rank_pool(2).run(rate_on_the_host, timeout_s=30)
 
 
 def not_capturable(rank: int, world: int) -> None:
@@ -142,6 +231,10 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
             one.opt.zero_grad()
             if where == "backward":
                 hook = one.params[2].register_hook(fail)
+            if where == "no_sync":
+                with one.opt.no_sync():
+                    one.backward()
+                fail()
             one.backward()
             one.opt.clip_grad_norm_(1.0)
             with pytest.MonkeyPatch.context() as patch:
@@ -149,22 +242,70 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
                     patch.setattr(handle, "wait_all", fail)
                     one.opt.step()
             fail()
-        if where == "backward":
-            hook.remove()
-            for ask in (one.opt.step, one.backward, lambda: one.opt.clip_grad_norm_(1.0)):
-                with pytest.raises(CaptureError, match="call zero_grad on all ranks to forget them"):
-                    ask()
+        if where != "gathers":
+            if where == "backward":
+                hook.remove()
+            for ask in (
+                one.opt.step,
+                one.backward,
+                lambda: one.opt.clip_grad_norm_(1.0),
+                kept_alone(one, one.opt.step),
+            ):
+                for graph in (contextlib.nullcontext(), Graph(load()[1])):
+                    with pytest.raises(CaptureError, match="call zero_grad on all ranks to forget them"), graph:
+                        ask()
         one.opt.zero_grad()
         assert one.opt.full_grad(one.params[0]) is None
 
     compare(rank, world, setup, body, optimizers=[{"dtypes": [F32, BF16]}])
 
 
-@pytest.mark.parametrize("where", ["backward", "gathers"])
+@pytest.mark.parametrize("where", ["backward", "no_sync", "gathers"])
 @pytest.mark.parametrize(("registered", "shards"), [(False, 0), (True, 0), (False, 2)])
 def test_a_capture_that_fails_is_forgotten(rank_pool, registered, shards, where):
     setup = Setup(registered=registered, shards=shards)
     rank_pool(4 if shards else 2).run(failing, setup, where, timeout_s=30)
+
+
+def tried_again(rank: int, world: int, registered: bool) -> None:
+    """The next capture comes right after the one that failed, and begins with `zero_grad`."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        one.play("eager:clip eager:clip ", captures=captures)
+        for kept in (False, True) if captures else ():
+            with pytest.raises(Broken), Graph(load()[1]):
+                one.opt.zero_grad()
+                with one.opt.no_sync() if kept else contextlib.nullcontext():
+                    one.backward()
+                raise Broken
+        return one.play("capture:clip replay:clip eager:clip replay:clip ", captures=captures)
+
+    compare(rank, world, Setup(registered=registered), body)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_capture_right_after_one_that_failed(rank_pool, registered):
+    rank_pool(2).run(tried_again, registered, timeout_s=30)
+
+
+def joined_after_a_failure(rank: int, world: int) -> None:
+    with trainer(rank, world, Setup()) as one:
+        one.play("eager:clip ", captures=True)
+        with pytest.raises(Broken), Graph(load()[1]):
+            one.opt.zero_grad()
+            one.backward()
+            raise Broken
+        one.opt.zero_grad()
+        added = torch.nn.Parameter(torch.ones(3))
+        one.opt.add_param_group({"params": [added]})
+        one.backward()
+        added.grad = torch.ones(3)
+        one.opt.step()
+        assert (added < 1).all()
+
+
+def test_parameters_join_after_a_capture_that_failed(rank_pool):
+    rank_pool(2).run(joined_after_a_failure, timeout_s=30)
 
 
 def closed_after_a_failure(rank: int, world: int) -> None:

@@ -65,8 +65,8 @@ inline void install() {
       std::memcpy(to, from, size_bytes);
       return note(stream, "upload");
     };
-    made.stream_is_capturing = [](void* stream, bool* captures) {
-      return *captures = captured != nullptr && stream == captured, kCudaSuccess;
+    made.stream_capture_id = [](void* stream, uint64_t* id) {
+      return *id = captured != nullptr && stream == captured ? 1 : 0, kCudaSuccess;
     };
     made.exchange_capture_mode = [](int*) { return kCudaSuccess; };
     made.event_create = [](void** event, bool) { return allocate(event, 1); };

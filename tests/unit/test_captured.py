@@ -12,7 +12,7 @@ import torch
 from simulated_cuda import Calls, Graph, posing
 
 from bucketwheel._build import native
-from bucketwheel.captured import CapturedBlocks, Captures, expect_unedited, is_capturing
+from bucketwheel.captured import CapturedBlocks, Captures, capture_id, expect_unedited, is_capturing
 from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError
 from bucketwheel.inflight import Inflight
@@ -41,8 +41,13 @@ class Ended:
 
 def test_is_capturing(library: Any) -> None:
     assert not is_capturing(0) and not is_capturing(CPU)
-    with Graph(library):
-        assert is_capturing(0) and not is_capturing(CPU)
+    ids = [capture_id(0), capture_id(CPU)]
+    for _ in range(2):
+        with Graph(library):
+            assert is_capturing(0) and not is_capturing(CPU)
+            ids.append(capture_id(0))
+            assert capture_id(0) == ids[-1] and capture_id(CPU) == 0
+    assert ids[:2] == [0, 0] and len(set(ids)) == 3, "each capture has a number of its own"
 
 
 def test_blocks_go_on_behind_their_last_reader(library: Any) -> None:
@@ -97,32 +102,83 @@ def test_what_a_failed_capture_has_in_flight_is_forgotten(library: Any) -> None:
 
 def test_a_window_is_captured_whole(library: Any) -> None:
     captures = Captures(0, is_capturable=True)
-    captures.begin(True, False)
-    assert not captures.goes_on() and not captures.has_any
+    captures.begin(True, False, True)
+    assert not captures.goes_on() and not captures.has_window
     with Graph(library):
         with pytest.raises(CaptureError, match="before the CUDA graph capture are still being reduced"):
             captures.goes_on()
-        captures.begin(True, False)
-        assert captures.goes_on() and captures.ask("step", True) and captures.has_grads
-        captures.expect_own_grads()
-    with pytest.raises(CaptureError, match="its gradients will never come; call zero_grad on all ranks"):
-        captures.ask("step", True)
-    assert not captures.ask("step", False)
+        captures.begin(True, False, False)
+        assert captures.goes_on() and captures.ask("step", True) and captures.has_window
+        captures.expect_own_grads(True, False)
+    expect_never(captures, library)
+    captures.expect_none("add_param_group")
+    captures.expect_no_replay("step")
+    assert captures.forget() and not captures.forget() and not captures.ask("step", False)
     captures.keep()
-    with Graph(library), pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
-        captures.begin(True, True)
+    with Graph(library):
+        for has_grads, has_plain in ((True, False), (False, True)):
+            with pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
+                captures.begin(True, has_grads, has_plain)
+        captures.begin(True, False, False)
+        captures.end()
+    assert not captures.ask("step", False) and not captures.forget()
+    with pytest.raises(RuntimeError, match="graphs hold the addresses"):
+        captures.expect_none("add_param_group")
+    with pytest.raises(CaptureError, match="step found no gradients"):
+        captures.expect_no_replay("step")
+
+
+def expect_never(captures: Captures, library: Any) -> None:
+    """Neither outside of a capture nor in another one."""
+    for capture in (nullcontext(), Graph(library)):
+        with capture:
+            for call in (
+                lambda: captures.begin(True, False, False),
+                lambda: captures.begin_no_sync(False, lambda: b"", 2),
+                lambda: captures.ask("step", False),
+                captures.goes_on,
+            ):
+                with pytest.raises(CaptureError, match="its gradients will never come; call zero_grad on all ranks"):
+                    call()
+
+
+def test_kept_gradients_end_with_the_capture(library: Any) -> None:
+    captures = Captures(0, is_capturable=True)
+    with Graph(library):
+        captures.begin_no_sync(False, lambda: bytes(2), 2)
+        captures.keep()
+        captures.begin_no_sync(False, lambda: bytes([1, 0]), 2)  # adds to its own
+        assert captures.ask("step", False)
+        assert not captures.forget(), "zero_grad drops them"
+    assert not captures.ask("step", False)
+    with Graph(library):
+        captures.keep()
+    expect_never(captures, library)
+    with Graph(library):
+        assert captures.forget() and captures.ask("step", False)
+
+
+def test_no_sync_adds_to_nothing_from_outside(library: Any) -> None:
+    captures = Captures(0, is_capturable=True)
+    captures.begin_no_sync(True, lambda: bytes([2]), 2)
+    with Graph(library):
+        for found in (bytes([0, 1]), bytes([0, 2])):
+            with pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
+                captures.begin_no_sync(False, lambda found=found: found, 2)  # type: ignore[misc]
+        with pytest.raises(CaptureError, match="are still being reduced"):
+            captures.begin_no_sync(True, lambda: bytes(2), 2)
 
 
 def test_only_what_may_be_captured_is(library: Any) -> None:
     captures = Captures(0, is_capturable=False)
     with Graph(library):
-        for call in (lambda: captures.begin(True, False), lambda: captures.ask("step", False)):
+        for call in (lambda: captures.begin(True, False, False), lambda: captures.ask("step", False)):
             with pytest.raises(
                 CaptureError, match="needs an optimizer made with capturable=True and static_graph=True"
             ):
                 call()
         with pytest.raises(CaptureError, match="run a whole step before it"):
-            Captures(0, is_capturable=True).begin(False, False)
+            Captures(0, is_capturable=True).begin(False, False, False)
         with pytest.raises(CaptureError, match="GradScaler decides on the host"):
             captures.refuse_scaler()
     captures.refuse_scaler()
@@ -138,5 +194,7 @@ def test_edits_that_replays_would_repeat_are_refused(has_master: bool, moved: li
 
     space = Space([0, 1, 2])
     space.has_master = has_master  # type: ignore[attr-defined]
-    with pytest.raises(CaptureError, match=f"parameter '{named}' was written to") if named else nullcontext():
-        expect_unedited(infos, [space], {1, 2})
+    with pytest.raises(CaptureError, match=f"parameter '{named}' was written to on rank 1") if named else nullcontext():
+        expect_unedited(infos, [space], {1, 2}, lambda own: [b"-1", own, b"2" if named else own])
+    with pytest.raises(CaptureError, match="parameter 'a' was written to on rank 0"):
+        expect_unedited(infos, [space], set(), lambda own: [b"0", own])

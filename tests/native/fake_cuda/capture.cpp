@@ -213,8 +213,10 @@ __attribute__((visibility("default"))) void fake_cuda_end_replay(void* graph) {
 }
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = fake_cuda::is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  const bool is_active = fake_cuda::is_captured(stream);
+  *status = is_active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = is_active ? capture().number : 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
