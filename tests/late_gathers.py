@@ -18,6 +18,8 @@ __all__ = ["delay_gathers", "pending", "start_at"]
 class LateHandle:
     """Of a gather into memory beside the parameters, from where they are copied by the first wait."""
 
+    is_captured = False
+
     def __init__(self, gather: Any, into: Tensor, beside: Tensor) -> None:
         self._gather, self._into, self._beside = gather, into, beside
         self._lock = threading.Lock()
