@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ _real_stderr = pytest.StashKey[int]()
 
 # Before anything imports torch, here and in child processes: two cores are shared by all ranks of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores interrupts in what it starts in the background; so would ranks, and the tests that interrupt them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _PATHS = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
