@@ -7,6 +7,7 @@ and ends as a script does, with everything that an interpreter does at its end.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -78,6 +79,12 @@ def default_env() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
+@atexit.register
+def _end_server() -> None:
+    if (server := _servers.pop(os.getpid(), None)) is not None:
+        server.end()
+
+
 class _Server:
     """One server and its children, as the process that asks sees them. Thread-safe."""
 
@@ -95,6 +102,11 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # not interrupted with the process that asks
             )
+
+    def end(self) -> None:
+        self._socket.close()  # it then leaves, and its children die with it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -167,7 +179,7 @@ def _serve(connection: socket.socket, parent: int) -> dict[str, Any]:
 
 
 def _leave() -> NoReturn:
-    os._exit(0)
+    os._exit(0)  # nothing here is to be done at exit
 
 
 def _main(setup: dict[str, Any]) -> dict[str, Any]:

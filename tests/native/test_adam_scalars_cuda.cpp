@@ -3,6 +3,7 @@
 // needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/adam_scalars_cuda.cu
 // runs: address
+// slow: address
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -3,6 +3,7 @@
 // needs: base device kernels pool comm
 // with: bindings/cuda_runtime.cu fake_cuda/runtime.cpp fake_cuda/capture.cpp fake_cuda/fibers.cpp kernels/adam_cuda.cu kernels/adam_scalars_cuda.cu kernels/norm_cuda.cu kernels/norm_fold_cuda.cu kernels/pack_cuda.cu fake_nccl/board.cpp fake_nccl/comm.cpp fake_nccl/fake_nccl.cpp fake_nccl/lives.cpp fake_nccl/script.cpp fake_nccl/windows.cpp
 // link: -rdynamic -Wl,--wrap=dlopen
+// slow: thread
 #include "comm/comm_nccl.h"
 
 #include <dlfcn.h>

@@ -3,6 +3,7 @@
 // needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/norm_cuda.cu kernels/norm_fold_cuda.cu
 // runs: address
+// slow: address
 #include "kernels/norm_cuda.h"
 
 #include <cmath>

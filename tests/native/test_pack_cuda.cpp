@@ -2,6 +2,7 @@
 // needs: base device kernels
 // with: fake_cuda/fibers.cpp kernels/pack_cuda.cu
 // runs: address
+// slow: address
 #include "kernels/pack_cuda.h"
 
 #include <cstdint>

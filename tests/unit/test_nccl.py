@@ -218,6 +218,7 @@ def test_features_follow_the_version(version: str, features: str) -> None:
     assert found_by(FEATURES, **env) == [features]
 
 
+@pytest.mark.slow  # compiles the fake once more
 @pytest.mark.timeout_s(300)
 def test_features_need_their_functions() -> None:
     """A version may promise what a build of it does not have."""
