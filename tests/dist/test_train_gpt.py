@@ -11,7 +11,7 @@ from example_runs import EXAMPLES, run_example
 from requirements import slow_case
 
 TINY = (
-    "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 6 --lr 3e-3 --warmup 2 --evaluate-every 4 "
+    "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
     "--evaluate-batches 2 --text-bytes 300000"
 ).split()
 
@@ -35,8 +35,8 @@ def check_table(output: str, runs: int) -> None:
         numbers_in_row(output, label)[0]
         for label in ("forward", "backward", "exposed communication", "optimizer", "step, ms")
     )
-    # Medians of parts and whole need not add up exactly, least of all beside other tests.
-    assert 0.2 * step < forward + backward + exposed + update < 3 * step, output
+    # Medians of parts and whole need not add up exactly.
+    assert 0.5 * step < forward + backward + exposed + update < 1.5 * step, output
     first, last = (numbers_in_row(output, f"validation loss, {which}") for which in ("first", "last"))
     assert all(end < begin for begin, end in zip(first, last, strict=True))
 
