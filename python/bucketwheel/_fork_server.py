@@ -59,8 +59,8 @@ class ForkedProcess:
 def fork(code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
     """A process with torch imported that runs ``code`` as its script, where ``fd`` is the descriptor of that number here.
 
-    It has the environment ``env``, leads a session of its own, and its parent is the process ``server`` (a name in
-    ``code``, as are ``fd`` and ``path``, this process's ``sys.path``). None if ``env`` has what only a process that
+    It has the environment ``env`` and this process's ``sys.path``, leads a session of its own, and its parent is the
+    process ``server`` (``server`` and ``fd`` are names in ``code``). None if ``env`` has what only a process that
     starts with it can follow.
     """
     with _lock:
@@ -129,18 +129,20 @@ class _Server:
         _has_message(self._socket, seconds)
 
     def _read_all(self) -> None:
-        while _has_message(self._socket, 0.0) and self.is_alive():
-            self._read()
+        with contextlib.suppress(ConnectionError):  # the server is gone: `is_alive` says so
+            while _has_message(self._socket, 0.0) and self.is_alive():
+                self._read()
 
     def _read(self) -> int | None:
         """One message: the child that was forked; or one has ended, which is kept."""
         message = self._socket.recv(_MAX_MESSAGE_BYTES)
         if not message:
-            raise RuntimeError(f"the fork server ended with {self._process.wait()}")
+            raise ConnectionError(f"the fork server ended with {self._process.wait()}")
         news = json.loads(message)
         if "code" in news:
             self._codes[news["pid"]] = news["code"]
             return None
+        self._codes.pop(news["pid"], None)  # of an earlier process of that number
         return int(news["pid"])
 
 

@@ -1,7 +1,9 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -320,3 +322,18 @@ def test_differences_show_both_values_in_decimal_and_hex():
 def test_every_kind_of_difference_is_an_error(actual, expected, message):
     with pytest.raises(AssertionError, match=message):
         assert_bitwise_equal(actual, expected)
+
+
+def test_a_forked_process_is_not_taken_for_an_earlier_one_of_its_number(monkeypatch):
+    """Numbers of processes come again."""
+    monkeypatch.setattr(_fork_server, "_servers", {})
+    env, (ours, theirs) = _fork_server.default_env(), socket.socketpair()
+    with ours, theirs:
+        first = _fork_server.fork("pass", theirs.fileno(), env)
+        assert first.wait(60) == 0
+        server = first._server
+        again = json.dumps({"pid": first.pid}).encode()
+        with mock.patch.object(server, "_socket", mock.Mock(recv=lambda size: again)):
+            assert server._read() == first.pid
+        assert server.code_of(first.pid) is None
+        server.end()
