@@ -228,8 +228,9 @@ def device_fails(rank: int, world: int) -> None:
     with simulated() as script:
         comm = Communicator(backend="nccl", device="cuda", timeout_s=20, name="ends")
         live = int(script.fake_nccl_live_comms())
-        comm.stream.pause(0.2)
+        comm.stream.pause(0.2 if rank == 0 else 1.5)  # rank 0 waits for the other while it closes
         handle = gather(comm)
+        torch.distributed.barrier()  # a failure before the other's call would be told there
         if rank == 0:
             native().plan_cuda_fault("event_query", 1, 700)
             comm.close(10)
