@@ -18,14 +18,13 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from native.test_native import CUDA_AS_CXX, HERE, ROOT, stored
+from native.objects import HERE, ROOT, in_parallel, object_of, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,17 +41,11 @@ ALLOCATING = ("malloc_device", "malloc_host", "stream_create", "event_create")
 def build() -> Path:
     """The simulated module, from build/native or compiled now (15 s)."""
     recipe = _toolchain.read_recipe(ROOT / "csrc", module=_toolchain.CUDA)
-    toolchain = _toolchain.find_toolchain()
-    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
-    includes = [*CUDA_AS_CXX, f"-I{recipe.csrc}", *(w for folder in toolchain.includes for w in ("-isystem", folder))]
-    argv = [*toolchain.cxx, *flags, *includes, "-c", "-x", "c++"]
     sources = [recipe.csrc / source.path for source in recipe.sources] + sorted((HERE / "fake_cuda").glob("*.cpp"))
-    headers = sorted([*recipe.csrc.rglob("*.h"), *(HERE / "fake_cuda").glob("*.h")])
-    with ThreadPoolExecutor(2) as pool:
-        compile_one = lambda path: stored(f"sim-{path.stem}", [path, *headers], [*argv, str(path)])  # noqa: E731
-        objects = list(pool.map(compile_one, sources))
-    link = [*toolchain.cxx, "-shared", "-pthread", *map(str, objects)]
-    return stored("_cuda_sim.so", objects, link)
+    objects = in_parallel(object_of, sources)
+    return stored(
+        "_cuda_sim.so", objects, [*_toolchain.find_toolchain().cxx, "-shared", "-pthread", *map(str, objects)]
+    )
 
 
 @functools.cache

@@ -11,11 +11,10 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from native.test_native import HERE, ROOT, stored
+from native.objects import HERE, in_parallel, object_of, stored
 
 from bucketwheel import _toolchain, nccl
 from tests import simulated_cuda
@@ -40,21 +39,12 @@ COUNTS = ("hanging_calls", "live_comms", "open_groups", "live_windows", "live_by
 
 def build(*defines: str) -> Path:
     """The library, from build/native or compiled now (10 s). ``defines``: "FAKE_NCCL_WITHOUT_OPTIONAL", ..."""
-    recipe = _toolchain.read_recipe(ROOT / "csrc")
-    folder = HERE / "fake_nccl"
-    flags = [f"-D{define}" for define in defines]
-    argv = [*_toolchain.find_toolchain().cxx, *recipe.flags, *flags, f"-I{recipe.csrc}", "-c"]
-    headers = [*sorted(folder.glob("*.h")), *(recipe.csrc / name for name in _headers())]
+    objects = in_parallel(
+        lambda path: object_of(path, *(f"-D{define}" for define in defines)), sorted((HERE / "fake_nccl").glob("*.cpp"))
+    )
     stem = "-".join(["fake", *(define.removeprefix("FAKE_NCCL_").lower() for define in defines)])
-    with ThreadPoolExecutor(2) as pool:
-        compile_one = lambda path: stored(f"{stem}_{path.stem}.o", [path, *headers], [*argv, str(path)])  # noqa: E731
-        objects = list(pool.map(compile_one, sorted(folder.glob("*.cpp"))))
     link = [*_toolchain.find_toolchain().cxx, "-shared", "-pthread", "-Wl,-soname,libnccl.so.2", *map(str, objects)]
     return stored(f"{stem}_libnccl.so", objects, link)
-
-
-def _headers() -> tuple[str, ...]:
-    return ("comm/nccl_api.h", "base/dtype.h", "base/error.h", "base/platform.h", "kernels/float16.h")
 
 
 def load(path: Path) -> ctypes.CDLL:

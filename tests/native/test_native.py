@@ -9,36 +9,23 @@ as long as their sources do not change.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from native.objects import HERE, ROOT, SANITIZERS, in_parallel, module_objects, object_of, run_checked, stored
 
 from bucketwheel import _toolchain
-from bucketwheel._compile import closure
-
-ROOT = Path(__file__).resolve().parents[2]
-HERE = ROOT / "tests" / "native"
-OUT = ROOT / "build" / "native"
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
-CUDA_AS_CXX = [f"-I{HERE / 'fake_cuda'}", "-Wno-unknown-pragmas"]
-SANITIZERS = {
-    "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1"],
-    "thread": ["-fsanitize=thread", "-O1", "-g1"],
-}
 RUN_ENV = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     # The fork tests start a thread in the child.
     "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
 }
-BUILD_TIMEOUT_S = 400.0
 RUN_TIMEOUT_S = 100.0
 
 
@@ -58,60 +45,19 @@ def for_tests_that_run(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("test", [pytest.param(test, marks=marks_of(test)) for test in chosen])
 
 
-def run_checked(argv: list[str], timeout_s: float, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
-    assert done.returncode == 0, f"{' '.join(argv)} ended with {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
-    return done.stdout
-
-
-def stored(stem: str, inputs: list[Path], argv: list[str]) -> Path:
-    """``argv + ["-o", path]`` run once for each content of ``inputs``; the path."""
-    digest = hashlib.sha256(repr((_toolchain.find_toolchain().identity, argv)).encode())
-    for path in inputs:
-        digest.update(path.read_bytes())
-    place = OUT / f"{stem}-{digest.hexdigest()[:16]}"
-    if not place.exists():
-        OUT.mkdir(parents=True, exist_ok=True)
-        for stale in OUT.glob(f"{stem}-*"):
-            if stale != place:  # made meanwhile, by a test that runs beside this one
-                stale.unlink(missing_ok=True)
-        unfinished = OUT / f".{place.name}.{os.getpid()}"
-        run_checked([*argv, "-o", str(unfinished)], BUILD_TIMEOUT_S)
-        unfinished.rename(place)
-    return place
-
-
 def build(test: str, sanitizer: str) -> Path:
     """The binary of one test, from build/native or compiled now."""
-    source = HERE / f"{test}.cpp"
     folders = words(test, "needs")
-    assert folders, f"{source} does not say what it needs"
+    assert folders, f"{test}.cpp does not say what it needs"
     extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
-    recipe = _toolchain.read_recipe(ROOT / "csrc")
-    cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *SANITIZERS[sanitizer]]
-    compile_argv = [*cxx, f"-I{recipe.csrc}", f"-I{HERE}", "-c"]
-    own_argv = [*compile_argv, *(CUDA_AS_CXX if extra else [])]
-    fake_toolkit = sorted((HERE / "fake_cuda").glob("*.h")) if extra else []
-
-    def compile_part(path: Path, flags: tuple[str, ...]) -> Path:
-        # What it includes and no more: every source is compiled once for all tests.
-        return stored(f"{path.stem}-{sanitizer}", closure(recipe.csrc, str(path)), [*compile_argv, str(path), *flags])
-
-    def compile_extra(path: Path) -> Path:
-        seen = [*closure(recipe.csrc, str(path)), *fake_toolkit]
-        return stored(f"{path.parent.name}_{path.stem}-{sanitizer}", seen, [*own_argv, "-x", "c++", str(path)])
-
-    parts = [(recipe.csrc / part.path, part.flags) for part in recipe.sources if part.path.split("/")[0] in folders]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        seen = [*closure(recipe.csrc, str(source)), *fake_toolkit]
-        main = pool.submit(stored, f"{test}-{sanitizer}", seen, [*own_argv, str(source)])
-        objects = [*pool.map(compile_extra, extra), *pool.map(lambda part: compile_part(*part), parts)]
-        objects.append(main.result())
-    return stored(f"run_{test}-{sanitizer}", objects, [*cxx, *map(str, objects), *words(test, "link"), "-ldl"])
+    objects = in_parallel(lambda path: object_of(path, sanitizer=sanitizer), [HERE / f"{test}.cpp", *extra])
+    objects += module_objects(folders, sanitizer)
+    argv = [*_toolchain.find_toolchain().cxx, *SANITIZERS[sanitizer], "-pthread", *map(str, objects)]
+    return stored(f"run_{test}-{sanitizer}", objects, [*argv, *words(test, "link"), "-ldl"])
 
 
 def run(test: str, sanitizer: str, **env: str) -> None:
-    out = run_checked([str(build(test, sanitizer))], RUN_TIMEOUT_S, {**os.environ, **RUN_ENV, **env})
+    out = run_checked([str(build(test, sanitizer))], RUN_TIMEOUT_S, env={**os.environ, **RUN_ENV, **env})
     assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
 
 

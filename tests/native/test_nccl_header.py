@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from native.test_native import BUILD_TIMEOUT_S, ROOT
+from native.objects import BUILD_TIMEOUT_S, ROOT
 
 from bucketwheel import _toolchain
 from tests.requirements import need_nccl

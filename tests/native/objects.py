@@ -1,0 +1,95 @@
+"""C++ compiled for tests: each source once for each set of flags, kept for as long as nothing of it changes.
+
+What the native module consists of is taken from where `bucketwheel._build` keeps its objects, if it was built here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from bucketwheel import _cache, _compile, _toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "native"
+OUT = ROOT / "build" / "native"
+
+CUDA_AS_CXX = [f"-I{HERE / 'fake_cuda'}", "-Wno-unknown-pragmas"]
+SANITIZERS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1"],
+    "thread": ["-fsanitize=thread", "-O1", "-g1"],
+}
+BUILD_TIMEOUT_S = 400.0
+
+T = TypeVar("T")
+
+
+def run_checked(
+    argv: Sequence[str], timeout_s: float, *, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, env=env, cwd=cwd, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)} ended with {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def stored(stem: str, inputs: Sequence[Path], argv: Sequence[str], *, cwd: Path | None = None) -> Path:
+    """``argv + ["-o", path]`` run once for each content of ``inputs``; the path."""
+    digest = hashlib.sha256(repr((_toolchain.find_toolchain().identity, list(argv))).encode())
+    for path in inputs:
+        digest.update(path.read_bytes())
+    place = OUT / f"{stem}-{digest.hexdigest()[:16]}"
+    if not place.exists():
+        OUT.mkdir(parents=True, exist_ok=True)
+        for stale in OUT.glob(f"{stem}-*"):
+            if stale != place:  # made meanwhile, by a test that runs beside this one
+                stale.unlink(missing_ok=True)
+        unfinished = OUT / f".{place.name}.{os.getpid()}"
+        run_checked([*argv, "-o", str(unfinished)], BUILD_TIMEOUT_S, cwd=cwd)
+        unfinished.rename(place)
+    return place
+
+
+def module_objects(folders: Sequence[str], sanitizer: str) -> list[Path]:
+    """The objects of the CPU module's sources in these folders of csrc/."""
+    recipe, toolchain = _toolchain.read_recipe(ROOT / "csrc"), _toolchain.find_toolchain()
+    chosen = [unit for unit in _compile.units(recipe) if unit[0].path.split("/")[0] in folders]
+    if sanitizer == "thread":  # races are the same in loops that are not unrolled, and those compile sooner
+        chosen = [tuple(_without_optimization(source) for source in unit) for unit in chosen]
+    recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *SANITIZERS[sanitizer]))
+
+    def make(unit: tuple[_toolchain.Source, ...]) -> Path:
+        built = _cache.cache_dir() / "objects" / f"{_compile.object_key(recipe, toolchain, *unit)}.o"
+        if built.is_file():
+            return built
+        seen = [path for source in unit for path in _compile.closure(recipe.csrc, source.path)]
+        *argv, _, _ = _compile.command(recipe, toolchain, *unit, out=Path("-"))  # without "-o -"
+        stem = f"{Path(unit[-1].path).stem}-{sanitizer}"
+        return stored(stem, seen, argv, cwd=recipe.csrc)
+
+    return in_parallel(make, chosen)
+
+
+def object_of(path: Path, *flags: str, sanitizer: str = "plain") -> Path:
+    """The object of one source; a CUDA one is compiled as C++, with the emulation of fake_cuda/."""
+    recipe, toolchain = _toolchain.read_recipe(ROOT / "csrc"), _toolchain.find_toolchain()
+    includes = [f"-I{recipe.csrc}", f"-I{HERE}", *(w for folder in toolchain.includes for w in ("-isystem", folder))]
+    argv = [*toolchain.cxx, *recipe.flags, *SANITIZERS[sanitizer], *CUDA_AS_CXX, *flags, *includes]
+    seen = [*_compile.closure(recipe.csrc, str(path)), *sorted((HERE / "fake_cuda").glob("*.h"))]
+    stem = "-".join([*(flag.strip("-") for flag in flags), f"{path.parent.name}_{path.stem}", sanitizer])
+    return stored(stem, seen, [*argv, "-c", "-x", "c++", str(path)])
+
+
+def _without_optimization(source: _toolchain.Source) -> _toolchain.Source:
+    return dataclasses.replace(source, flags=tuple(flag for flag in source.flags if not flag.startswith("-O")))
+
+
+def in_parallel(make: Callable[[T], Path], sources: Iterable[T]) -> list[Path]:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(make, sources))
