@@ -20,6 +20,7 @@
 #include "comm/comm_local.h"
 #include "comm/comm_shm.h"
 #include "comm/operation.h"
+#include "comm/tie.h"
 
 namespace bucketwheel {
 
@@ -351,6 +352,8 @@ inline void bind_comm(py::module_& m) {
   m.def("all_gather_request", &make_all_gather_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"));
   m.def("reduce_scatter_request", &make_reduce_scatter_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
         py::arg("op") = "sum");
+  // Its destructor waits for a look, which needs no GIL.
+  py::class_<Tie>(m, "Tie").def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"));
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")

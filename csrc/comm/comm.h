@@ -73,6 +73,7 @@ struct IssueOptions {
 };
 
 struct Operation;
+class Peers;
 
 class Comm {
  public:
@@ -102,6 +103,7 @@ class Comm {
   virtual HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) = 0;
   // Throws the error that the communicator has failed with, or ClosedError.
   virtual void expect_usable() const = 0;
+  virtual Peers& peers() = 0;
 
   // Host-to-host agreement, beside the stream: every rank posts one payload (at most kMaxPayloadBytes; lengths may
   // differ) per round, in program order; collect() blocks until all have posted and returns the payloads by rank.

@@ -80,6 +80,7 @@ class NcclComm final : public Comm {
 
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override;
+  Peers& peers() override { return *peers_; }
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& reason) noexcept override;

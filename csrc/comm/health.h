@@ -50,6 +50,7 @@ class Health {
   std::string prefix(uint64_t seq, const std::string& part = "") const { return prefix_of(who(part), seq); }
 
   void set_last_seq(uint64_t seq) { last_seq_ = seq; }  // for messages
+  uint64_t last_seq() const { return last_seq_; }
   // Throws the error; ClosedError after start_closing(); DeviceError in a forked child.
   void expect_usable() const;
   bool is_forked() const;  // the communicator is the parent process's

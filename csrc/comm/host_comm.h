@@ -40,6 +40,7 @@ class HostComm final : public Comm, public Peers {
 
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override { health_.expect_usable(); }
+  Peers& peers() override { return *this; }
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& reason) noexcept override;

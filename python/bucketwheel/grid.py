@@ -72,6 +72,7 @@ class Grid:
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
         with self._failing_as_one():
             self._takes_turns = not self._expect_grid()
+        self._tie = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/tie.h
 
     def _expect_grid(self) -> bool:
         """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
@@ -183,7 +184,7 @@ class Grid:
 
     @contextlib.contextmanager
     def _failing_as_one(self) -> Iterator[None]:
-        """Where one communicator fails the other one's ranks would wait for this rank until their time limit."""
+        """Where one communicator fails the other one's ranks hear of it at once, and not when the watchdog looks."""
         try:
             yield
         except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from optim_twins import TINY, Run, dyadic, loss_of, make_params
 from torch import Tensor
 
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import PeerError
+from bucketwheel.errors import CommError, PeerError
 from bucketwheel.grid import Grid
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.place import LocalWorld
@@ -238,6 +239,8 @@ def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
         run = Run(opt, params, rank, 6)
         run.backward(0)
         run.step()
+        opt.param_sync()
+        everyone.wait()
         message = ""
         if rank == 0:
             shard.abort("on fire")
@@ -251,6 +254,48 @@ def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
 
     messages = in_grid(2, 3, body, timeout_s=60)
     assert "on fire" in messages[1] and all("on fire" in message for message in messages[1:])
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_failure_reaches_ranks_that_wait_in_their_other_group(device: str | None) -> None:
+    """Rank 3 fails in its shard group and is gone; nobody waits in that, and each waits for the next."""
+    everyone = threading.Barrier(4, timeout=15)
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[str, str]:
+        grid = Grid(shard, replicate)
+        everyone.wait()
+        if rank == 3:
+            shard.abort("on fire")
+        waited_for = {0: grid.shard, 1: grid.replicate, 2: grid.replicate, 3: None}[rank]
+        begin = time.monotonic()
+        if waited_for is not None:
+            with pytest.raises(PeerError, match="on fire"):
+                waited_for.exchange(b"")
+            assert time.monotonic() - begin < 5
+        everyone.wait()
+        time.sleep(0.4)  # the watchdog looks
+        errors = []
+        for comm in (shard, replicate):
+            with pytest.raises(CommError, match="on fire") as caught:
+                comm.exchange(b"")
+            errors.append(type(caught.value).__name__)
+        return tuple(errors)
+
+    with posing() if device else contextlib.nullcontext():
+        kinds = in_grid(2, 2, body, device=device)
+    assert kinds == [("PeerError", "PeerError")] * 3 + [("CommError", "CommError")]
+
+
+def test_a_communicator_that_is_closed_fails_nobody() -> None:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> Grid:
+        grid = Grid(shard, replicate)
+        time.sleep(0.1 * rank)
+        shard.close()
+        time.sleep(0.4)  # the watchdog looks
+        replicate.exchange(b"")
+        return grid
+
+    in_grid(2, 2, body)
 
 
 def test_a_state_dict_loads_on_any_replica() -> None:
