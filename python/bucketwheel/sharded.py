@@ -305,8 +305,7 @@ class ShardedEngine:
         self.grads.close("clip_grads_with_norm_")
         is_on_device = self.device != CPU and index_of(coefficient) == self.device
         self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
-        if is_capturing(self.device):
-            self.reduced.absorb()
+        self.reduced.settle()
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""

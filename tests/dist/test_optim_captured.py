@@ -156,6 +156,11 @@ def reduced(one: Trainer, edit: str = "") -> None:
     if edit == "before":
         torch._foreach_mul_([p.grad for p in one.params], 0.5)
     opt.grad_sync()
+    apply(one, edit)
+
+
+def apply(one: Trainer, edit: str) -> None:
+    """What the host does to gradients that are reduced."""
     if edit == "after":
         torch._foreach_mul_([p.grad for p in one.params], 0.5)
     elif edit == "value":
@@ -167,7 +172,10 @@ def reduced(one: Trainer, edit: str = "") -> None:
     elif edit == "coefficient":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sharded, "index_of", lambda _: CPU)
-            opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+            one.opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+    elif edit == "more":
+        one.backward(0.5)
+        one.opt.grad_sync()
 
 
 def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
@@ -188,14 +196,36 @@ def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
     return one.result()
 
 
+def edited_between(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
+    """The edit is eager, between the replay that brings gradients and the one that clips and steps. One step is left out: the
+    next replay brings gradients without it."""
+
+    def update() -> None:
+        one.norms["both"] = one.opt.clip_grad_norm_(10.0)
+        one.opt.step()
+
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(6):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one))
+        if step % 2:
+            apply(one, edit)
+        if step != 3:
+            part(one, captures, "update", update)
+            one.seen.append(one.norms["both"].clone())
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+    return one.result()
+
+
 def in_parts(rank: int, world: int) -> None:
-    edits = ("before", "after", "value", "zero", "coefficient")
+    edits = ("after", "value", "zero", "coefficient")
     compare(
         rank,
         world,
         Setup(),
         *(partial(two_graphs, asks=asks) for asks in (False, True)),
-        *(partial(edited, edit=edit) for edit in edits),
+        *(partial(edited, edit=edit) for edit in ("before", *edits)),
+        *(partial(edited_between, edit=edit) for edit in (*edits, "more")),
     )
 
 

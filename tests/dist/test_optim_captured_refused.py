@@ -53,6 +53,7 @@ def refused(one: Trainer, captures: bool) -> list[Tensor]:
     # Gradients that no replay would bring.
     expect("the gradients came before the CUDA graph capture", opt.step)
     expect("the gradients came before the CUDA graph capture", one.backward)
+    expect("the gradients came before the CUDA graph capture", lambda: one.params[0].grad.mul_(0.5))
     opt.zero_grad()
     with opt.no_sync():
         one.backward()
@@ -249,6 +250,7 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
                 one.opt.step,
                 one.backward,
                 lambda: one.opt.clip_grad_norm_(1.0),
+                lambda: one.params[-1].grad.mul_(0.5),
                 kept_alone(one, one.opt.step),
             ):
                 for graph in (contextlib.nullcontext(), Graph(load()[1])):
