@@ -90,6 +90,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def set_content(self, held: bytes) -> None:
         super().set_content(held)
+        self._has_graph = self._has_graph or (self._is_replayed and is_capturing(self._device))
         self.settle()
 
     def settle(self) -> None:
@@ -191,7 +192,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
-        if self._gathered is None or self._is_unsure():
+        if self._gathered is None or (self._has_graph and self._is_unsure()):
             self._sum_edited()
             has_content = (i for i, has in enumerate(self._content) if has)
             held = self._uploads.mask("held", len(self._params), has_content)

@@ -269,6 +269,31 @@ def test_a_capture_that_fails_is_forgotten(rank_pool, registered, shards, where)
     rank_pool(4 if shards else 2).run(failing, setup, where, timeout_s=30)
 
 
+def failing_apart(rank: int, world: int) -> None:
+    """Captures that fail on all ranks, at different places: eager steps have the same collectives on all of them."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        one.play("eager:clip ", captures=captures)
+        if captures:
+            with pytest.raises(Broken), Graph(load()[1]):
+                one.opt.zero_grad()
+                if rank:
+                    one.backward()
+                raise Broken
+        one.opt.zero_grad()
+        one.feed()
+        one.backward()
+        one.seen += [one.opt.clip_grad_norm_(1.0).clone(), one.opt.local_grad_norm().clone()]
+        one.opt.step()
+        return one.play("capture:clip replay:clip eager:clip replay:clip ", captures=captures)
+
+    compare(rank, world, Setup(timeout_s=5.0), body)
+
+
+def test_captures_that_fail_at_different_places(rank_pool):
+    rank_pool(2).run(failing_apart, timeout_s=30)
+
+
 def tried_again(rank: int, world: int, registered: bool) -> None:
     """The next capture comes right after the one that failed, and begins with `zero_grad`."""
 
