@@ -163,27 +163,26 @@ def _has_message(connection: socket.socket, seconds: float) -> bool:
 
 def _serve(connection: socket.socket, parent: int) -> dict[str, Any]:
     """Forks until nobody asks any more; returns in each child, with what it is to run."""
-    children: set[int] = set()
+    children: dict[int, int] = {}  # with the number of the call
     while os.getppid() == parent:
         if _has_message(connection, _POLL_S):
             request, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1)
             if not request:
                 break
-            server = os.getpid()
+            call, server = json.loads(request), os.getpid()
             child = os.fork()
             if child == 0:
-                call = json.loads(request)
                 os.setsid()  # before the answer: who has it may end the group
                 connection.send(json.dumps({"pid": os.getpid(), "number": call["number"]}).encode())
                 connection.close()
                 return {**call, "fd": fds[0], "server": server}
             os.close(fds[0])
-            children.add(child)
+            children[child] = call["number"]
         for child in list(children):
             pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                children.remove(pid)
-                connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+            if pid:  # perhaps before it has answered
+                news = {"pid": pid, "number": children.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+                connection.send(json.dumps(news).encode())
     _leave()
 
 

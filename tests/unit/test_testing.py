@@ -365,6 +365,15 @@ def test_a_forked_process_leads_its_session_once_it_is_known(monkeypatch):
             assert process.wait(20) == -signal.SIGKILL
 
 
+def test_a_process_that_dies_before_it_has_answered_is_one_that_has_ended(monkeypatch):
+    with forks(monkeypatch) as fork:
+        assert fork("pass").wait(60) == 0
+        server = _fork_server._servers[os.getpid()]
+        read = server._read
+        with mock.patch.object(server, "_read", lambda: news if "code" in (news := read()) else {}):
+            assert fork("raise SystemExit(3)").wait(60) == 3
+
+
 def test_an_exit_code_is_known_after_the_fork_server_has_gone(monkeypatch):
     with forks(monkeypatch) as fork:
         running, ended = fork("import time; time.sleep(300)"), fork("raise SystemExit(3)")
