@@ -29,7 +29,7 @@ from .bucket_slots import BucketSlots
 from .captured import Captures
 from .comm import Communicator
 from .device import CPU
-from .flat import ParamInfo, in_memory_order
+from .flat import ParamInfo, expect_gradient_of, in_memory_order
 from .grad import ShardedGrad
 from .grad_agreement import GradAgreement
 from .grid import Grid
@@ -142,19 +142,7 @@ class GradSync:
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
         self._placeholders[info.index].reject_reducer_view(grad)
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
-            )
-        if grad.shape != info.param.shape:
-            raise RuntimeError(
-                f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
-            )
-        if grad.dtype != info.dtype and info.param.grad_dtype is not None:
-            raise RuntimeError(
-                f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
-                "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
-            )
+        expect_gradient_of(info, grad)
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
