@@ -196,7 +196,8 @@ class Captures:
         return now != 0
 
     def ask(self, what: str, is_open: bool) -> bool:
-        """Whether the call ``what``, which ends the window if one ``is_open``, is captured. CaptureError if it may not be."""
+        """Whether the call ``what`` is captured, which is about the gradients of the open window if one ``is_open``. CaptureError
+        if it may not be."""
         if is_open:
             return self.goes_on()
         now = self._expect_alive()

@@ -375,16 +375,29 @@ def test_a_rank_that_does_not_capture_is_named(rank_pool):
     assert other != "nothing"
 
 
-def apart(rank: int, world: int) -> str:
+def apart(rank: int, world: int) -> list[str]:
     """Ranks that capture different things."""
+
+    def scaled() -> None:
+        one.opt.zero_grad()
+        one.backward()
+        one.opt.grad_sync()
+        torch._foreach_mul_([p.grad for p in one.params], 0.5 if rank == 0 else 0.25)
+
+    told = []
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
-        one.feed()
-        with pytest.raises(RuntimeError, match="captured norm.*captured step") as caught, Graph(load()[1]):
-            one.iteration("clip" if rank == 0 else "plain")
-        one.opt.zero_grad()
-        one.play("eager:clip ", captures=True)
-        return str(caught.value)
+        for message, body in (
+            ("captured norm.*captured step", lambda: one.iteration("clip" if rank == 0 else "plain")),
+            (r"captured scale by 0\.5, captured scale by 0\.25", scaled),
+        ):
+            one.feed()
+            with pytest.raises(RuntimeError, match=message) as caught, Graph(load()[1]):
+                body()
+            one.opt.zero_grad()
+            one.play("eager:clip ", captures=True)
+            told.append(str(caught.value))
+    return told
 
 
 def test_ranks_that_capture_different_steps_are_told(rank_pool):
