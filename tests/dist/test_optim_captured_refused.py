@@ -159,6 +159,23 @@ def test_gradients_dropped_outside_of_the_graph(rank_pool):
     rank_pool(2).run(dropped_outside, timeout_s=30)
 
 
+def one_alone(rank: int, world: int) -> str:
+    told = ""
+    with contextlib.suppress(CommError, RuntimeError), trainer(rank, world, Setup()) as one:
+        one.play("eager:clip capture:clip replay:clip ", captures=True)
+        one.opt.zero_grad()
+        one.params[0].sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            one.opt.step()
+        told = str(caught.value)
+    return told
+
+
+def test_gradients_that_a_step_after_replays_has_not_are_named(rank_pool):
+    for text in rank_pool(2).run(one_alone, timeout_s=30):
+        assert "the gradients of parameter 'group 0 parameter 1' on rank" in text
+
+
 def rate_on_the_host(rank: int, world: int) -> None:
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
