@@ -392,13 +392,16 @@ def test_an_environment_larger_than_a_message_is_not_sent(monkeypatch):
 
 
 def test_the_fork_server_has_ended_with_its_process(tmp_path):
-    script, out = tmp_path / "script.py", tmp_path / "out"
+    script = tmp_path / "script.py"
     script.write_text(
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from bucketwheel.testing import run_ranks\n"
-        f"from {__name__} import what_it_is\n"
-        "if __name__ == '__main__': print(run_ranks(what_it_is, 1, backend=None, forked=True)[0][0])\n"
+        f"import atexit, os, sys; sys.path[:] = {sys.path!r}\n"
+        "if __name__ == '__main__':\n"
+        "    servers = []\n"
+        "    atexit.register(lambda: print([os.path.exists(f'/proc/{server}') for server in servers]))  # runs last\n"
+        "    from bucketwheel.testing import run_ranks\n"
+        f"    from {__name__} import what_it_is\n"
+        "    servers.append(run_ranks(what_it_is, 1, backend=None, forked=True)[0][0])\n"
+        "    assert servers[0] != os.getpid() and os.path.exists(f'/proc/{servers[0]}')\n"
     )
-    with out.open("w") as file:
-        subprocess.run([sys.executable, script], stdout=file, timeout=60, check=True)
-    assert not is_alive(int(out.read_text()))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[False]", done.stderr
