@@ -61,7 +61,7 @@ def fork(code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
 
     It has the environment ``env`` and this process's ``sys.path``, leads a session of its own, and its parent is the
     process ``server`` (``server`` and ``fd`` are names in ``code``). None if ``env`` has what only a process that
-    starts with it can follow.
+    starts with it can follow, or more than a message holds.
     """
     with _lock:
         server = _servers.get(os.getpid())
@@ -93,6 +93,7 @@ class _Server:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
+        self._asked = 0  # how often
         with theirs:
             setup = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": sys.path})
             self._process = subprocess.Popen(
@@ -104,20 +105,24 @@ class _Server:
             )
 
     def end(self) -> None:
-        self._socket.close()  # it then leaves, and its children die with it
+        self._socket.shutdown(socket.SHUT_WR)  # it then leaves, and ranks die with it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, code: str, fd: int, env: dict[str, str]) -> ForkedProcess:
-        request = json.dumps({"code": code, "env": env, "path": sys.path}).encode()
+    def fork(self, code: str, fd: int, env: dict[str, str]) -> ForkedProcess | None:
         with self._lock:
+            self._asked = number = self._asked + 1
+            call = {"code": code, "env": env, "path": sys.path, "number": number}
+            request = json.dumps(call).encode()
+            if len(request) > _MAX_MESSAGE_BYTES:
+                return None
             socket.send_fds(self._socket, [request], [fd])
-            while (pid := self._read()) is None:
+            while (news := self._read()).get("number") != number:  # perhaps the answer to one that was interrupted
                 pass
-        return ForkedProcess(self, pid)
+        return ForkedProcess(self, news["pid"])
 
     def code_of(self, pid: int) -> int | None:
         with self._lock:
@@ -130,20 +135,20 @@ class _Server:
 
     def _read_all(self) -> None:
         with contextlib.suppress(ConnectionError):  # the server is gone: `is_alive` says so
-            while _has_message(self._socket, 0.0) and self.is_alive():
+            while _has_message(self._socket, 0.0):
                 self._read()
 
-    def _read(self) -> int | None:
-        """One message: the child that was forked; or one has ended, which is kept."""
+    def _read(self) -> dict[str, int]:
+        """One message: a child was forked; or one has ended, which is kept."""
         message = self._socket.recv(_MAX_MESSAGE_BYTES)
         if not message:
             raise ConnectionError(f"the fork server ended with {self._process.wait()}")
-        news = json.loads(message)
+        news: dict[str, int] = json.loads(message)
         if "code" in news:
             self._codes[news["pid"]] = news["code"]
-            return None
-        self._codes.pop(news["pid"], None)  # of an earlier process of that number
-        return int(news["pid"])
+        else:
+            self._codes.pop(news["pid"], None)  # of an earlier process of that number
+        return news
 
 
 def _has_message(connection: socket.socket, seconds: float) -> bool:
@@ -158,25 +163,26 @@ def _has_message(connection: socket.socket, seconds: float) -> bool:
 
 def _serve(connection: socket.socket, parent: int) -> dict[str, Any]:
     """Forks until nobody asks any more; returns in each child, with what it is to run."""
-    children: set[int] = set()
+    children: dict[int, int] = {}  # with the number of the call
     while os.getppid() == parent:
         if _has_message(connection, _POLL_S):
             request, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1)
             if not request:
                 break
-            server = os.getpid()
+            call, server = json.loads(request), os.getpid()
             child = os.fork()
             if child == 0:
+                os.setsid()  # before the answer: who has it may end the group
+                connection.send(json.dumps({"pid": os.getpid(), "number": call["number"]}).encode())
                 connection.close()
-                return {**json.loads(request), "fd": fds[0], "server": server}
+                return {**call, "fd": fds[0], "server": server}
             os.close(fds[0])
-            children.add(child)
-            connection.send(json.dumps({"pid": child}).encode())
+            children[child] = call["number"]
         for child in list(children):
             pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                children.remove(pid)
-                connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+            if pid:  # perhaps before it has answered
+                news = {"pid": pid, "number": children.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+                connection.send(json.dumps(news).encode())
     _leave()
 
 
@@ -191,7 +197,6 @@ def _main(setup: dict[str, Any]) -> dict[str, Any]:
             importlib.import_module(name)
     with contextlib.suppress(ConnectionError):
         call = _serve(socket.socket(fileno=setup["fd"]), setup["parent"])
-        os.setsid()
         os.environ.clear()
         os.environ.update(call["env"])
         sys.path[:] = call["path"]

@@ -11,8 +11,8 @@ So:
   once, so the next capture takes it again. Within a capture a block goes on from bucket to bucket behind the event of
   its last reader, as a lease does.
 - The host learns nothing of replays. What it knows of the shards is what it was at the end of the capture, which is what
-  each replay leaves. Factors and sums are the device's once there has been a capture: factors that the host knows go
-  there when a window has ended, and nothing that was computed outside of a capture is taken for its own.
+  each replay leaves. Factors and sums are the device's once there has been a capture: what the host does to gradients
+  between windows goes there as it is done, and nothing that was computed outside of a capture is taken for its own.
 - A capture that ends, or fails, with the window open, or with gradients that `no_sync` has kept, leaves gradients that
   have never come. Every call says so, in the next capture too, until `zero_grad` forgets them.
 """
@@ -40,7 +40,7 @@ def capture_id(device: int) -> int:
 
 def is_capturing(device: int) -> bool:
     """Whether the current stream of ``device`` is captured in a CUDA graph."""
-    return device != CPU and bool(native().is_capturing(device))
+    return capture_id(device) != 0
 
 
 def expect_unedited(
@@ -159,15 +159,6 @@ class Captures:
         self._has_any = self._has_any or self.has_window
         self._window = self._kept = 0
 
-    def begin_no_sync(self, is_open: bool, look: Callable[[], bytes], plain: int) -> None:
-        """What ``look`` finds in ``p.grad`` is added to; ``plain``: the flag of what is in no bucket yet."""
-        if self._expect_alive():
-            if is_open:
-                self.goes_on()
-                return
-            found = look()
-            self.expect_own_grads(any(found), plain in found)
-
     def keep(self) -> None:
         """`no_sync` has left gradients."""
         self._kept = capture_id(self._device)
@@ -205,7 +196,8 @@ class Captures:
         return now != 0
 
     def ask(self, what: str, is_open: bool) -> bool:
-        """Whether the call ``what``, which ends the window if one ``is_open``, is captured. CaptureError if it may not be."""
+        """Whether the call ``what`` is captured, which is about the gradients of the open window if one ``is_open``. CaptureError
+        if it may not be."""
         if is_open:
             return self.goes_on()
         now = self._expect_alive()

@@ -18,7 +18,14 @@ from torch.nn import Parameter
 from .plan import Packing, PackItem, pack
 from .pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind", "in_memory_order"]
+__all__ = [
+    "FlatParams",
+    "ParamInfo",
+    "expect_dense",
+    "expect_gradient_of",
+    "expect_same_memory_kind",
+    "in_memory_order",
+]
 
 _numbers = itertools.count()
 
@@ -128,6 +135,23 @@ class FlatParams:
         self._slots.clear()
         del self.flat
         self.lease.release()
+
+
+def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
+    """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder cannot stand for."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
+        )
+    if grad.shape != info.param.shape:
+        raise RuntimeError(
+            f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
+        )
+    if grad.dtype != info.dtype and info.param.grad_dtype is not None:
+        raise RuntimeError(
+            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
+            "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
+        )
 
 
 def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:

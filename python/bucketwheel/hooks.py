@@ -26,10 +26,10 @@ from torch import Tensor
 from ._build import native
 from .bucket import GradBucket, stream_of
 from .bucket_slots import BucketSlots
-from .captured import Captures, is_capturing
+from .captured import Captures
 from .comm import Communicator
 from .device import CPU
-from .flat import ParamInfo, in_memory_order
+from .flat import ParamInfo, expect_gradient_of, in_memory_order
 from .grad import ShardedGrad
 from .grad_agreement import GradAgreement
 from .grid import Grid
@@ -142,19 +142,7 @@ class GradSync:
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
         self._placeholders[info.index].reject_reducer_view(grad)
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
-            )
-        if grad.shape != info.param.shape:
-            raise RuntimeError(
-                f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
-            )
-        if grad.dtype != info.dtype and info.param.grad_dtype is not None:
-            raise RuntimeError(
-                f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
-                "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
-            )
+        expect_gradient_of(info, grad)
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
@@ -209,10 +197,7 @@ class GradSync:
         with self._lock, torch.no_grad():
             if why == "close":
                 self._forget_capture()
-            is_captured = self.captures.ask(why, self._is_open)
-            if is_captured and not self._is_open:
-                before = self._arrivals.look(self._params)
-                self.captures.expect_own_grads(any(before), _PLAIN in before)
+            is_captured = self._ask(why)
             found = self._sweep()
             for launch in self._schedule.flush():
                 self.launcher.launch(launch)
@@ -243,6 +228,15 @@ class GradSync:
             self.captures.end()
             self._settle(agreement.held, found)
             return agreement
+
+    def _ask(self, what: str) -> bool:
+        """Whether the call ``what`` is captured in a CUDA graph. CaptureError if it may not be, or would read gradients from
+        outside of the graph."""
+        is_captured = self.captures.ask(what, self._is_open)
+        if is_captured and not self._is_open:
+            found = self._arrivals.look(self._params)
+            self.captures.expect_own_grads(any(found), _PLAIN in found)
+        return is_captured
 
     def _sweep(self) -> bytes:
         """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand. Flags: whether p.grad is a placeholder."""
@@ -306,7 +300,7 @@ class GradSync:
     def no_sync(self) -> Iterator[None]:
         with self._lock:
             if not self._no_sync_depth:
-                self.captures.begin_no_sync(self._is_open, lambda: self._arrivals.look(self._params), _PLAIN)
+                self._ask("no_sync")
             self._no_sync_depth += 1
             self._arrivals.ignore(True)
             if self._no_sync_depth == 1:
@@ -356,6 +350,7 @@ class GradSync:
         with self._lock:
             if not isinstance(factor, Tensor) or self.comm.device == CPU:
                 factor = float(factor)
+            is_captured = self._ask("scaling gradients")
             content = self.reduced.content
             unknown = [i for i in indices if self._schedule.is_private(i) and not content[i] and i not in self._kept]
             if unknown:
@@ -372,9 +367,10 @@ class GradSync:
             self.reduced.scale(rest, factor)
             for index in rest if is_zero else ():  # multiplied now: inf * 0 is NaN, as torch has it
                 self.reduced.flush_factor(index)
-            if not isinstance(factor, Tensor) and not self._is_open and is_capturing(self.comm.device):
-                self._agreement.expect_all_captured(f"scale by {factor}")  # in a graph nobody will compare it
-                self.reduced.absorb()
+            if not self._is_open:
+                if is_captured and not isinstance(factor, Tensor):
+                    self._agreement.expect_all_captured(f"scale by {factor}")  # in a graph nobody will compare it
+                self.reduced.settle()
 
     def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
         """Every gradient of the same dtypes that any rank has, whether this rank could list it or not.
@@ -395,6 +391,7 @@ class GradSync:
             self._close_for("clamp", indices)
             for index in indices:
                 self.reduced.clamp(index, low, high)
+            self.reduced.settle()
 
     def zero(self, indices: Sequence[int]) -> None:
         with self._lock, torch.no_grad():
@@ -405,6 +402,8 @@ class GradSync:
                     self._arrive(index, torch.zeros_like(self.infos[index].param), add=False, launch=False)
                 else:
                     self.reduced.replace_by_zero(index)
+            if not self._is_open:
+                self.reduced.settle()
 
     def full(self, index: int) -> Tensor | None:
         """The whole gradient of a parameter, None where no rank has one. Collective."""

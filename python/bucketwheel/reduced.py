@@ -200,9 +200,9 @@ class ReducedGrads:
         for index in indices:
             factors[index] *= known
 
-    def absorb(self) -> None:
-        """What the host knows of the factors goes where a CUDA graph has it. At collective calls only: ranks compare what the
-        host knows."""
+    def settle(self) -> None:
+        """What the host knows of factors and edits goes where CUDA graphs read it, if there are any. Between windows, after each
+        change."""
 
     def pending_factors(self) -> Tensor:
         """What the Adam kernel multiplies the sums by, beside the average: float64, one a parameter."""

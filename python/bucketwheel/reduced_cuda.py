@@ -2,7 +2,7 @@
 
 Sums of squares, norms and factors are device memory; nothing here waits for the device. A factor that is a tensor (a
 clip coefficient, a loss scale) is multiplied into `_on_device`, one float64 a parameter, which the Adam kernel reads; one
-that is a number stays on the host, where ranks compare it, until the device needs it (`absorb`).
+that is a number stays on the host, where ranks compare it, until the device needs it (`_absorb`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class ReducedGradsCuda(ReducedGrads):
         # Perhaps, since there has been a capture: the host does not know what the device holds. [Note: captured windows]
         self._is_replayed = False
         self._known_in = 0  # the capture in which all factors have become 1: in the rest of that it does
-        self._edited_in_graphs: set[int] = set()  # `_edited` may hold for these after a replay
+        self._has_graph = (
+            False  # a window has ended in a capture: on all ranks, while a capture may fail on some before
+        )
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -88,27 +90,13 @@ class ReducedGradsCuda(ReducedGrads):
 
     def set_content(self, held: bytes) -> None:
         super().set_content(held)
-        if self._is_replayed:
-            self.absorb()
+        self._has_graph = self._has_graph or (self._is_replayed and is_capturing(self._device))
+        self.settle()
 
-    def replace_by_zero(self, index: int) -> None:
-        super().replace_by_zero(index)
+    def settle(self) -> None:
         if self._is_replayed:
-            self._apply_resets()
-
-    def mark_edited(self, indices: Iterable[int]) -> None:
-        chosen = list(indices)
-        super().mark_edited(chosen)
-        if is_capturing(self._device):
-            self._edited_in_graphs.update(chosen)
-
-    def clamp(self, index: int, low: float | None, high: float | None) -> None:
-        super().clamp(index, low, high)
-        if self._is_replayed:
-            self._on_device[index].fill_(self._factors[index])
-            self._factors[index] = 1.0
-            self._scaled.add(index)
-            self._to_reset.discard(index)
+            self._absorb()
+            self._sum_edited()
 
     def reset_all_factors(self) -> None:
         super().reset_all_factors()
@@ -157,7 +145,9 @@ class ReducedGradsCuda(ReducedGrads):
         self._factors[index] = remaining
         self.mark_edited([index])
 
-    def absorb(self) -> None:
+    def _absorb(self) -> None:
+        """Moves the factors that the host knows to the device. Where ranks compare what the host knows, at collective calls
+        only."""
         self._apply_resets()
         known = self.factors()
         if not known:
@@ -167,7 +157,7 @@ class ReducedGradsCuda(ReducedGrads):
         self.set_factors(b"")
 
     def pending_factors(self) -> Tensor:
-        self.absorb()
+        self._absorb()
         return self._on_device
 
     # --- values ------------------------------------------------------------------------------------------------------
@@ -189,20 +179,21 @@ class ReducedGradsCuda(ReducedGrads):
             self._rows = tables
         return self._rows
 
+    def _sum_edited(self) -> None:
+        """Makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may write there."""
+        flags = zip(self._edited, self._content, self._params, strict=True)
+        edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
+        self._edited[:] = bytes(len(self._edited))
+        if edited:
+            again = self._new(len(edited))
+            native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
+            rows = self._uploads.numbers("edited", [piece.row for piece in edited])
+            self.row_sums.index_copy_(0, rows, again)
+
     def _sums_by_rank(self) -> Tensor:
         """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
-        if self._gathered is None or self._is_unsure():
-            edited = [
-                piece
-                for i, param in enumerate(self._params)
-                if self._content[i] and (self._edited[i] or i in self._edited_in_graphs)
-                for piece in param.pieces
-            ]
-            if edited:
-                again = self._new(len(edited))
-                native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
-                rows = self._uploads.numbers("edited", [piece.row for piece in edited])
-                self.row_sums.index_copy_(0, rows, again)
+        if self._gathered is None or (self._has_graph and self._is_unsure()):
+            self._sum_edited()
             has_content = (i for i, has in enumerate(self._content) if has)
             held = self._uploads.mask("held", len(self._params), has_content)
             own = self._new(len(self._params))
@@ -219,7 +210,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _clip(self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None) -> Tensor:
         """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
-        self.absorb()
+        self._absorb()
         norm = self._new(1, dtype=self.norm_dtype)
         native().clip_cuda(
             self._device,
@@ -245,7 +236,7 @@ class ReducedGradsCuda(ReducedGrads):
 
     def _other_norms(self, ord: float) -> Tensor:
         """Norms of an order other than 2, of every parameter."""
-        self.absorb()
+        self._absorb()
         everyone = self._gather(torch.stack([self._power_on_device(i, ord) for i in range(len(self._params))]))
         if math.isinf(ord):
             raw = everyone.amax(0) if ord > 0 else everyone.amin(0)

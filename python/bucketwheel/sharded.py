@@ -198,7 +198,11 @@ class ShardedEngine:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        moved = self._find_moved()
+        self.param_sync()
+        try:
+            moved = self._find_moved()
+        except RuntimeError as error:
+            self.grads.refuse(str(error))
         self.grads.close("step")
         self._follow_edits(moved)
         used = self.grads.held
@@ -224,15 +228,11 @@ class ShardedEngine:
         }
 
     def _find_moved(self) -> list[list[int]]:
-        """Parameters of each space whose memory was replaced. RuntimeError on all ranks if one cannot come back: D13."""
-        self.param_sync()
+        """Parameters of each space whose memory was replaced. RuntimeError if one cannot come back: D13."""
         moved = [space.flat.moved() for space in self._spaces]
-        if any(moved):
-            try:
-                for space, ours in zip(self._spaces, moved, strict=True):
-                    space.flat.expect_bindable(ours)
-            except RuntimeError as error:
-                self.grads.refuse(str(error))
+        for space, ours in zip(self._spaces, moved, strict=True):
+            if ours:
+                space.flat.expect_bindable(ours)
         return moved
 
     def _follow_edits(self, moved: Sequence[Sequence[int]]) -> None:
@@ -267,10 +267,7 @@ class ShardedEngine:
     def reload_masters(self) -> None:
         everything = set(range(len(self.infos)))
         self.param_sync()
-        moved = [space.flat.moved() for space in self._spaces]
-        for space, ours in zip(self._spaces, moved, strict=True):
-            space.flat.expect_bindable(ours)
-        for space, ours in zip(self._spaces, moved, strict=True):
+        for space, ours in zip(self._spaces, self._find_moved(), strict=True):
             space.flat.rebind(ours)
             space.read_master(everything, whole=True)
         self._versions = [info.param._version for info in self.infos]
@@ -308,8 +305,7 @@ class ShardedEngine:
         self.grads.close("clip_grads_with_norm_")
         is_on_device = self.device != CPU and index_of(coefficient) == self.device
         self.reduced.scale(self._held(indices), coefficient if is_on_device else float(coefficient))
-        if is_capturing(self.device):
-            self.reduced.absorb()
+        self.reduced.settle()
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""

@@ -156,18 +156,26 @@ def reduced(one: Trainer, edit: str = "") -> None:
     if edit == "before":
         torch._foreach_mul_([p.grad for p in one.params], 0.5)
     opt.grad_sync()
+    apply(one, edit)
+
+
+def apply(one: Trainer, edit: str) -> None:
+    """What the host does to gradients that are reduced."""
     if edit == "after":
         torch._foreach_mul_([p.grad for p in one.params], 0.5)
     elif edit == "value":
         torch.nn.utils.clip_grad_value_(one.params, 0.3)
     elif edit == "zero":
+        one.params[4].grad.mul_(0.0)
         one.params[1].grad.mul_(0.5)
         one.params[1].grad.zero_()
-        one.params[4].grad.mul_(0.0)
     elif edit == "coefficient":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sharded, "index_of", lambda _: CPU)
-            opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+            one.opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+    elif edit == "more":
+        one.backward(0.5)
+        one.opt.grad_sync()
 
 
 def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
@@ -188,14 +196,50 @@ def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
     return one.result()
 
 
+def edited_between(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
+    """The edit is eager, between the replay that brings gradients and the one that clips and steps. One step is left out: the
+    next replay brings gradients without it."""
+
+    def update() -> None:
+        one.norms["both"] = one.opt.clip_grad_norm_(10.0)
+        one.opt.step()
+
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(6):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one))
+        if step % 2:
+            apply(one, edit)
+        if step != 3:
+            part(one, captures, "update", update)
+            one.seen.append(one.norms["both"].clone())
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+    return one.result()
+
+
+def zeroed_after_a_factor(one: Trainer, captures: bool) -> list[Tensor]:
+    """The factor is in a graph, and the host knows of none: those of the other gradients stay."""
+    one.play("eager:clip eager:clip ", captures=captures)
+    for _ in range(2):
+        one.feed()
+        part(one, captures, "halved", lambda: reduced(one, "after"))
+        one.params[1].grad.zero_()
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+        one.opt.step()
+        one.play("eager:plain ", captures=captures)
+    return one.result()
+
+
 def in_parts(rank: int, world: int) -> None:
-    edits = ("before", "after", "value", "zero", "coefficient")
+    edits = ("after", "value", "zero", "coefficient")
     compare(
         rank,
         world,
         Setup(),
         *(partial(two_graphs, asks=asks) for asks in (False, True)),
-        *(partial(edited, edit=edit) for edit in edits),
+        *(partial(edited, edit=edit) for edit in ("before", *edits)),
+        *(partial(edited_between, edit=edit) for edit in (*edits, "more")),
+        zeroed_after_a_factor,
     )
 
 
@@ -279,3 +323,15 @@ def waits_for_nothing(rank: int, world: int) -> None:
 
 def test_a_capture_waits_for_nothing(rank_pool):
     rank_pool(2).run(waits_for_nothing, timeout_s=30)
+
+
+def multiplies_nothing(rank: int, world: int) -> None:
+    with trainer(rank, world, Setup()) as one:
+        one.play("eager:windows eager:windows ", captures=True)
+        one.capture("windows")
+        assert torch.ops.aten.mul_.Tensor not in {func for _, func, *_ in one.graphs["windows"]._operations}
+
+
+def test_a_capture_knows_the_factors_that_it_has_made(rank_pool):
+    """Without a factor, what a second window adds to is not multiplied."""
+    rank_pool(2).run(multiplies_nothing, timeout_s=30)

@@ -53,6 +53,7 @@ def refused(one: Trainer, captures: bool) -> list[Tensor]:
     # Gradients that no replay would bring.
     expect("the gradients came before the CUDA graph capture", opt.step)
     expect("the gradients came before the CUDA graph capture", one.backward)
+    expect("the gradients came before the CUDA graph capture", lambda: one.params[0].grad.mul_(0.5))
     opt.zero_grad()
     with opt.no_sync():
         one.backward()
@@ -158,6 +159,23 @@ def test_gradients_dropped_outside_of_the_graph(rank_pool):
     rank_pool(2).run(dropped_outside, timeout_s=30)
 
 
+def one_alone(rank: int, world: int) -> str:
+    told = ""
+    with contextlib.suppress(CommError, RuntimeError), trainer(rank, world, Setup()) as one:
+        one.play("eager:clip capture:clip replay:clip ", captures=True)
+        one.opt.zero_grad()
+        one.params[0].sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            one.opt.step()
+        told = str(caught.value)
+    return told
+
+
+def test_gradients_that_a_step_after_replays_has_not_are_named(rank_pool):
+    for text in rank_pool(2).run(one_alone, timeout_s=30):
+        assert "the gradients of parameter 'group 0 parameter 1' on rank" in text
+
+
 def rate_on_the_host(rank: int, world: int) -> None:
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
@@ -249,6 +267,7 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
                 one.opt.step,
                 one.backward,
                 lambda: one.opt.clip_grad_norm_(1.0),
+                lambda: one.params[-1].grad.mul_(0.5),
                 kept_alone(one, one.opt.step),
             ):
                 for graph in (contextlib.nullcontext(), Graph(load()[1])):
@@ -265,6 +284,31 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
 def test_a_capture_that_fails_is_forgotten(rank_pool, registered, shards, where):
     setup = Setup(registered=registered, shards=shards)
     rank_pool(4 if shards else 2).run(failing, setup, where, timeout_s=30)
+
+
+def failing_apart(rank: int, world: int) -> None:
+    """Captures that fail on all ranks, at different places: eager steps have the same collectives on all of them."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        one.play("eager:clip ", captures=captures)
+        if captures:
+            with pytest.raises(Broken), Graph(load()[1]):
+                one.opt.zero_grad()
+                if rank:
+                    one.backward()
+                raise Broken
+        one.opt.zero_grad()
+        one.feed()
+        one.backward()
+        one.seen += [one.opt.clip_grad_norm_(1.0).clone(), one.opt.local_grad_norm().clone()]
+        one.opt.step()
+        return one.play("capture:clip replay:clip eager:clip replay:clip ", captures=captures)
+
+    compare(rank, world, Setup(timeout_s=5.0), body)
+
+
+def test_captures_that_fail_at_different_places(rank_pool):
+    rank_pool(2).run(failing_apart, timeout_s=30)
 
 
 def tried_again(rank: int, world: int, registered: bool) -> None:
@@ -348,16 +392,29 @@ def test_a_rank_that_does_not_capture_is_named(rank_pool):
     assert other != "nothing"
 
 
-def apart(rank: int, world: int) -> str:
+def apart(rank: int, world: int) -> list[str]:
     """Ranks that capture different things."""
+
+    def scaled() -> None:
+        one.opt.zero_grad()
+        one.backward()
+        one.opt.grad_sync()
+        torch._foreach_mul_([p.grad for p in one.params], 0.5 if rank == 0 else 0.25)
+
+    told = []
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
-        one.feed()
-        with pytest.raises(RuntimeError, match="captured norm.*captured step") as caught, Graph(load()[1]):
-            one.iteration("clip" if rank == 0 else "plain")
-        one.opt.zero_grad()
-        one.play("eager:clip ", captures=True)
-        return str(caught.value)
+        for message, body in (
+            ("captured norm.*captured step", lambda: one.iteration("clip" if rank == 0 else "plain")),
+            (r"captured scale by 0\.5, captured scale by 0\.25", scaled),
+        ):
+            one.feed()
+            with pytest.raises(RuntimeError, match=message) as caught, Graph(load()[1]):
+                body()
+            one.opt.zero_grad()
+            one.play("eager:clip ", captures=True)
+            told.append(str(caught.value))
+    return told
 
 
 def test_ranks_that_capture_different_steps_are_told(rank_pool):

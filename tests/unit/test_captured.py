@@ -134,7 +134,6 @@ def expect_never(captures: Captures, library: Any) -> None:
         with capture:
             for call in (
                 lambda: captures.begin(True, False, False),
-                lambda: captures.begin_no_sync(False, lambda: b"", 2),
                 lambda: captures.ask("step", False),
                 captures.goes_on,
             ):
@@ -145,9 +144,8 @@ def expect_never(captures: Captures, library: Any) -> None:
 def test_kept_gradients_end_with_the_capture(library: Any) -> None:
     captures = Captures(0, is_capturable=True)
     with Graph(library):
-        captures.begin_no_sync(False, lambda: bytes(2), 2)
         captures.keep()
-        captures.begin_no_sync(False, lambda: bytes([1, 0]), 2)  # adds to its own
+        captures.expect_own_grads(True, False)  # adds to its own
         assert captures.ask("step", False)
         assert not captures.forget(), "zero_grad drops them"
     assert not captures.ask("step", False)
@@ -156,17 +154,6 @@ def test_kept_gradients_end_with_the_capture(library: Any) -> None:
     expect_never(captures, library)
     with Graph(library):
         assert captures.forget() and captures.ask("step", False)
-
-
-def test_no_sync_adds_to_nothing_from_outside(library: Any) -> None:
-    captures = Captures(0, is_capturable=True)
-    captures.begin_no_sync(True, lambda: bytes([2]), 2)
-    with Graph(library):
-        for found in (bytes([0, 1]), bytes([0, 2])):
-            with pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
-                captures.begin_no_sync(False, lambda found=found: found, 2)  # type: ignore[misc]
-        with pytest.raises(CaptureError, match="are still being reduced"):
-            captures.begin_no_sync(True, lambda: bytes(2), 2)
 
 
 def test_only_what_may_be_captured_is(library: Any) -> None:

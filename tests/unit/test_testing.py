@@ -1,5 +1,6 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -324,16 +325,83 @@ def test_every_kind_of_difference_is_an_error(actual, expected, message):
         assert_bitwise_equal(actual, expected)
 
 
+@contextlib.contextmanager
+def forks(monkeypatch):
+    """What forks off a server of its own."""
+    monkeypatch.setattr(_fork_server, "_servers", {})
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield lambda code, **more: _fork_server.fork(code, theirs.fileno(), {**_fork_server.default_env(), **more})
+        _fork_server._end_server()
+
+
 def test_a_forked_process_is_not_taken_for_an_earlier_one_of_its_number(monkeypatch):
     """Numbers of processes come again."""
-    monkeypatch.setattr(_fork_server, "_servers", {})
-    env, (ours, theirs) = _fork_server.default_env(), socket.socketpair()
-    with ours, theirs:
-        first = _fork_server.fork("pass", theirs.fileno(), env)
+    with forks(monkeypatch) as fork:
+        first = fork("pass")
         assert first.wait(60) == 0
         server = first._server
         again = json.dumps({"pid": first.pid}).encode()
         with mock.patch.object(server, "_socket", mock.Mock(recv=lambda size: again)):
-            assert server._read() == first.pid
+            assert server._read() == {"pid": first.pid}
         assert server.code_of(first.pid) is None
-        server.end()
+
+
+def test_a_forked_process_is_not_taken_for_one_whose_fork_was_interrupted(monkeypatch):
+    with forks(monkeypatch) as fork:
+        assert fork("raise SystemExit(3)").wait(60) == 3
+        server = _fork_server._servers[os.getpid()]
+        with mock.patch.object(server, "_read", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            fork("raise SystemExit(4)")
+        assert fork("raise SystemExit(5)").wait(60) == 5
+
+
+def test_a_forked_process_leads_its_session_once_it_is_known(monkeypatch):
+    """Who is told of it may end it, and all that it starts, at once."""
+    with forks(monkeypatch) as fork:
+        for _ in range(20):
+            process = fork("import time; time.sleep(300)")
+            os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait(20) == -signal.SIGKILL
+
+
+def test_a_process_that_dies_before_it_has_answered_is_one_that_has_ended(monkeypatch):
+    with forks(monkeypatch) as fork:
+        assert fork("pass").wait(60) == 0
+        server = _fork_server._servers[os.getpid()]
+        read = server._read
+        with mock.patch.object(server, "_read", lambda: news if "code" in (news := read()) else {}):
+            assert fork("raise SystemExit(3)").wait(60) == 3
+
+
+def test_an_exit_code_is_known_after_the_fork_server_has_gone(monkeypatch):
+    with forks(monkeypatch) as fork:
+        running, ended = fork("import time; time.sleep(300)"), fork("raise SystemExit(3)")
+        try:
+            ended._server.await_news(60)
+            _fork_server._end_server()
+            assert (ended.wait(20), running.wait(20)) == (3, -signal.SIGKILL)
+        finally:
+            os.killpg(running.pid, signal.SIGKILL)
+
+
+def test_an_environment_larger_than_a_message_is_not_sent(monkeypatch):
+    with forks(monkeypatch) as fork:
+        assert fork("pass", **{f"BW_{i}": 50_000 * "x" for i in range(3)}) is None
+        assert fork("pass").wait(60) == 0
+
+
+def test_the_fork_server_has_ended_with_its_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import atexit, os, sys; sys.path[:] = {sys.path!r}\n"
+        "if __name__ == '__main__':\n"
+        "    servers = []\n"
+        "    atexit.register(lambda: print([os.path.exists(f'/proc/{server}') for server in servers]))  # runs last\n"
+        "    from bucketwheel.testing import run_ranks\n"
+        f"    from {__name__} import what_it_is\n"
+        "    servers.append(run_ranks(what_it_is, 1, backend=None, forked=True)[0][0])\n"
+        "    assert servers[0] != os.getpid() and os.path.exists(f'/proc/{servers[0]}')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[False]", done.stderr
