@@ -77,6 +77,7 @@ inline void cpu_relax() {
 // Copies past the cache: the target is not read first, so a copy that outgrows the cache moves two thirds of the bytes
 // (1.4 times memcpy's speed where measured). What is written is not in the cache afterwards: for large copies that
 // somebody else reads, or later. The writes are visible to other threads before any store that follows.
+inline constexpr size_t kStreamBytes = size_t{1} << 20;  // from here on it would push out more than it leaves there
 inline void stream_copy(void* to, const void* from, size_t bytes) {
 #if BW_X86_64
   constexpr size_t kLine = 64;

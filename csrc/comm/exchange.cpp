@@ -10,9 +10,6 @@
 namespace bucketwheel {
 namespace {
 
-// From here on a gathered shard is copied past the cache: it would push out more than it leaves there.
-constexpr size_t kStreamBytes = size_t{1} << 20;
-
 size_t window_bytes_of(Collective collective, int world) {
   const size_t slot_bytes = Control::staging_bytes(world);
   if (collective != Collective::kReduceScatter || world <= 2) {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/platform.h"
 #include "base/thread_pool.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/segment_table.h"
@@ -19,7 +20,12 @@ void copy_chunk(const CpuKernels& kernels, const CopyItem& item, int64_t begin, 
   const std::byte* from =
       static_cast<const std::byte*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
   if (item.to_dtype == item.from_dtype) {
-    std::memcpy(to, from, static_cast<size_t>(numel) * size_of(item.to_dtype));
+    const size_t bytes = static_cast<size_t>(numel) * size_of(item.to_dtype);
+    if (static_cast<size_t>(item.numel) * size_of(item.to_dtype) < kStreamBytes) {
+      std::memcpy(to, from, bytes);
+    } else {
+      stream_copy(to, from, bytes);
+    }
   } else {
     kernels.convert(to, item.to_dtype, from, item.from_dtype, numel);
   }

@@ -21,6 +21,8 @@ from .pool import Lease, Pool
 
 __all__ = ["Acquire", "GradBucket", "Memory", "Part", "join", "stream_of"]
 
+_STREAM_BYTES = 1 << 20  # kStreamBytes of csrc/base/platform.h
+
 Memory = Lease | BucketSlot | CapturedBlock
 Acquire = Callable[["GradBucket", bool], Memory]  # memory for a bucket; whether for its late round
 
@@ -106,7 +108,7 @@ class GradBucket:
         if add:
             to.add_(source)
         else:
-            to.copy_(source)
+            _copy(to, source)
         return memory
 
     def take_streams(self) -> list[torch.cuda.Stream]:
@@ -149,3 +151,14 @@ class GradBucket:
         held, self._memory[late] = self._memory[late], None
         assert held is not None
         return held
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """``to.copy_(source)``; past the cache where that is worth it, for the peers read it next."""
+    is_like = type(source) is Tensor and (source.dtype, source.device) == (to.dtype, to.device)
+    if not is_like or to.device.type != "cpu" or to.nbytes < _STREAM_BYTES:
+        to.copy_(source)
+    elif not source.is_contiguous() or source.is_neg() or source._is_zerotensor():  # not in memory as it reads
+        to.copy_(source)
+    else:
+        native().copy_all([to], [source])

@@ -118,3 +118,31 @@ def test_without_cuda_there_is_one_stream() -> None:
     bucket.store(memory, 0, torch.ones(4), late=False, add=False)
     assert bucket.take_streams() == []
     bucket.take(memory, [1], late=False)[0].release()
+
+
+def large_gradients() -> dict[str, torch.Tensor]:
+    values = torch.arange(LARGE, dtype=torch.float32)
+    return {
+        "plain": values,
+        "with gaps": torch.arange(2 * LARGE, dtype=torch.float32)[::2],
+        "one element for all": torch.tensor(3.0).expand(LARGE),
+        "negated when read": torch._neg_view(values),
+        "zeros that lie nowhere": torch._efficientzerotensor((LARGE,), dtype=torch.float32, device="cpu"),
+        "another dtype": values.double(),
+        "a subclass": values.as_subclass(torch.nn.Parameter),
+    }
+
+
+LARGE = (1 << 18) + 3
+
+
+@pytest.mark.parametrize("kind", large_gradients())
+def test_large_gradients_are_stored_as_they_read(kind: str) -> None:
+    numel, begin = LARGE, 5
+    accumulator = native().ShardAccumulator(torch.empty(numel + 9), [(0, numel + 9)])
+    bucket = GradBucket(0, numel + 9, torch.float32, [Part(0, begin, 0, numel)], accumulator)
+    grad = large_gradients()[kind]
+    assert grad.is_neg() == ("negated" in kind) and grad._is_zerotensor() == ("nowhere" in kind)
+    memory = bucket.store(on_the_host(), 0, grad, late=False, add=False)
+    assert torch.equal(memory[begin : begin + numel], grad.float() + 0.0)
+    bucket.drop_all()

@@ -177,3 +177,14 @@ def test_sum_refuses_other_dtypes() -> None:
         native().reduce_sum(torch.zeros(3), [torch.zeros(3).double()] * 2)
     with pytest.raises(TypeError, match=r"output\[0\] is bfloat16, expected float32"):
         native().reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_past_the_cache_are_whole_and_no_longer(offset: int, dtype: torch.dtype) -> None:
+    numel = (1 << 20) + 5
+    memory = torch.arange(numel + offset + 40).to(dtype)
+    out = torch.full((numel + offset + 40,), -1, dtype=dtype)
+    native().copy_all([out[offset : offset + numel]], [memory[7 : 7 + numel]])
+    assert torch.equal(out[offset : offset + numel], memory[7 : 7 + numel])
+    assert (out[:offset] == -1).all() and (out[offset + numel :] == -1).all()
