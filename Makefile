@@ -9,7 +9,8 @@
 
 PYTHON ?= python3
 OUT ?= build/gpu
-JOBS ?= $(shell nproc 2> /dev/null || echo 2)
+# One worker more than there are cores: tests wait for much.
+JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) + 1)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv
@@ -28,11 +29,11 @@ demo: setup
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 	@$(MAKE) --no-print-directory lint
 
 test-all: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 gpu:
 	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'

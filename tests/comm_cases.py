@@ -272,12 +272,12 @@ ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm, "nccl": on_nccl}
 ON_THREADS: dict[str, Callable[..., list[Any]]] = {"local": run_local, "staged": run_staged, "cuda": run_cuda}
 _BACKENDS = (*ON_PROCESSES, *ON_THREADS)
 
-# What the fixture `run` (dist/conftest.py) takes. A test has all of EVERYWHERE, unless it takes long or its subject
-# does not change with the number of ranks: it then says `@in_few_places`.
+# Where a test runs that takes long, or whose subject does not change with the number of ranks: `@in_few_places`.
+FEW = [*(f"{backend} 3" for backend in _BACKENDS), "shm 2", "shm 4"]
+# What the fixture `run` (dist/conftest.py) takes, all of it unless the test says otherwise.
 EVERYWHERE = [
-    (str if world in (1, 3) or backend == "shm" else slow_case)(f"{backend} {world}")
+    (str if f"{backend} {world}" in (*FEW, "nccl 1", "local 1") else slow_case)(f"{backend} {world}")
     for backend in _BACKENDS
     for world in (1, 2, 3, 4)
 ]
-FEW = [*(f"{backend} 3" for backend in _BACKENDS), "shm 2", "shm 4"]
 in_few_places = pytest.mark.parametrize("run", FEW, indirect=True)

@@ -14,11 +14,19 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_TIMEOUT_S = 120.0
+LONG = (
+    "tests/native/",
+    "tests/frameworks/",
+    *(f"tests/unit/test_{name}.py" for name in ("gpu_parts", "testing", "doctor", "nccl")),
+    *(f"tests/dist/test_{name}.py" for name in ("train_gpt", "examples", "nccl_making", "nccl_exit", "nccl_lifetime")),
+    "tests/test_layering.py",
+)
 
 _real_stderr = pytest.StashKey[int]()
 
@@ -50,6 +58,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first: at the end no worker is left alone with it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))  # the rest stays in order
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one worker's, and so are all of tests/frameworks: their imports are paid once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/frameworks/"
+            return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture

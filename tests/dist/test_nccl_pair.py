@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 from unittest import mock
@@ -16,6 +14,7 @@ from dist.test_optim_nccl import simulated
 from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
+from tests.forked_code import run_code
 
 pytestmark = pytest.mark.dist
 F32 = torch.float32
@@ -163,9 +162,7 @@ def test_options_that_nccl_has_not(rank_pool):
 def run_python(code: str, **env: str) -> str:
     import os
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_code(code, {**os.environ, **env}, timeout_s=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

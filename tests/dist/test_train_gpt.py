@@ -56,6 +56,7 @@ def test_training_agrees_with_the_peer_and_draws_both_curves(tmp_path, ranks):
     assert gradients <= 1.1 * share * peer_gradients, output
 
 
+@pytest.mark.slow
 def test_bf16_parameters_train(tmp_path):
     code, output = launch(tmp_path, 2, "--dtype", "bf16")
     assert code == 0, output

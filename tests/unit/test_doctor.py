@@ -92,6 +92,7 @@ def test_a_broken_build_is_status_2(tree: TinyTree) -> None:
     assert text.endswith("broken\n")
 
 
+@pytest.mark.slow
 def test_a_module_that_crashes_is_status_2(tree: TinyTree) -> None:
     tree.run()
     tree.run("from bucketwheel import _build; print(_build.cuda().answer)")
@@ -104,6 +105,7 @@ def test_a_module_that_crashes_is_status_2(tree: TinyTree) -> None:
     assert "error" not in found["modules"]["cuda"] and found["warnings"] == []
 
 
+@pytest.mark.slow
 def test_without_nvcc_cuda_is_missed_only_where_it_is_asked_for(tree: TinyTree) -> None:
     found = run(tree, "--json", status=0, NVCC="no-such-nvcc")
     assert found["modules"]["cuda"]["state"] == "unavailable"
@@ -123,6 +125,7 @@ def test_a_gpu_without_nvcc_is_a_warning(tree: TinyTree) -> None:
     assert any(text.startswith("there are GPUs, but: bucketwheel needs its CUDA module") for text in found["warnings"])
 
 
+@pytest.mark.slow
 def test_a_driver_without_gpus_is_none(tree: TinyTree) -> None:
     put_driver(tree, "NVIDIA-SMI has failed because it could not communicate with the driver")
     assert run(tree, "--json", status=0)["gpus"]["devices"] == []
@@ -136,6 +139,7 @@ def test_without_a_compiler_the_native_module_is_broken(tree: TinyTree) -> None:
     run(tree, "--json", status=0, CXX="no-such-c++", NVCC=None, BW_NATIVE_DIR=str(entry))
 
 
+@pytest.mark.slow
 def test_a_build_that_is_forbidden_or_cannot_be_kept(tree: TinyTree) -> None:
     assert "BW_JIT=0" in run(tree, "--json", status=2, BW_JIT="0")["errors"][0]
     (tree.root / "file").touch()  # stands for a read-only file system: permissions do not stop root
@@ -145,6 +149,7 @@ def test_a_build_that_is_forbidden_or_cannot_be_kept(tree: TinyTree) -> None:
     assert run(tree, "--json", status=0, BW_JIT="0")["modules"]["cpu"]["state"] == "cached"
 
 
+@pytest.mark.slow
 def test_who_builds_now(tree: TinyTree) -> None:
     tree.run()
     (lock,) = (tree.cache / "locks").iterdir()

@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bucketwheel import nccl
 from tests import simulated_nccl
+from tests.forked_code import run_code
 from tests.requirements import need_nccl
 
 LIBRARY = "lib/libnccl.so.2"
@@ -25,10 +25,7 @@ NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl_api.h"
 def run(code: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
     """A process with no NCCL settings but ``changes``."""
     kept = {name: value for name, value in os.environ.items() if name != "BW_NCCL_LIB"}
-    env = {**kept, "PYTHONPATH": os.pathsep.join(sys.path), **{k: v for k, v in changes.items() if v is not None}}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_code(code, {**kept, **{k: v for k, v in changes.items() if v is not None}})
 
 
 def found_by(code: str = PRINT, **changes: str | None) -> list[str]:

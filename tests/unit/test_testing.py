@@ -19,7 +19,8 @@ import torch.distributed as dist
 from bucketwheel import _fork_server
 from bucketwheel.testing import RankFailed, RankPool, assert_bitwise_equal, run_ranks, run_threads
 
-both_ways = pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
+started = pytest.param(False, id="started", marks=pytest.mark.slow)
+both_ways = pytest.mark.parametrize("forked", [started, pytest.param(True, id="forked")])
 
 
 def all_reduce_rank(rank, world_size, offset):
@@ -96,7 +97,7 @@ def wait_until(condition, timeout_s=20.0) -> bool:
     return True
 
 
-@both_ways
+@pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_by_rank_with_a_process_group(world_size, forked):
     total = sum(range(world_size)) + 10 * world_size
