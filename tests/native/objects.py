@@ -6,6 +6,7 @@ What the native module consists of is taken from where `bucketwheel._build` keep
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -47,13 +48,19 @@ def stored(stem: str, inputs: Sequence[Path], argv: Sequence[str], *, cwd: Path 
     place = OUT / f"{stem}-{digest.hexdigest()[:16]}"
     if not place.exists():
         OUT.mkdir(parents=True, exist_ok=True)
-        for stale in OUT.glob(f"{stem}-*"):
-            if stale != place:  # made meanwhile, by a test that runs beside this one
-                stale.unlink(missing_ok=True)
-        unfinished = OUT / f".{place.name}.{os.getpid()}"
-        run_checked([*argv, "-o", str(unfinished)], BUILD_TIMEOUT_S, cwd=cwd)
-        unfinished.rename(place)
+        with open(OUT / f".{stem}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a test that runs beside this one may be making it
+            if not place.exists():
+                _make(place, stem, argv, cwd)
     return place
+
+
+def _make(place: Path, stem: str, argv: Sequence[str], cwd: Path | None) -> None:
+    for stale in OUT.glob(f"{stem}-*"):
+        stale.unlink(missing_ok=True)
+    unfinished = OUT / f".{place.name}.{os.getpid()}"
+    run_checked([*argv, "-o", str(unfinished)], BUILD_TIMEOUT_S, cwd=cwd)
+    unfinished.rename(place)
 
 
 def module_objects(folders: Sequence[str], sanitizer: str) -> list[Path]:
