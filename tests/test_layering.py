@@ -60,7 +60,7 @@ PYTHON_LAYERS = [
         "space",
         "step_bucket",
     ],
-    ["foreign_step", "grad", "grad_owner", "newcomers", "hooks"],
+    ["foreign_step", "grad", "grad_owner", "newcomers", "hooks", "answers"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],
     ["optim", "shard", "state_dict"],
     ["_bitwise", "_fork_server", "report", "testing", "doctor", "flight"],

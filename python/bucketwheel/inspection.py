@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from . import memory
+from .answers import GradSync
 from .bucket import GradBucket
 from .comm import Communicator
 from .flat import ParamInfo
 from .grid import Grid
-from .hooks import GradSync
 from .precision import Precision
 from .reduced import ReducedGrads
 from .space import Space

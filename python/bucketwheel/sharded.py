@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from . import gather, inspection
+from .answers import GradSync
 from .captured import expect_unedited, is_capturing
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
 from .flat import ParamInfo, expect_dense
 from .grid import Grid, grid_of
-from .hooks import GradSync
 from .newcomers import Newcomers
 from .owners import give_back, take
 from .pool import Pool
