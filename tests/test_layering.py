@@ -206,6 +206,7 @@ def test_a_source_includes_its_own_header_first() -> None:
 
 
 @pytest.mark.timeout_s(300)
+@pytest.mark.slow
 def test_other_headers_compile_alone() -> None:
     headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name != "bindings"]
     headers = [path for path in headers if not path.with_suffix(".cpp").is_file()]

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from optim_twins import dyadic, loss_of, make_params, run_local, share
+from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -189,7 +190,7 @@ except (CommTimeout if mode == "timeout" else PeerError) as error:
     ("mode", "code", "said"),
     [
         ("peer", 0, "caught PeerError"),
-        ("timeout", 0, "caught CommTimeout"),
+        slow_case("timeout", 0, "caught CommTimeout"),
         pytest.param("uncaught", 1, "", marks=pytest.mark.slow),
     ],
 )

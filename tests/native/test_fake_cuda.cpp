@@ -3,6 +3,7 @@
 // needs: base
 // with: fake_cuda/fibers.cpp
 // runs: address thread
+// slow: address
 #include <atomic>
 #include <cstdint>
 #include <cstring>

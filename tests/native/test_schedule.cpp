@@ -1,6 +1,7 @@
 // plan/schedule.h: W state machines and a recording communicator over random schedules. Run by test_native.py.
 // needs: base plan
-// runs: address
+// runs: plain address
+// slow: address
 #include "plan/schedule.h"
 
 #include <algorithm>

@@ -53,7 +53,7 @@ def test_the_next_owner_waits_for_the_last_use(pool: Pool) -> None:
         first = pool.acquire("first", 4096)
         late = first.tensor(torch.uint8, 4096)
         place = first.place
-        stream.pause(0.002)
+        stream.pause(0.05)
         stream.fill(late, 255)  # runs after the pause
         first.release(after=stream)
         second = pool.acquire("second", 4096)
