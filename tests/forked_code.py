@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,5 +27,9 @@ def run_code(code: str, env: dict[str, str], timeout_s: float = 100) -> subproce
         process = _fork_server.fork(head + code, nothing.fileno(), env)
         if process is None:
             return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-        status = process.wait(timeout_s)
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+            raise
         return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())

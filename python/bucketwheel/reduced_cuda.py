@@ -47,9 +47,8 @@ class ReducedGradsCuda(ReducedGrads):
         # Perhaps, since there has been a capture: the host does not know what the device holds. [Note: captured windows]
         self._is_replayed = False
         self._known_in = 0  # the capture in which all factors have become 1: in the rest of that it does
-        self._has_graph = (
-            False  # a window has ended in a capture: on all ranks, while a capture may fail on some before
-        )
+        # A window has ended in a capture: on all ranks, while a capture may fail on some before that.
+        self._has_graph = False
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
