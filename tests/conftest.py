@@ -10,8 +10,10 @@ Markers
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ LONG = (
 )
 
 _real_stderr = pytest.StashKey[int]()
+_known_modules = pytest.StashKey[int]()
 
 # Before anything imports torch, here and in child processes: two cores are shared by all ranks of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +55,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     marker = item.get_closest_marker("timeout_s")
     limit_s = float(marker.args[0]) if marker else DEFAULT_TIMEOUT_S
     stderr = item.config.stash[_real_stderr]
+    if len(sys.modules) != item.config.stash.get(_known_modules, 0):
+        # What imports leave stays. To look through all of torch takes 0.1 s, and many tests collect.
+        item.config.stash[_known_modules] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
     # A native wait holds no GIL to interrupt it by: the only sure way out is to end the process.
     faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
     try:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from native.objects import HERE, ROOT, in_parallel, object_of, stored
+from native.objects import HERE, ROOT, in_parallel, object_of, stored, toolchain
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -43,9 +43,7 @@ def build() -> Path:
     recipe = _toolchain.read_recipe(ROOT / "csrc", module=_toolchain.CUDA)
     sources = [recipe.csrc / source.path for source in recipe.sources] + sorted((HERE / "fake_cuda").glob("*.cpp"))
     objects = in_parallel(object_of, sources)
-    return stored(
-        "_cuda_sim.so", objects, [*_toolchain.find_toolchain().cxx, "-shared", "-pthread", *map(str, objects)]
-    )
+    return stored("_cuda_sim.so", objects, [*toolchain().cxx, "-shared", "-pthread", *map(str, objects)])
 
 
 @functools.cache

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from native.objects import HERE, in_parallel, object_of, stored
+from native.objects import HERE, in_parallel, object_of, stored, toolchain
 
-from bucketwheel import _toolchain, nccl
+from bucketwheel import nccl
 from tests import simulated_cuda
 
 LAUNCH = "fake_cuda_launch_host", "fake_cuda_is_captured"
@@ -43,7 +43,7 @@ def build(*defines: str) -> Path:
         lambda path: object_of(path, *(f"-D{define}" for define in defines)), sorted((HERE / "fake_nccl").glob("*.cpp"))
     )
     stem = "-".join(["fake", *(define.removeprefix("FAKE_NCCL_").lower() for define in defines)])
-    link = [*_toolchain.find_toolchain().cxx, "-shared", "-pthread", "-Wl,-soname,libnccl.so.2", *map(str, objects)]
+    link = [*toolchain().cxx, "-shared", "-pthread", "-Wl,-soname,libnccl.so.2", *map(str, objects)]
     return stored(f"{stem}_libnccl.so", objects, link)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -195,6 +196,7 @@ def _main(setup: dict[str, Any]) -> dict[str, Any]:
     for name in ("torch", "torch.distributed", "numpy"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # children neither look through all of that nor copy the pages it is in
     with contextlib.suppress(ConnectionError):
         call = _serve(socket.socket(fileno=setup["fd"]), setup["parent"])
         os.environ.clear()

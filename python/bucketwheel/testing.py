@@ -309,6 +309,7 @@ def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str,
     os.set_inheritable(fd, False)
     connection = multiprocessing.connection.Connection(fd)
     _answer(connection, functools.partial(_join_group, rank, world_size, directory, backend))
+    known = 0
     while True:
         try:
             message = connection.recv()
@@ -318,6 +319,9 @@ def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str,
             break
         _answer(connection, functools.partial(_call, rank, world_size, *message))
         gc.collect()
+        if len(sys.modules) != known:  # what imports leave stays: to look through all of torch takes 0.1 s each time
+            known = len(sys.modules)
+            gc.freeze()
     if backend is not None:
         import torch.distributed as dist
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -31,6 +32,10 @@ BUILD_TIMEOUT_S = 400.0
 
 T = TypeVar("T")
 
+# Found once, before there are threads: of two that are first to ask sysconfig at once, one is told too little
+# (Python 3.11), and what it compiles gets another name.
+toolchain = functools.cache(_toolchain.find_toolchain)
+
 
 def run_checked(
     argv: Sequence[str], timeout_s: float, *, env: dict[str, str] | None = None, cwd: Path | None = None
@@ -42,7 +47,7 @@ def run_checked(
 
 def stored(stem: str, inputs: Sequence[Path], argv: Sequence[str], *, cwd: Path | None = None) -> Path:
     """``argv + ["-o", path]`` run once for each content of ``inputs``; the path."""
-    digest = hashlib.sha256(repr((_toolchain.find_toolchain().identity, list(argv))).encode())
+    digest = hashlib.sha256(repr((toolchain().identity, list(argv))).encode())
     for path in inputs:
         digest.update(path.read_bytes())
     place = OUT / f"{stem}-{digest.hexdigest()[:16]}"
@@ -65,18 +70,18 @@ def _make(place: Path, stem: str, argv: Sequence[str], cwd: Path | None) -> None
 
 def module_objects(folders: Sequence[str], sanitizer: str) -> list[Path]:
     """The objects of the CPU module's sources in these folders of csrc/."""
-    recipe, toolchain = _toolchain.read_recipe(ROOT / "csrc"), _toolchain.find_toolchain()
+    recipe = _toolchain.read_recipe(ROOT / "csrc")
     chosen = [unit for unit in _compile.units(recipe) if unit[0].path.split("/")[0] in folders]
     if sanitizer == "thread":  # races are the same in loops that are not unrolled, and those compile sooner
         chosen = [tuple(_without_optimization(source) for source in unit) for unit in chosen]
     recipe = dataclasses.replace(recipe, flags=(*recipe.flags, *SANITIZERS[sanitizer]))
 
     def make(unit: tuple[_toolchain.Source, ...]) -> Path:
-        built = _cache.cache_dir() / "objects" / f"{_compile.object_key(recipe, toolchain, *unit)}.o"
+        built = _cache.cache_dir() / "objects" / f"{_compile.object_key(recipe, toolchain(), *unit)}.o"
         if built.is_file():
             return built
         seen = [path for source in unit for path in _compile.closure(recipe.csrc, source.path)]
-        *argv, _, _ = _compile.command(recipe, toolchain, *unit, out=Path("-"))  # without "-o -"
+        *argv, _, _ = _compile.command(recipe, toolchain(), *unit, out=Path("-"))  # without "-o -"
         stem = f"{Path(unit[-1].path).stem}-{sanitizer}"
         return stored(stem, seen, argv, cwd=recipe.csrc)
 
@@ -85,9 +90,9 @@ def module_objects(folders: Sequence[str], sanitizer: str) -> list[Path]:
 
 def object_of(path: Path, *flags: str, sanitizer: str = "plain") -> Path:
     """The object of one source; a CUDA one is compiled as C++, with the emulation of fake_cuda/."""
-    recipe, toolchain = _toolchain.read_recipe(ROOT / "csrc"), _toolchain.find_toolchain()
-    includes = [f"-I{recipe.csrc}", f"-I{HERE}", *(w for folder in toolchain.includes for w in ("-isystem", folder))]
-    argv = [*toolchain.cxx, *recipe.flags, *SANITIZERS[sanitizer], *CUDA_AS_CXX, *flags, *includes]
+    recipe = _toolchain.read_recipe(ROOT / "csrc")
+    includes = [f"-I{recipe.csrc}", f"-I{HERE}", *(w for folder in toolchain().includes for w in ("-isystem", folder))]
+    argv = [*toolchain().cxx, *recipe.flags, *SANITIZERS[sanitizer], *CUDA_AS_CXX, *flags, *includes]
     seen = [*_compile.closure(recipe.csrc, str(path)), *sorted((HERE / "fake_cuda").glob("*.h"))]
     stem = "-".join([*(flag.strip("-") for flag in flags), f"{path.parent.name}_{path.stem}", sanitizer])
     return stored(stem, seen, [*argv, "-c", "-x", "c++", str(path)])
@@ -98,5 +103,6 @@ def _without_optimization(source: _toolchain.Source) -> _toolchain.Source:
 
 
 def in_parallel(make: Callable[[T], Path], sources: Iterable[T]) -> list[Path]:
+    toolchain()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         return list(pool.map(make, sources))

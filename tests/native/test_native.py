@@ -15,9 +15,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from native.objects import HERE, ROOT, SANITIZERS, in_parallel, module_objects, object_of, run_checked, stored
-
-from bucketwheel import _toolchain
+from native.objects import (
+    HERE,
+    ROOT,
+    SANITIZERS,
+    in_parallel,
+    module_objects,
+    object_of,
+    run_checked,
+    stored,
+    toolchain,
+)
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
 RUN_ENV = {
@@ -52,7 +60,7 @@ def build(test: str, sanitizer: str) -> Path:
     extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
     objects = in_parallel(lambda path: object_of(path, sanitizer=sanitizer), [HERE / f"{test}.cpp", *extra])
     objects += module_objects(folders, sanitizer)
-    argv = [*_toolchain.find_toolchain().cxx, *SANITIZERS[sanitizer], "-pthread", *map(str, objects)]
+    argv = [*toolchain().cxx, *SANITIZERS[sanitizer], "-pthread", *map(str, objects)]
     return stored(f"run_{test}-{sanitizer}", objects, [*argv, *words(test, "link"), "-ldl"])
 
 

@@ -1,6 +1,7 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -168,6 +169,19 @@ def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_pat
 
 
 @both_ways
+def collectable(rank, world_size):
+    return len(gc.get_objects())  # without those that are frozen
+
+
+@pytest.mark.parametrize("forked", [True, started])
+def test_a_rank_looks_for_garbage_in_what_its_calls_have_made_only(forked):
+    everything = len(gc.get_objects()) + gc.get_freeze_count()
+    with RankPool(1, backend=None, forked=forked) as pool:
+        for _ in range(3):
+            [left] = pool.run(collectable)
+    assert left < 0.1 * everything, (left, everything)
+
+
 def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, monkeypatch, forked):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
