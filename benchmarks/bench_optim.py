@@ -10,7 +10,7 @@ same values.
 GPT step: batch 1 x 64 tokens, fp32, one thread per rank. Overhead = time of a step (zero_grad, forward, backward, clip,
 step) minus the time of forward + backward alone of the same model without hooks, taken next to each other; all systems
 interleaved in one job. "cpu" is the same difference in CPU time of a rank's threads, which other work on the machine
-disturbs less. Limit: the bare loops, which pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak
+disturbs less. No system pays for what glibc gives back and takes again (keep_freed_memory). Limit: the bare loops, which pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak
 over some steps of the proportional set size, summed over the ranks, one fresh job per system.
 
 Host time of a step: models of 300 and 3,000 tiny parameters, where nearly all of a step is bookkeeping (host_step.py).
@@ -30,7 +30,7 @@ import clip_step
 import host_step
 import torch
 from gpt_systems import PEERS, SYSTEMS, Gpt, GptConfig, Plain, build, token_batches
-from harness import Memory, Rank, Results, Timing, parse_args, rotation, run_ranks, slowest
+from harness import Memory, Rank, Results, Timing, keep_freed_memory, parse_args, rotation, run_ranks, slowest
 
 WORLD = 2
 CHECKED_STEPS = 4
@@ -44,6 +44,7 @@ PAIR = ("base", "base cpu", "step", "step cpu")  # wall and CPU time (all thread
 
 def timing_job(rank: Rank, names: list[str], config: GptConfig, repeats: int) -> dict[str, Any]:
     """One rank of the timing job: check that the systems agree, then time pairs of (plain forward + backward, step)."""
+    keep_freed_memory()
     batches = token_batches(rank.rank, config, CHECKED_STEPS + repeats)
     plain, systems = Plain(config), {name: build(name, config) for name in names}
     start = plain.full_parameters()
@@ -103,6 +104,7 @@ def memory_job(rank: Rank, name: str | None, config: GptConfig, steps: int) -> N
 
 def profile_job(rank: Rank, name: str, config: GptConfig, steps: int) -> dict[str, Any]:
     """One rank of a profile: seconds per phase for the system and for the plain model, then a cProfile of further steps."""
+    keep_freed_memory()
     batches = token_batches(rank.rank, config, 3 + steps)
     plain, system = Plain(config), build(name, config)
     phases: dict[str, dict[str, list[float]]] = {"plain": {}, name: {}}

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/platform.h"
 #include "base/thread_pool.h"
 #include "kernels/segment_table.h"
 
@@ -163,6 +164,7 @@ ShardAccumulator::ShardAccumulator(void* shard, DType dtype, int64_t numel, std:
     : shard_(static_cast<std::byte*>(shard)),
       dtype_(dtype),
       numel_(numel),
+      streams_(dtype == DType::kFloat32 && static_cast<size_t>(numel) * sizeof(float) >= kStreamBytes),
       segments_(std::move(segments)),
       results_(segments_.size()) {
   expect_shard_dtype(dtype_);
@@ -199,7 +201,13 @@ void ShardAccumulator::consume(int64_t begin, const void* values, int64_t numel)
       continue;
     }
     const int64_t stop = std::min(end, segments_[segment_].end);
-    sums_.store(to, dtype_, from, stop - position_, add_);
+    if (streams_ && !add_) {
+      const auto* const floats = reinterpret_cast<const float*>(from);
+      sums_.consume(floats, stop - position_);
+      stream_copy(to, floats, static_cast<size_t>(stop - position_) * sizeof(float));
+    } else {
+      sums_.store(to, dtype_, from, stop - position_, add_);
+    }
     position_ = stop;
     if (stop == segments_[segment_].end) {
       results_[segment_] = sums_.result();

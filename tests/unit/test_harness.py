@@ -199,6 +199,37 @@ def test_memcpy_and_threads() -> None:
     assert 1e-5 < harness.memcpy_s(4 << 20, repeats=3) < 1.0
 
 
+FAULTS = """
+import ctypes, resource, sys
+sys.path.insert(0, sys.argv[1])
+import harness
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(4 << 20) for _ in range(16)]
+    for block in blocks:
+        ctypes.memset(block, 1, 4 << 20)
+    for block in blocks:
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+if sys.argv[2] == "keep":
+    harness.keep_freed_memory()
+touch()
+print(touch())
+"""
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
+def test_freed_memory_is_kept() -> None:
+    def faults(what: str) -> int:
+        argv = [sys.executable, "-c", FAULTS, str(BENCHMARKS), what]
+        return int(subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout)
+
+    pages = (64 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert faults("keep") < pages // 10 < faults("leave")
+
+
 # ------------------------------------------------------------------------------------------------------ compare.py
 
 
