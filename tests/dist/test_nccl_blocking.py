@@ -174,7 +174,11 @@ def test_registering_that_goes_on_in_the_background(rank_pool):
 
 
 def registers(rank: int, world: int, is_apart: bool) -> tuple[str, CommTimeout]:
-    with simulated() as script, hosts_apart() if is_apart else contextlib.nullcontext():
+    with (
+        Communicator(name="aside") as aside,
+        simulated() as script,
+        hosts_apart() if is_apart else contextlib.nullcontext(),
+    ):
         comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="windows", registered=True)
         assert comm.features["windows"] is False, "nothing is registered yet"
         gather(comm).synchronize(10)
@@ -186,6 +190,7 @@ def registers(rank: int, world: int, is_apart: bool) -> tuple[str, CommTimeout]:
         with pytest.raises(CommTimeout) as caught:
             comm.register_pool()
         assert time.monotonic() - begin < 20
+        aside.exchange(b"")  # the other, too: going on before its deadline the call would be in time for it
         script.fake_nccl_release()
         with pytest.raises(CommTimeout):
             gather(comm)

@@ -168,7 +168,6 @@ def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank(tmp_pat
         assert not {pid for pid, _ in first} & {pid for pid, _ in third}
 
 
-@both_ways
 def collectable(rank, world_size):
     return len(gc.get_objects())  # without those that are frozen
 
@@ -182,6 +181,7 @@ def test_a_rank_looks_for_garbage_in_what_its_calls_have_made_only(forked):
     assert left < 0.1 * everything, (left, everything)
 
 
+@both_ways
 def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, monkeypatch, forked):
     temporary = tmp_path / "temporary"
     temporary.mkdir()

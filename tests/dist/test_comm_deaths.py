@@ -1,0 +1,228 @@
+"""Ranks that die or leave: what the others are told, how soon, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from comm_cases import check_all_gather, run_local
+from failure_cases import SOON_S, error_of, expect_prefix, gather
+from requirements import slow_case
+
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import ClosedError
+from bucketwheel.ops import reduce_scatter
+from bucketwheel.testing import RankPool
+
+pytestmark = pytest.mark.dist
+
+
+# --------------------------------------------------------------------------------------------------------------- death
+
+
+def victim_dies(rank: int, size: int, victim: int, moment: str) -> tuple[list[str], float, bool]:
+    """The messages that a survivor gets, how long the first took, and whether its earlier result stayed good."""
+    with Communicator(backend="shm", name="doomed", timeout_s=60) as comm:
+        before, handle = gather(comm)
+        handle.wait()
+        comm.exchange(b"")
+        begin = time.monotonic()
+        if rank == victim:
+            if moment == "in operation":
+                # The others are in the middle of reading from this rank: their staging rounds cannot end without it.
+                full, out = torch.ones(size << 22), torch.empty(1 << 22)
+                reduce_scatter(out, full, comm)
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "idle":
+            time.sleep(0.5)
+            begin = time.monotonic()
+            calls = [lambda: gather(comm)[1].wait(), lambda: comm.exchange(b"")]
+        elif moment == "in operation":
+            full, out = torch.ones(size << 22), torch.empty(1 << 22)
+            calls = [lambda: [reduce_scatter(out, full, comm).wait() for _ in range(2)], lambda: gather(comm)]
+        elif moment == "in exchange":
+            calls = [lambda: comm.exchange(b"x"), lambda: gather(comm)]
+        else:  # waiting for it
+            calls = [lambda: gather(comm)[1].wait(), lambda: gather(comm)]
+        messages = []
+        took_s = 0.0
+        for call in calls:
+            kind, text, dead = error_of(call)
+            took_s = took_s or time.monotonic() - begin
+            assert (kind, dead) == ("PeerError", victim), (kind, text)
+            expect_prefix(text, rank, size, "doomed")
+            messages.append(text)
+        good = before.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+        return messages, took_s, good and handle.query()
+
+
+@pytest.mark.parametrize("moment", ["idle", "waiting", "in operation", "in exchange"])
+@pytest.mark.parametrize(("size", "victim"), [slow_case(2, 0), (4, 1)])
+def test_a_killed_rank_is_told_to_every_other_within_two_seconds(size, victim, moment):
+    with RankPool(size, forked=True) as pool:
+        results = pool.run(victim_dies, victim, moment, expect_dead=[victim])
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        messages, took_s, is_good = result
+        assert took_s < SOON_S
+        assert is_good, "a complete result was lost"
+        assert f"rank {victim} (pid" in messages[0] and "died" in messages[0]
+        assert messages[1] == messages[0], "later calls raise the same error"
+
+
+def left_behind(rank: int, size: int) -> list[int]:
+    with Communicator(backend="shm") as comm:
+        check_all_gather(comm, [(torch.float32, 500_000)], "by_rank")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        error_of(lambda: gather(comm)[1].wait())
+    return [os.getpid()]
+
+
+def traces_in_the_system() -> set[str]:
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "bucketwheel" in line}
+    return sockets | {name for name in os.listdir("/dev/shm") if "bucketwheel" in name or "bw" in name}
+
+
+def expect_gone(traces: set[str]) -> None:
+    """In a while: tests that run beside this one leave theirs at their end."""
+    until = time.monotonic() + 30
+    while (left := traces & traces_in_the_system()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_nothing_stays_behind_in_the_system():
+    before = traces_in_the_system()
+    with RankPool(2, forked=True) as pool:
+        pool.run(left_behind, expect_dead=[0])
+        expect_gone(traces_in_the_system() - before)
+    expect_gone(traces_in_the_system() - before)
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+def one_leaves(rank: int, size: int) -> tuple[str, str, int | None] | None:
+    comm = Communicator(backend="shm", name="party")
+    full, handle = gather(comm)
+    handle.wait()
+    if rank == 0:
+        comm.close()
+        comm.close()
+        with pytest.raises(ClosedError, match="closed"):
+            gather(comm)
+        with pytest.raises(ClosedError, match="closed"):
+            comm.exchange(b"")
+        assert handle.query() and full[0] == 0
+        return None
+    begin = time.monotonic()
+    error = error_of(lambda: gather(comm)[1].wait())
+    assert time.monotonic() - begin < SOON_S
+    comm.close()
+    return error
+
+
+def test_a_rank_that_has_left_and_is_needed(rank_pool):
+    for error in rank_pool(3).run(one_leaves)[1:]:
+        kind, text, rank = error
+        assert (kind, rank) == ("PeerError", 0)
+        assert "rank 0" in text and "has closed the communicator" in text
+
+
+def closes_in_flight(comm: Communicator) -> str:
+    if comm.rank == 0:
+        full, handle = gather(comm)
+        comm.close(timeout=0.1)
+        return error_of(handle.wait)[0]
+    time.sleep(0.5)
+    return error_of(lambda: gather(comm)[1].wait())[0]
+
+
+def test_closing_with_operations_in_flight():
+    assert run_local(2, closes_in_flight) == ["ClosedError", "PeerError"]
+
+
+def drops_in_flight(rank: int, size: int) -> float:
+    comm = Communicator(backend="shm")
+    if rank == 1:
+        time.sleep(0.3)
+    full, handle = gather(comm, 100_000)
+    del comm, full, handle  # ends the operation in an orderly way: the peer arrives within the grace
+    return 1.0
+
+
+def test_dropping_everything_in_flight(rank_pool):
+    assert rank_pool(2).run(drops_in_flight) == [1.0, 1.0]
+
+
+def test_exit_with_an_operation_in_flight():
+    """A process whose peer never comes ends soon, with exit code 0 and no crash, though it drops what it gathers."""
+    code = """
+import torch
+from bucketwheel.comm import Communicator
+from bucketwheel.place import LocalWorld
+from bucketwheel.ops import all_gather
+world = LocalWorld(2)
+comm, other = Communicator(world.rank(0)), Communicator(world.rank(1))
+all_gather(torch.empty(20), torch.empty(10), comm)
+"""
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - begin < 30
+
+
+# ---------------------------------------------------------------------------------------------------------------- fork
+
+
+def test_a_forked_child_cannot_disturb_the_parent():
+    code = """
+import os, torch
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import DeviceError
+from bucketwheel.ops import all_gather
+comm = Communicator(backend="shm")
+all_gather(torch.empty(3), torch.empty(3), comm).wait()
+if (child := os.fork()) == 0:
+    try:
+        all_gather(torch.empty(3), torch.empty(3), comm)
+    except DeviceError as error:
+        assert "parent process" in str(error)
+        comm.abort("from the child")
+        comm.close()
+        del comm
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+all_gather(torch.empty(3), torch.empty(3), comm).wait()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def dies_with_a_forked_child(rank: int, size: int) -> float | None:
+    """The child of the dead rank lives on; its copies of the sockets must not hide the death."""
+    with Communicator(backend="shm") as comm:
+        comm.exchange(b"")
+        if rank == 0:
+            if os.fork() == 0:
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        kind, text, _ = error_of(lambda: gather(comm)[1].wait())
+        assert kind == "PeerError", text
+        return time.monotonic() - begin
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent():
+    with RankPool(2, forked=True) as pool:
+        assert pool.run(dies_with_a_forked_child, expect_dead=[0])[1] < SOON_S
