@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/platform.h"
+#include "kernels/cpu_kernels.h"
 #include "kernels/reduce.h"
 
 namespace bucketwheel {
@@ -237,10 +238,10 @@ void Exchange::gather_direct(int rank) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
       std::byte* to = place_of(rank, i);
-      if (bytes < kStreamBytes) {
+      if (bytes < kPastCacheBytes) {
         std::memcpy(to, inputs.begins[i], bytes);
       } else {
-        stream_copy(to, inputs.begins[i], bytes);
+        cpu_kernels().copy_past_cache(to, inputs.begins[i], bytes);
       }
     }
   }

@@ -11,6 +11,7 @@
 
 #include "kernels/adam_cpu.h"
 #include "kernels/convert_cpu.h"
+#include "kernels/copy_cpu.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/norm_cpu.h"
 #include "kernels/reduce_cpu.h"
@@ -18,7 +19,9 @@
 namespace bucketwheel {
 namespace {
 
-constexpr CpuKernels make_kernels(Isa isa) { return {isa, adam, sumsq, store_sumsq, store, convert, sum}; }
+constexpr CpuKernels make_kernels(Isa isa) {
+  return {isa, adam, sumsq, store_sumsq, store, convert, sum, copy_past_cache};
+}
 
 }  // namespace
 }  // namespace bucketwheel

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/platform.h"
 #include "base/thread_pool.h"
 #include "kernels/segment_table.h"
 
@@ -164,7 +163,7 @@ ShardAccumulator::ShardAccumulator(void* shard, DType dtype, int64_t numel, std:
     : shard_(static_cast<std::byte*>(shard)),
       dtype_(dtype),
       numel_(numel),
-      streams_(dtype == DType::kFloat32 && static_cast<size_t>(numel) * sizeof(float) >= kStreamBytes),
+      goes_past_cache_(dtype == DType::kFloat32 && static_cast<size_t>(numel) * sizeof(float) >= kPastCacheBytes),
       segments_(std::move(segments)),
       results_(segments_.size()) {
   expect_shard_dtype(dtype_);
@@ -201,10 +200,10 @@ void ShardAccumulator::consume(int64_t begin, const void* values, int64_t numel)
       continue;
     }
     const int64_t stop = std::min(end, segments_[segment_].end);
-    if (streams_ && !add_) {
+    if (goes_past_cache_ && !add_) {
       const auto* const floats = reinterpret_cast<const float*>(from);
       sums_.consume(floats, stop - position_);
-      stream_copy(to, floats, static_cast<size_t>(stop - position_) * sizeof(float));
+      cpu_kernels().copy_past_cache(to, floats, static_cast<size_t>(stop - position_) * sizeof(float));
     } else {
       sums_.store(to, dtype_, from, stop - position_, add_);
     }

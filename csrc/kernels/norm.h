@@ -98,7 +98,7 @@ class ShardAccumulator {
   std::byte* shard_;
   DType dtype_;
   int64_t numel_;
-  bool streams_;  // large: what is stored, not added, goes past the cache
+  bool goes_past_cache_;  // large, so what is stored and not added goes there past the cache
   std::vector<Segment> segments_;
   std::vector<SumSquares> results_;
   bool add_ = false;

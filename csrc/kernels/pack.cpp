@@ -4,7 +4,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "base/platform.h"
 #include "base/thread_pool.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/segment_table.h"
@@ -21,10 +20,10 @@ void copy_chunk(const CpuKernels& kernels, const CopyItem& item, int64_t begin, 
       static_cast<const std::byte*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
   if (item.to_dtype == item.from_dtype) {
     const size_t bytes = static_cast<size_t>(numel) * size_of(item.to_dtype);
-    if (static_cast<size_t>(item.numel) * size_of(item.to_dtype) < kStreamBytes) {
+    if (static_cast<size_t>(item.numel) * size_of(item.to_dtype) < kPastCacheBytes) {
       std::memcpy(to, from, bytes);
     } else {
-      stream_copy(to, from, bytes);
+      kernels.copy_past_cache(to, from, bytes);
     }
   } else {
     kernels.convert(to, item.to_dtype, from, item.from_dtype, numel);
