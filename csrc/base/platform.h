@@ -24,12 +24,15 @@
 #define BW_AARCH64 0
 #endif
 
-// In front of a function that the CPU and the CUDA kernels share. It is inlined by force, so that a translation unit
-// compiled for AVX-512 never leaves a copy of it that the linker could pick for everybody (one definition rule).
+// In front of a function in a header that kernels share. It is inlined by force, so that a translation unit compiled for
+// AVX-512 never leaves a copy of it that the linker could pick for everybody (one definition rule).
+#define BW_FORCE_INLINE inline __attribute__((always_inline))
+
+// The same, for a function that the CUDA kernels share too.
 #if defined(__CUDACC__)
 #define BW_HD __host__ __device__ __forceinline__
 #else
-#define BW_HD inline __attribute__((always_inline))
+#define BW_HD BW_FORCE_INLINE
 #endif
 
 // False where a .cu file is compiled by a C++ compiler against an emulation of CUDA (tests).
@@ -74,7 +77,7 @@ inline void cpu_relax() {
 
 // Stores a line of 64 bytes past the cache, to an aligned place: by the widest stores of the instruction set that this
 // file is compiled for. fence_past_cache() puts such stores before any that follow.
-BW_HD void store_line_past_cache(void* to, const void* from) {
+BW_FORCE_INLINE void store_line_past_cache(void* to, const void* from) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
 #elif defined(__AVX__)
@@ -89,7 +92,7 @@ BW_HD void store_line_past_cache(void* to, const void* from) {
   __builtin_memcpy(to, from, 64);
 #endif
 }
-BW_HD void fence_past_cache() {
+BW_FORCE_INLINE void fence_past_cache() {
 #if BW_X86_64
   _mm_sfence();
 #endif

@@ -16,6 +16,18 @@ import torch
 ISAS = ["plain", "avx2", "avx512"]
 
 
+def expect_large_copies(generator: torch.Generator) -> None:
+    """They go past the cache: whole lines, and what is left at both ends."""
+    from bucketwheel._build import native
+
+    source = torch.randint(0, 256, (2**20 + 200,), dtype=torch.uint8, generator=generator)
+    for begin, end in ((0, 2**20), (1, 2**20 + 1), (63, 2**20 + 199), (64, 2**20 + 129)):
+        target, expected = torch.zeros_like(source), torch.zeros_like(source)
+        native().copy_all([target[begin:end]], [source[begin:end]])
+        expected[begin:end] = source[begin:end]
+        assert torch.equal(target, expected), (begin, end)
+
+
 def digests() -> dict[str, str]:
     """What the kernels of this process make of fixed inputs, by kernel. Runs in the child."""
     from reference import bits
@@ -67,12 +79,7 @@ def digests() -> dict[str, str]:
     narrow, back = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)
     native().copy_all([narrow, back], [wide(), finite.bfloat16()])
     note("casts", narrow, back)
-    source = torch.randint(0, 256, (2**20 + 200,), dtype=torch.uint8, generator=generator)
-    for begin, end in ((0, 2**20), (1, 2**20 + 1), (63, 2**20 + 199), (64, 2**20 + 129)):  # large: past the cache
-        target, expected = torch.zeros_like(source), torch.zeros_like(source)
-        native().copy_all([target[begin:end]], [source[begin:end]])
-        expected[begin:end] = source[begin:end]
-        assert torch.equal(target, expected), (begin, end)
+    expect_large_copies(generator)
     half, double = torch.empty(numel, dtype=torch.float16), torch.empty(numel, dtype=torch.float64)
     native().copy_all([half, double], [wide(), finite.half()])
     note("float16 casts", half, double)
