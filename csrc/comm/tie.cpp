@@ -44,7 +44,7 @@ std::optional<Failure> passed_on(Peers& from, int to_rank) {
   return failure;
 }
 
-void look(Peers& from, Peers& to) {
+void pass_on(Peers& from, Peers& to) {
   Health& health = to.health();
   if (health.has_failed() || health.is_closing()) {
     return;
@@ -57,15 +57,23 @@ void look(Peers& from, Peers& to) {
 }  // namespace
 
 Tie::Tie(CommRef one, CommRef other)
-    : fork_generation_(fork_generation()), watch_(watch([one = std::move(one), other = std::move(other)] {
-        look(one->peers(), other->peers());
-        look(other->peers(), one->peers());
-      })) {}
+    : fork_generation_(fork_generation()),
+      one_(std::move(one)),
+      other_(std::move(other)),
+      watch_(watch([this] { look(); })) {}
 
 Tie::~Tie() {
   if (fork_generation_ != fork_generation()) {
     new std::shared_ptr<Watch>(std::move(watch_));  // leaked: its thread may hold a lock, in the parent
+    return;
   }
+  watch_->stop();
+  look();
+}
+
+void Tie::look() const {
+  pass_on(one_->peers(), other_->peers());
+  pass_on(other_->peers(), one_->peers());
 }
 
 }  // namespace bucketwheel

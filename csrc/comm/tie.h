@@ -19,12 +19,18 @@ class Tie {
  public:
   // While it lives it holds both.
   Tie(CommRef one, CommRef other);
+  // Looks for the last time: a failure before it is passed on. Waits while the watchdog looks, which needs no GIL;
+  // communicators that nobody else holds end here, not in the watchdog.
   ~Tie();
   Tie(const Tie&) = delete;
   Tie& operator=(const Tie&) = delete;
 
  private:
+  void look() const;
+
   const uint64_t fork_generation_;
+  const CommRef one_;
+  const CommRef other_;
   std::shared_ptr<Watch> watch_;
 };
 

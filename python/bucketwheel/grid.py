@@ -49,7 +49,7 @@ class Grid:
     It stands where a `Communicator` of all of them would, in the methods that it has. Made by all of them together:
     ValueError on every rank unless each shard group meets each group of replicas in one rank, which has the same number
     in its shard group as its replicas have in theirs, and the other way round. What fails one of its communicators
-    fails both.
+    fails both, until `close`.
     """
 
     def __init__(self, shard: Communicator, replicate: Communicator) -> None:
@@ -72,7 +72,7 @@ class Grid:
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
         with self._failing_as_one():
             self._takes_turns = not self._expect_grid()
-        self._tie = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/tie.h
+        self._tie: Any = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/tie.h
 
     def _expect_grid(self) -> bool:
         """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
@@ -269,6 +269,11 @@ class Grid:
         for partial in self._partials:
             partial.lease.release(after=partial.used_by)
         self._partials.clear()
+
+    def close(self) -> None:
+        """`release`; what fails one communicator from now on does not fail the other. Local."""
+        self.release()
+        self._tie = None
 
 
 _Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has

@@ -88,6 +88,8 @@ class ShardedEngine:
             self._take_in(self.infos)
             self._assemble()
         except BaseException:  # whose traceback keeps this object alive
+            if isinstance(self.grid, Grid):
+                self.grid.close()
             give_back(self._comms, self.infos)
             raise
 
@@ -368,7 +370,7 @@ class ShardedEngine:
             for space in self._spaces:
                 space.flat.release()
             if isinstance(self.grid, Grid):
-                self.grid.release()
+                self.grid.close()
             give_back(self._comms, self.infos)
 
 

@@ -298,6 +298,31 @@ def test_a_communicator_that_is_closed_fails_nobody() -> None:
     in_grid(2, 2, body)
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_groups_of_a_closed_optimizer_fail_alone(is_refused: bool) -> None:
+    """Though it, or the traceback of what refused it, is still there."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> object:
+        params = make_params()
+        groups = {"process_group": shard, "replicate_group": replicate}
+        kept: object
+        if is_refused:
+            with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+                ShardedAdamW(params, lr=0.1 * (rank + 1), **groups)
+            kept = raised
+        else:
+            opt = kept = ShardedAdamW(params, **groups)
+            opt.close()
+        replicate.exchange(b"")
+        shard.exchange(b"")
+        shard.abort("on fire")
+        time.sleep(0.4)  # the watchdog looks
+        assert replicate.exchange(b"") == [b""] * 2
+        return kept
+
+    in_grid(2, 2, body)
+
+
 def test_a_state_dict_loads_on_any_replica() -> None:
     saved_by: dict[int, dict[str, Any]] = {}
 

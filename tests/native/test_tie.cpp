@@ -1,0 +1,138 @@
+// comm/tie: what is passed on, and what its end promises. Run by test_native.py.
+// needs: base device kernels pool comm
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "base/error.h"
+#include "check.h"
+#include "comm/comm_local.h"
+#include "comm/tie.h"
+#include "comm/watchdog.h"
+
+using namespace bucketwheel;
+using namespace std::chrono_literals;
+
+namespace {
+
+// Until `condition` holds; run_tests() ends what never does.
+void await(const std::function<bool()>& condition) {
+  while (!condition()) {
+    std::this_thread::sleep_for(1ms);
+  }
+}
+
+// One rank, alone in two communicators.
+struct Alone {
+  LocalWorld shards{1, false};
+  LocalWorld replicas{1, false};
+  CommRef shard = shards.join(0, "shard", 10s);
+  CommRef replicate = replicas.join(0, "replicate", 10s);
+};
+
+std::string error_of(const Comm& comm) {
+  try {
+    comm.expect_usable();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Keeps the watchdog inside a look, with whatever is watched by now in its hands.
+class Busy {
+ public:
+  Busy() {
+    await([this] { return is_inside_.load(); });
+  }
+  ~Busy() {
+    may_end_ = true;
+    watch_->stop();
+  }
+
+ private:
+  std::atomic<bool> is_inside_{false};
+  std::atomic<bool> may_end_{false};
+  std::shared_ptr<Watch> watch_ = watch([this] {
+    is_inside_ = true;
+    await([this] { return may_end_.load(); });
+  });
+};
+
+TEST(a_failure_is_passed_on_whichever_fails) {
+  for (const bool is_shard : {false, true}) {
+    Alone rank;
+    const Tie tie(rank.shard, rank.replicate);
+    (is_shard ? rank.shard : rank.replicate)->abort("on fire");
+    const Comm& other = is_shard ? *rank.replicate : *rank.shard;
+    await([&] { return error_of(other).find("on fire") != std::string::npos; });
+  }
+}
+
+TEST(its_end_looks_though_the_watchdog_does_not) {
+  Alone rank;
+  auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
+  const Busy busy;
+  rank.shard->abort("on fire");
+  tie.reset();
+  CHECK(error_of(*rank.replicate).find("on fire") != std::string::npos);
+}
+
+TEST(after_its_end_each_fails_alone) {
+  Alone rank;
+  {
+    const Tie tie(rank.shard, rank.replicate);
+  }
+  rank.shard->abort("on fire");
+  std::this_thread::sleep_for(300ms);  // the watchdog has looked
+  CHECK(error_of(*rank.replicate).empty());
+}
+
+TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
+  auto rank = std::make_unique<Alone>();
+  const std::weak_ptr<Comm> shard = rank->shard;
+  const std::weak_ptr<Comm> replicate = rank->replicate;
+  auto tie = std::make_unique<Tie>(rank->shard, rank->replicate);
+  const Busy busy;
+  rank->shard.reset();
+  rank->replicate.reset();
+  CHECK(!shard.expired() && !replicate.expired());
+  tie.reset();
+  CHECK(shard.expired() && replicate.expired());
+}
+
+TEST(a_closed_one_fails_nobody) {
+  Alone rank;
+  {
+    const Tie tie(rank.shard, rank.replicate);
+    rank.shard->close();
+  }
+  CHECK(error_of(*rank.replicate).empty());
+}
+
+TEST(a_forked_child_drops_it) {
+  Alone rank;
+  auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
+  const Busy busy;  // its lock is held in the child for ever
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(20);
+    tie.reset();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
