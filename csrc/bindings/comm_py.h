@@ -353,7 +353,9 @@ inline void bind_comm(py::module_& m) {
   m.def("reduce_scatter_request", &make_reduce_scatter_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
         py::arg("op") = "sum");
   // Its destructor waits for a look, which needs no GIL.
-  py::class_<Tie>(m, "Tie").def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"));
+  py::class_<Tie>(m, "Tie")
+      .def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"))
+      .def("look", &Tie::look, Unlocked());
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
 
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")

@@ -25,9 +25,10 @@ class Tie {
   Tie(const Tie&) = delete;
   Tie& operator=(const Tie&) = delete;
 
- private:
+  // What the watchdog does, now. Thread-safe.
   void look() const;
 
+ private:
   const uint64_t fork_generation_;
   const CommRef one_;
   const CommRef other_;

@@ -70,9 +70,10 @@ class Grid:
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
+        self._tie: Any = None
         with self._failing_as_one():
             self._takes_turns = not self._expect_grid()
-        self._tie: Any = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/tie.h
+        self._tie = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/tie.h
 
     def _expect_grid(self) -> bool:
         """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
@@ -190,6 +191,8 @@ class Grid:
         except ValueError:
             raise
         except BaseException as error:
+            if (tie := self._tie) is not None:
+                tie.look()  # what a peer has failed is a PeerError in both, and not an abort of this rank's
             self.abort(f"{type(error).__name__} in the other direction of the grid: {error}")
             raise
 

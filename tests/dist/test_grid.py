@@ -256,6 +256,25 @@ def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
     assert "on fire" in messages[1] and all("on fire" in message for message in messages[1:])
 
 
+def test_whoever_passes_a_failure_of_a_peer_on_it_stays_one() -> None:
+    """The call that it ends comes before the watchdog."""
+    everyone = threading.Barrier(4, timeout=15)
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        grid = Grid(shard, replicate)
+        everyone.wait()
+        if rank == 3:
+            shard.abort("on fire")
+        elif rank == 2:
+            with pytest.raises(PeerError, match="on fire"):
+                grid.exchange(b"")
+            with pytest.raises(PeerError, match="on fire"):
+                replicate.exchange(b"")
+        everyone.wait()
+
+    in_grid(2, 2, body)
+
+
 @pytest.mark.parametrize("device", [None, "cuda"])
 def test_a_failure_reaches_ranks_that_wait_in_their_other_group(device: str | None) -> None:
     """Rank 3 fails in its shard group and is gone; nobody waits in that, and each waits for the next."""
