@@ -309,7 +309,7 @@ def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str,
     os.set_inheritable(fd, False)
     connection = multiprocessing.connection.Connection(fd)
     _answer(connection, functools.partial(_join_group, rank, world_size, directory, backend))
-    known = 0
+    is_first = True
     while True:
         try:
             message = connection.recv()
@@ -317,11 +317,9 @@ def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str,
             os._exit(1)
         if message is None:
             break
-        _answer(connection, functools.partial(_call, rank, world_size, *message))
+        _answer(connection, functools.partial(_call, rank, world_size, is_first, *message))
+        is_first = False
         gc.collect()
-        if len(sys.modules) != known:  # what imports leave stays: to look through all of torch takes 0.1 s each time
-            known = len(sys.modules)
-            gc.freeze()
     if backend is not None:
         import torch.distributed as dist
 
@@ -338,9 +336,12 @@ def _join_group(rank: int, world_size: int, directory: str, backend: str | None)
     dist.init_process_group(backend, store, timedelta(seconds=_START_TIMEOUT_S), world_size, rank)
 
 
-def _call(rank: int, world_size: int, path: list[str], main: str | None, call: bytes) -> Any:
+def _call(rank: int, world_size: int, is_first: bool, path: list[str], main: str | None, call: bytes) -> Any:
     multiprocessing.spawn.prepare({"sys_path": path} | ({"init_main_from_path": main} if main else {}))
     fn, args = pickle.loads(call)
+    if is_first:  # what imports leave stays: to look through all of torch takes 0.1 s each time
+        gc.collect()
+        gc.freeze()  # before there is anything of a call's, which may end in a later one
     if "torch" in sys.modules:
         import torch
 
