@@ -2,11 +2,14 @@
 #pragma once
 
 #include <unistd.h>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 // ThreadSanitizer cannot follow threads that a forked child starts.
@@ -15,6 +18,13 @@ inline constexpr bool kMayStartThreadsAfterFork = false;
 #else
 inline constexpr bool kMayStartThreadsAfterFork = true;
 #endif
+
+// Until `condition` holds; run_tests() ends what never does.
+inline void sleep_until(const std::function<bool()>& condition) {
+  while (!condition()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 #define CHECK(condition)                                                                 \
   do {                                                                                   \

@@ -26,12 +26,6 @@ inline const NcclApi& api() {
   return **one;
 }
 
-inline void sleep_until(const std::function<bool()>& done) {
-  while (!done()) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 inline NcclUniqueId new_id() {
   NcclUniqueId id{};
   BW_NCCL_TRY(api(), get_unique_id, &id);

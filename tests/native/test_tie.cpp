@@ -22,13 +22,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Until `condition` holds; run_tests() ends what never does.
-void await(const std::function<bool()>& condition) {
-  while (!condition()) {
-    std::this_thread::sleep_for(1ms);
-  }
-}
-
 // One rank, alone in two communicators.
 struct Alone {
   LocalWorld shards{1, false};
@@ -50,7 +43,7 @@ std::string error_of(const Comm& comm) {
 class Busy {
  public:
   Busy() {
-    await([this] { return is_inside_.load(); });
+    sleep_until([this] { return is_inside_.load(); });
   }
   ~Busy() {
     may_end_ = true;
@@ -62,7 +55,7 @@ class Busy {
   std::atomic<bool> may_end_{false};
   std::shared_ptr<Watch> watch_ = watch([this] {
     is_inside_ = true;
-    await([this] { return may_end_.load(); });
+    sleep_until([this] { return may_end_.load(); });
   });
 };
 
@@ -72,7 +65,7 @@ TEST(a_failure_is_passed_on_whichever_fails) {
     const Tie tie(rank.shard, rank.replicate);
     (is_shard ? rank.shard : rank.replicate)->abort("on fire");
     const Comm& other = is_shard ? *rank.replicate : *rank.shard;
-    await([&] { return error_of(other).find("on fire") != std::string::npos; });
+    sleep_until([&] { return error_of(other).find("on fire") != std::string::npos; });
   }
 }
 

@@ -23,13 +23,6 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// Until `condition` holds; run_tests() ends what never does.
-void await(const std::function<bool()>& condition) {
-  while (!condition()) {
-    std::this_thread::sleep_for(1ms);
-  }
-}
-
 int count_threads() {
   DIR* const folder = opendir("/proc/self/task");
   CHECK(folder != nullptr);
@@ -47,7 +40,7 @@ TEST(looks_again_and_again_about_ten_times_a_second) {
   std::atomic<int> looks{0};
   const auto begin = Clock::now();
   const auto watching = watch([&] { ++looks; });
-  await([&] { return looks >= 5; });
+  sleep_until([&] { return looks >= 5; });
   CHECK(Clock::now() - begin >= 350ms);  // the first at once, the others 100 ms apart
   watching->stop();
 }
@@ -60,7 +53,7 @@ TEST(looks_from_a_thread_of_its_own) {
     there = std::this_thread::get_id();
     has_looked = true;
   });
-  await([&] { return has_looked.load(); });
+  sleep_until([&] { return has_looked.load(); });
   watching->stop();
   CHECK(there != here);
 }
@@ -73,11 +66,11 @@ TEST(stop_waits_for_a_look_that_runs) {
     const auto watching = watch([&] {
       ++looks;
       is_inside = true;
-      await([&] { return may_end.load(); });
+      sleep_until([&] { return may_end.load(); });
       std::this_thread::sleep_for(2ms);
       is_inside = false;
     });
-    await([&] { return is_inside.load(); });
+    sleep_until([&] { return is_inside.load(); });
     std::atomic<bool> has_stopped{false};
     std::thread stopper([&] {
       watching->stop();
@@ -99,13 +92,13 @@ TEST(nothing_is_called_after_stop) {
     CHECK(may_look);
     ++looks;
   });
-  await([&] { return looks >= 1; });
+  sleep_until([&] { return looks >= 1; });
   watching->stop();
   may_look = false;
   watching->stop();  // again: nothing
   std::atomic<int> others{0};
   const auto other = watch([&] { ++others; });
-  await([&] { return others >= 3; });  // the thread runs on
+  sleep_until([&] { return others >= 3; });  // the thread runs on
   other->stop();
 }
 
@@ -113,7 +106,7 @@ TEST(stop_frees_what_the_look_holds) {
   const auto held = std::make_shared<int>(0);
   std::atomic<int> looks{0};
   const auto watching = watch([held, &looks] { ++looks; });
-  await([&] { return looks >= 1; });
+  sleep_until([&] { return looks >= 1; });
   CHECK(held.use_count() >= 2);
   watching->stop();
   CHECK(held.use_count() == 1);
@@ -124,9 +117,9 @@ TEST(a_watch_that_is_dropped_is_not_called_any_more) {
   const auto held = std::make_shared<int>(0);
   const auto looks = std::make_shared<std::atomic<int>>(0);
   auto watching = watch([held, looks] { ++*looks; });
-  await([&] { return *looks >= 1; });
+  sleep_until([&] { return *looks >= 1; });
   watching.reset();
-  await([&] { return held.use_count() == 1; });  // the thread may have it for the time of a look
+  sleep_until([&] { return held.use_count() == 1; });  // the thread may have it for the time of a look
   const int before = *looks;
   std::this_thread::sleep_for(250ms);
   CHECK(*looks == before);
@@ -135,12 +128,12 @@ TEST(a_watch_that_is_dropped_is_not_called_any_more) {
 TEST(waking_has_everything_looked_after_at_once) {
   std::atomic<int> looks{0};
   const auto watching = watch([&] { ++looks; });
-  await([&] { return looks >= 1; });
+  sleep_until([&] { return looks >= 1; });
   const auto begin = Clock::now();
   for (int round = 0; round < 50; ++round) {
     const int before = looks;
     wake_watchdog();
-    await([&] { return looks > before; });
+    sleep_until([&] { return looks > before; });
   }
   CHECK(Clock::now() - begin < 3s);  // 5 s without
   watching->stop();
@@ -150,7 +143,7 @@ TEST(waking_when_nothing_is_watched_does_nothing) {
   wake_watchdog();
   std::atomic<int> looks{0};
   const auto watching = watch([&] { ++looks; });
-  await([&] { return looks >= 1; });
+  sleep_until([&] { return looks >= 1; });
   watching->stop();
 }
 
@@ -169,7 +162,7 @@ TEST(one_thread_looks_after_many) {
     }));
   }
   for (const auto& one : looks) {
-    await([&] { return one >= 2; });
+    sleep_until([&] { return one >= 2; });
   }
   CHECK(count_threads() <= before + 1);
   for (size_t i = 0; i < kMany; i += 2) {
@@ -177,7 +170,7 @@ TEST(one_thread_looks_after_many) {
   }
   const int stopped = looks[0];
   const int running = looks[1];
-  await([&] { return looks[1] >= running + 2; });
+  sleep_until([&] { return looks[1] >= running + 2; });
   CHECK(looks[0] == stopped);
   for (const auto& one : watches) {
     one->stop();
@@ -218,11 +211,11 @@ TEST(the_thread_ends_when_nothing_is_watched_and_another_comes) {
   for (int round = 0; round < 3; ++round) {
     std::atomic<int> looks{0};
     auto watching = watch([&] { ++looks; });
-    await([&] { return looks >= 1; });
+    sleep_until([&] { return looks >= 1; });
     const int with = count_threads();
     watching->stop();
     watching.reset();
-    await([&] { return count_threads() == with - 1; });
+    sleep_until([&] { return count_threads() == with - 1; });
   }
 }
 
@@ -232,7 +225,7 @@ TEST(a_forked_child_has_its_own) {
   }
   std::atomic<int> looks{0};
   const auto watching = watch([&] { ++looks; });
-  await([&] { return looks >= 1; });
+  sleep_until([&] { return looks >= 1; });
   const pid_t child = fork();
   if (child == 0) {
     alarm(20);
@@ -240,7 +233,7 @@ TEST(a_forked_child_has_its_own) {
     std::atomic<int> own{0};
     wake_watchdog();  // of nobody: the parent's thread and lock are not here
     const auto mine = watch([&] { ++own; });
-    await([&] { return own >= 3; });
+    sleep_until([&] { return own >= 3; });
     CHECK(looks == inherited);  // the parent's is not looked after here
     mine->stop();
     std::_Exit(7);
@@ -249,7 +242,7 @@ TEST(a_forked_child_has_its_own) {
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
   const int before = looks;
-  await([&] { return looks >= before + 2; });  // and goes on here
+  sleep_until([&] { return looks >= before + 2; });  // and goes on here
   watching->stop();
 }
 
