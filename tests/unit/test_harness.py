@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -111,20 +112,27 @@ def test_commit_and_machine_name_this_checkout() -> None:
     assert torch.__version__ in harness.machine()
 
 
+def touched(size_bytes: int) -> mmap.mmap:
+    """Memory fresh from the system: a heap may hand out pages that an earlier test touched and freed, which count already."""
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, size_bytes, mmap.PAGESIZE):
+        block[offset] = 1
+    return block
+
+
 def test_pss_counts_what_is_touched() -> None:
     before = harness.pss()
-    block = b"x" * (64 << 20)
+    block = touched(64 << 20)
     grown = harness.pss().anon_bytes - before.anon_bytes
     assert len(block) <= grown + (1 << 20)
     assert harness.pss(os.getpid()).total_bytes >= harness.pss(os.getpid()).anon_bytes
 
 
 def touch(rank: Rank, size_bytes: int) -> tuple[int, int]:
-    early = b"x" * (3 * size_bytes)  # released before the window: not part of the peak
-    del early
+    touched(3 * size_bytes).close()  # released before the window: not part of the peak
     before_bytes = harness.pss().anon_bytes
     with rank.memory_window():
-        inside = b"x" * size_bytes
+        inside = touched(size_bytes)
         time.sleep(0.3)
     return rank.rank, before_bytes + len(inside)
 
