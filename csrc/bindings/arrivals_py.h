@@ -3,9 +3,9 @@
 // [Note: quick arrival] Nearly every gradient is the first of its parameter in a window, in time, and of a shape and
 // dtype that need no thought. It is copied into its bucket here, without a line of Python, and the placeholder put into
 // p.grad. Everything else goes to Python (hooks.py): the first gradient of a window or of a bucket, late and repeated
-// ones, what was scaled or kept aside, large ones (the copy should use several threads, without the GIL), and whatever
-// is not a plain dense tensor on the CPU. The GIL is the lock: between looking at the schedule and telling it there is
-// no call that gives the GIL away.
+// ones, what was scaled or kept aside, very large ones (the copy should not keep the GIL), and whatever is not a plain
+// dense tensor on the CPU. The GIL is the lock: between looking at the schedule and telling it there is no call that
+// gives the GIL away.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -113,8 +113,10 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     int index;
   };
 
-  // Larger gradients are copied by Python: torch takes all threads for that, and gives the GIL away.
-  static constexpr int64_t kMostNumel = 64 * 1024;
+  // Larger gradients are copied by Python, without the GIL. Up to here that is held for less time than the interpreter
+  // itself lets a thread keep it, and what Python does about a gradient costs more, 100 us and upwards: nothing of it
+  // is in the cache after the operations of a backward that has large gradients.
+  static constexpr int64_t kMostNumel = 4 << 20;
 
   static PyObject* name_grad() {
     static PyObject* name = PyUnicode_InternFromString("grad");
