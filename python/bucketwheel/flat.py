@@ -97,16 +97,21 @@ class FlatParams:
         self._slots: list[Tensor] = []
         with torch.no_grad():
             for begin, info in zip(self.packing.begins, self.infos, strict=True):
-                piece = self.lease.tensor(self.dtype, (info.param.numel(),), offset_bytes=begin * self.dtype.itemsize)
-                slot = piece.as_strided(info.param.shape, info.param.stride())
+                slot = self._slot_like(info.param, begin)
                 slot.copy_(info.param.data)
                 info.param.data = slot
                 self._slots.append(slot)
+        self._places = [slot.data_ptr() for slot in self._slots]
+
+    def _slot_like(self, tensor: Tensor, begin: int) -> Tensor:
+        """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
+        piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
+        return piece.as_strided(tensor.shape, tensor.stride())
 
     def moved(self) -> list[int]:
         """Indices of the parameters whose memory was replaced."""
-        pairs = zip(self._slots, self.infos, strict=True)
-        return [info.index for slot, info in pairs if info.param.data_ptr() != slot.data_ptr()]
+        pairs = zip(self._places, self.infos, strict=True)
+        return [info.index for place, info in pairs if info.param.data_ptr() != place]
 
     def expect_bindable(self, moved: Sequence[int]) -> None:
         """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device
@@ -121,18 +126,22 @@ class FlatParams:
                 expect_same_memory_kind(info, slot.shape, slot.stride())
 
     def rebind(self, moved: Sequence[int]) -> None:
-        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``), with their values: D13."""
-        for slot, info in zip(self._slots, self.infos, strict=True):
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their values: D13."""
+        for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
+                slot = self._slots[at]
+                if slot.data_ptr() != place:  # `share_memory_` moved the storage itself, which is the slot's too
+                    slot = self._slots[at] = self._slot_like(slot, self.packing.begins[at])
                 slot.copy_(info.param.data)
                 info.param.data = slot
 
     def release(self) -> None:
         """Gives every parameter memory of its own again and ends the lease."""
-        for slot, info in zip(self._slots, self.infos, strict=True):
-            if info.param.data_ptr() == slot.data_ptr():
+        for place, slot, info in zip(self._places, self._slots, self.infos, strict=True):
+            if info.param.data_ptr() == place:
                 info.param.data = slot.clone(memory_format=torch.preserve_format)
         self._slots.clear()
+        self._places.clear()
         del self.flat
         self.lease.release()
 

@@ -215,6 +215,28 @@ def test_a_parameter_that_cannot_come_back_is_refused_on_all_ranks(how: str) -> 
         assert_bitwise_equal(values, expected[0])
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parameter_that_was_moved_to_shared_memory_trains_on(world: int) -> None:
+    """torch moves the storage then, which is that of our own view of the flat buffer too."""
+
+    def body(comm: Communicator, is_moved: bool) -> list[Any]:
+        run = run_of(comm, torch.float32)
+        if is_moved:
+            run.params[3].share_memory_()
+            assert run.opt._engine._find_moved() == [[3]]
+        run.backward(1)
+        run.step()
+        assert run.opt._engine._find_moved() == [[]], "all are in flat memory again"
+        if is_moved:
+            run.params[3].share_memory_()
+        run.opt.close()
+        return [p.detach() for p in run.params]
+
+    expected = run_local(world, lambda comm: body(comm, False))[0]
+    for values in run_local(world, lambda comm: body(comm, True)):
+        assert_bitwise_equal(values, expected)
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="on_external_update must be 'resync', 'error' or 'ignore', got 'follow'"):
         ShardedAdamW(make_params(), on_external_update="follow")
