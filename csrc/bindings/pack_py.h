@@ -88,6 +88,7 @@ inline void bind_pack(py::module_& m) {
   m.def("cpu_isa", [] { return name_of(cpu_kernels().isa); });
   m.def("copy_all", &copy_lists, py::arg("outputs"), py::arg("inputs"));
   m.def("reduce_sum", &reduce_list, py::arg("output"), py::arg("inputs"));
+  m.attr("PAST_CACHE_BYTES") = kPastCacheBytes;
 }
 
 }  // namespace bucketwheel

@@ -21,8 +21,6 @@ from .pool import Lease, Pool
 
 __all__ = ["Acquire", "GradBucket", "Memory", "Part", "join", "stream_of"]
 
-_PAST_CACHE_BYTES = 1 << 20  # kPastCacheBytes of csrc/kernels/cpu_kernels.h
-
 Memory = Lease | BucketSlot | CapturedBlock
 Acquire = Callable[["GradBucket", bool], Memory]  # memory for a bucket; whether for its late round
 
@@ -156,7 +154,7 @@ class GradBucket:
 def _copy(to: Tensor, source: Tensor) -> None:
     """``to.copy_(source)``; past the cache where that is worth it, for the peers read it next."""
     is_like = type(source) is Tensor and (source.dtype, source.device) == (to.dtype, to.device)
-    if not is_like or to.device.type != "cpu" or to.nbytes < _PAST_CACHE_BYTES:
+    if not is_like or to.device.type != "cpu" or to.nbytes < native().PAST_CACHE_BYTES:
         to.copy_(source)
     elif not source.is_contiguous() or source.is_neg() or source._is_zerotensor():  # not in memory as it reads
         to.copy_(source)

@@ -168,7 +168,7 @@ class Gathers:
             arrive(self._params[index])
 
     def _forget(self) -> None:
-        for param in self._params:
+        for param in self._params if self._overlaps else ():
             forget(param)
         self._running = []
 

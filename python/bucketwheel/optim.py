@@ -77,7 +77,7 @@ class ShardedAdamW(Optimizer):
             float16, whose sums would overflow. On one host sums over ranks are float32 in any case; NCCL adds in it.
         accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16. float64 parameters
             are float64 throughout, whatever these options say; docs/numerics.md has it all in a table.
-        bucket_cap_mb: size of a bucket in MiB. None: chosen for the backend.
+        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16.
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
             waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.

@@ -80,7 +80,7 @@ def test_the_table_of_a_grid_and_of_one_process() -> None:
     assert len(set(texts)) == 1
     lines = texts[0].splitlines()
     assert lines[0] == "sharded over 2 ranks (local), replicated 3 times (local)"
-    assert lines[2] == "gradient_average=False, static_graph=True, max_inflight_buckets=2, buckets of 8.00 MiB"
+    assert lines[2] == "gradient_average=False, static_graph=True, max_inflight_buckets=2, buckets of 16.00 MiB"
     # Both directions of both dtypes, and 4/3 of the fp32 sums of half of the elements.
     numel = 16 * 4096 + 16 * 64
     assert lines[-2].endswith(f"({16 * 4096 * 2 + 16 * 64 * 4 + 4 * numel // 2 * 4 // 3:,} bytes)")
