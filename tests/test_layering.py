@@ -61,7 +61,7 @@ PYTHON_LAYERS = [
         "step_bucket",
     ],
     ["foreign_step", "grad", "grad_owner", "newcomers", "hooks", "answers"],
-    ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members"],
+    ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members", "scope"],
     ["optim", "shard", "state_dict"],
     ["_bitwise", "_fork_server", "report", "testing", "doctor", "flight"],
     ["__init__", "__main__"],

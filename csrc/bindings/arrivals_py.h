@@ -114,9 +114,9 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   };
 
   // Larger gradients are copied by Python, without the GIL. Up to here that is held for less time than the interpreter
-  // itself lets a thread keep it, and what Python does about a gradient costs more, 100 us and upwards: nothing of it
-  // is in the cache after the operations of a backward that has large gradients.
-  static constexpr int64_t kMostNumel = 4 << 20;
+  // itself lets a thread keep it, 5 ms, once the bucket's memory has been touched. What Python does about a gradient
+  // costs about 100 us, since nothing of it is in the cache after the operations of a backward with large gradients.
+  static constexpr int64_t kMostBytes = 16 << 20;
 
   static PyObject* name_grad() {
     static PyObject* name = PyUnicode_InternFromString("grad");
@@ -173,7 +173,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // Copies a gradient into its buckets; false, and nothing done, if that is for Python.
   bool take(int index, const Param& known, const py::object& grad) {
     if (!is_enabled_ || blocked_[static_cast<size_t>(index)] || !schedule_->is_first(index) ||
-        known.numel > kMostNumel) {
+        known.numel * static_cast<int64_t>(size_of(known.dtype)) > kMostBytes) {
       return false;
     }
     TensorAbi tensor;

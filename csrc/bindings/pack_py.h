@@ -1,4 +1,4 @@
-// Bindings of kernels/pack.h and kernels/reduce.h.
+// Bindings of kernels/pack.h and kernels/reduce.h, and of the constant by which copies choose their way.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -50,8 +50,8 @@ struct CpuKernels {
   void (*sum)(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n);
 
   // Copies past the cache: the target is not read first, so a copy that outgrows the cache moves two thirds of the
-  // bytes (1.4 times memcpy's speed where measured). What is written is not in the cache afterwards: for large copies
-  // that somebody else reads, or later. The writes are visible to other threads before any store that follows.
+  // bytes. What is written is not in the cache afterwards: for large copies that somebody else reads, or later. Other
+  // threads see it as they see ordinary stores: with any store that follows and releases.
   void (*copy_past_cache)(void* to, const void* from, size_t bytes);
 };
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import struct
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -11,7 +13,7 @@ from .comm import Communicator
 from .flat import ParamInfo
 from .grid import Grid
 
-__all__ = ["GradAgreement"]
+__all__ = ["GradAgreement", "warn_of_late_round"]
 
 _NEED_GRADIENTS = ("step", "norm", "norms", "grad_sync")  # what a step of a static graph does once it has its gradients
 
@@ -121,3 +123,14 @@ class GradAgreement:
 
     def _names(self, indices: Sequence[int]) -> str:
         return ", ".join(repr(self._infos[i].name) for i in indices[:5]) + (", ..." if len(indices) > 5 else "")
+
+
+@functools.cache
+def warn_of_late_round() -> None:
+    """Once in a process."""
+    warnings.warn(
+        "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced a second time when "
+        "the window closes, which costs time and memory: run every backward but the last one before a step inside optimizer.no_sync(), "
+        "and checkpoint with use_reentrant=False",
+        stacklevel=2,
+    )

@@ -31,7 +31,7 @@ from .comm import Communicator
 from .device import CPU
 from .flat import ParamInfo, expect_gradient_of, in_memory_order
 from .grad import ShardedGrad
-from .grad_agreement import GradAgreement
+from .grad_agreement import GradAgreement, warn_of_late_round
 from .grid import Grid
 from .launcher import Launcher
 from .newcomers import add_hook
@@ -223,6 +223,8 @@ class GradWindow:
                 self.reduced.mark_reduced()
                 for index in agreement.void:
                     self.reduced.zero(index)
+                if late:
+                    warn_of_late_round()
                 for launch in late:
                     self.launcher.launch(launch)
                 self.launcher.inflight.wait()

@@ -263,6 +263,9 @@ class LocalEngine:
     def describe(self) -> str:
         return inspection.describe_local(self.infos, self.states, self.precision)
 
+    def abort(self, reason: str) -> None:
+        """There is nobody to tell."""
+
     def close(self) -> None:
         self._clips.clear()
 

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,13 @@ from .local import LocalEngine
 from .members import Members
 from .precision import Precision
 from .reduced import clip_coefficient
+from .scope import Scope
 from .sharded import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
 
 
-class ShardedAdamW(Optimizer):
+class ShardedAdamW(Scope, Optimizer):
     r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
 
     The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order
@@ -423,7 +424,8 @@ class ShardedAdamW(Optimizer):
         """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
         Collective.
 
-        If the communicator has failed its error is raised, after all of this has been done. Idempotent.
+        If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
+        statement closes too; an exception that leaves it fails the communicator, which tells the other ranks.
         """
         if self._closed.is_set():
             return
@@ -433,8 +435,6 @@ class ShardedAdamW(Optimizer):
         finally:
             close_all(self._owned)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("ShardedAdamW cannot be copied: its memory is shared with other ranks. Use state_dict()")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("ShardedAdamW cannot be pickled: its memory is shared with other ranks. Save state_dict()")
+    def _abort(self, reason: str) -> None:
+        if not self._closed.is_set():
+            self._made_engine.abort(reason)

@@ -7,6 +7,7 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from . import gather, inspection
 from .answers import GradSync
+from .arguments import group_texts
 from .captured import expect_unedited, is_capturing
 from .comm import Communicator
 from .device import CPU, index_of, torch_device
@@ -75,6 +77,7 @@ class ShardedEngine:
         self.options = options
         self.precision = options.precision
         self._bucket_cap_bytes = bucket_cap_bytes
+        self._is_debugging = os.environ.get("BW_DEBUG") == "1"
         self._newcomers = Newcomers(_weakly(self))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
@@ -100,7 +103,7 @@ class ShardedEngine:
         self._newcomers.watch(frozen)
 
     def _options_text(self) -> str:
-        return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}"
+        return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}, BW_DEBUG={int(self._is_debugging)}"
 
     def _take_in(self, infos: Sequence[ParamInfo]) -> None:
         """Moves parameters into flat memory, with states that are new."""
@@ -206,6 +209,8 @@ class ShardedEngine:
         except RuntimeError as error:
             self.grads.refuse(str(error))
         self.grads.close("step")
+        if self._is_debugging and not is_capturing(self.device):
+            gather.expect_equal_layout(self.grid, self.infos, group_texts(param_groups), self._options_text())
         self._follow_edits(moved)
         used = self.grads.held
         order = self._gathers.order()  # what the next forward needs first goes first
@@ -358,6 +363,9 @@ class ShardedEngine:
 
     def describe(self) -> str:
         return inspection.describe(self._parts())
+
+    def abort(self, reason: str) -> None:
+        self.grid.abort(reason)
 
     def close(self) -> None:
         try:

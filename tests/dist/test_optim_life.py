@@ -6,6 +6,7 @@ S8, S12 and S14 of the optimizer's test rows.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bucketwheel.comm import Communicator
+from bucketwheel.errors import ClosedError, PeerError
+from bucketwheel.grad_agreement import warn_of_late_round
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 
@@ -200,3 +203,76 @@ def test_s14_local_optimizers_of_the_same_parameters_are_independent() -> None:
         second.step()
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+# --- with -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+def test_with_closes(world: int | None) -> None:
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        with ShardedAdamW(params, 0.01, process_group=comm) as opt:
+            loss_of(params, dyadic(params, 1)).backward()
+            opt.step()
+        with pytest.raises(ClosedError):
+            opt.step()
+        if comm:
+            comm.pool.expect_no_leases()
+
+    if world:
+        run_local(world, body)
+    else:
+        body(None)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None) -> None:
+    def body(comm: Communicator | None) -> str:
+        params = make_params()
+        before = [p.detach().clone() for p in params]
+        rank, last = (comm.rank, comm.size - 1) if comm else (0, 0)
+        begin = time.monotonic()
+        with pytest.raises(KeyError if rank == last else PeerError) as raised:
+            with ShardedAdamW(params, 0.01, process_group=comm) as opt:
+                loss_of(params, dyadic(params, 1)).backward()
+                if rank == last:
+                    raise KeyError("a batch")
+                opt.step()
+        assert time.monotonic() - begin < 20, "nobody has waited for the time limit"
+        with pytest.raises(ClosedError):
+            opt.zero_grad()
+        assert_bitwise_equal([p.detach() for p in params], before)
+        return str(raised.value)
+
+    for text in run_local(world, body)[:-1] if world else [body(None)]:
+        assert "a batch" in text
+
+
+# --- late rounds ------------------------------------------------------------------------------------------------------
+
+
+def test_late_rounds_are_warned_of_once() -> None:
+    warn_of_late_round.cache_clear()
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, 0.01, process_group=comm, **TINY)
+        for step in range(3):
+            with opt.no_sync():
+                loss_of(params, dyadic(params, step)).backward()
+            loss_of(params, dyadic(params, step)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert warn_of_late_round.cache_info().currsize == 0, "one round in every window so far"
+        comm.exchange(b"")
+        for step in range(3):
+            for _ in range(2 if comm.rank == 1 else 1):
+                loss_of(params, dyadic(params, step)).backward()
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+
+    with pytest.warns(UserWarning) as caught:
+        run_local(2, body)
+    assert len([w for w in caught if "inside optimizer.no_sync()" in str(w.message)]) == 1

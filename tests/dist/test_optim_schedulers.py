@@ -169,3 +169,27 @@ def test_s9_training_with_a_scheduler_is_resumed(world: int | None, name: str, b
         run_local(world, body)
     else:
         body(None)
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_learning_rates_of_ranks_are_compared_to_debug(monkeypatch: pytest.MonkeyPatch, is_debugging: bool) -> None:
+    monkeypatch.setenv("BW_DEBUG", str(int(is_debugging)))
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, 0.1, process_group=comm)
+        loss_of(params, dyadic(params, 1)).backward()
+        before = [p.detach().clone() for p in params]
+        if comm.rank == 1:
+            opt.param_groups[0]["lr"] = 0.2
+        if is_debugging:
+            with pytest.raises(RuntimeError, match=r"ranks disagree on parameter group 0: lr 0\.[12]"):
+                opt.step()
+            assert_bitwise_equal([p.detach() for p in params], before)
+            opt.param_groups[0]["lr"] = 0.1
+        opt.step()
+        farthest = max(float((p.detach() - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())
+        assert (farthest > 0.15) != is_debugging, "0.1 a step, and 0.2 where rank 1 has taken its own"
+        opt.close()
+
+    run_local(2, body)

@@ -4,8 +4,6 @@
 #include "device/device_cuda.h"
 
 #include <atomic>
-#include <chrono>
-#include <functional>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -37,12 +35,6 @@ Devices work_on_two() {
 const Devices kPutBack = {2, 0, 3, 0, 3, 0};
 const Devices kNeverBack = {2, 3};
 
-void await(const std::atomic<bool>& is_over) {
-  while (!is_over) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 }  // namespace
 
 TEST(a_thread_of_somebody_else_gets_its_device_back) {
@@ -71,7 +63,7 @@ TEST(the_watchdog_and_the_reaper_are_threads_of_ours) {
     }
   };
   const auto watching = watch(work);
-  await(is_over);
+  sleep_until([&] { return is_over.load(); });
   watching->stop();
   CHECK(seen == kNeverBack);
 
@@ -80,7 +72,7 @@ TEST(the_watchdog_and_the_reaper_are_threads_of_ours) {
   std::vector<Handle::Keepalive> all;
   all.push_back(std::move(last));
   free_later(std::move(all));
-  await(is_over);
+  sleep_until([&] { return is_over.load(); });
   stop_freeing();
   CHECK(seen == kNeverBack);
 }

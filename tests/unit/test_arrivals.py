@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -250,6 +251,41 @@ def test_very_large_gradients_go_to_python() -> None:
             assert_bitwise_equal(rank.opt.full_grad(p), grad)
 
     alone(body)
+
+
+def test_large_gradients_come_from_two_threads_at_once() -> None:
+    """Each is copied by all of torch's threads, into a bucket that both share, while its thread has the GIL."""
+    numel, threads = 1 << 19, torch.get_num_threads()
+
+    def body(comm: Communicator) -> None:
+        params = [Parameter(torch.zeros(n)) for n in (8, numel, numel + 3)]
+        rank = Rank(comm, params)
+        rank.backward(FIRST)
+        rank.opt.step()  # which takes over torch's threads
+        for value in range(5):
+            rank.opt.zero_grad()
+            rank.calls.clear()
+            rank.open()
+            start = threading.Barrier(2)
+
+            def backward(index: int, value: float = value, start: threading.Barrier = start) -> None:
+                start.wait(20)
+                rank.backward(index, torch.arange(params[index].numel()) % 1024 * 2.0**-value)
+
+            both = [threading.Thread(target=backward, args=(index,)) for index in (1, 2)]
+            for thread in both:
+                thread.start()
+            for thread in both:
+                thread.join(20)
+            assert rank.calls == []
+            for p in params[1:]:
+                assert_bitwise_equal(rank.opt.full_grad(p), torch.arange(p.numel()) % 1024 * 2.0**-value)
+
+    torch.set_num_threads(2)
+    try:
+        alone(body)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_second_gradient_is_added_by_the_placeholder() -> None:

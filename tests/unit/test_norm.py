@@ -191,7 +191,7 @@ def cut(numel: int, block: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("block", [4096, 8192, 40960, 10**6])
-@pytest.mark.parametrize("numel", [3 * CHUNK + 5000, 2**18 + 5000])  # the second is large enough to be streamed
+@pytest.mark.parametrize("numel", [3 * CHUNK + 5000, 2**18 + 5000])  # the second is large enough to go past the cache
 def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(block: int, numel: int) -> None:
     # Segments at any offset: one inside a block, one over many, one empty, gaps before, between and after.
     segments = [(3, 50), (50, 50), (51, 51 + CHUNK), (CHUNK + 2000, CHUNK + 2001), (CHUNK + 2001, numel - 77)]
