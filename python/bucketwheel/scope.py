@@ -39,7 +39,7 @@ class Scope:
             f"{type(self).__name__} cannot be copied: its memory is shared with other ranks. Use state_dict()"
         )
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:  # type: ignore[override]
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its memory is shared with other ranks. Save state_dict()"
         )
