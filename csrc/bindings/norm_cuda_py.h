@@ -71,19 +71,31 @@ inline void param_sums_cuda(int device, py::handle sums, py::handle first_row_of
   BW_CUDA_TRY(launch_param_sums, launch, native_stream(*stream, "param_sums"));
 }
 
-// The norm of the chosen gradients into `norm` (float32 or float64 [1]: ClipLaunch::is_double), and their factors times the clip coefficient if
-// max_norm is given: ClipLaunch. `param_sums`: float64 [world, params].
+// sums[i] = parameter i's elements of by_rank, float64 [world, params], added in rank order: RankSumsLaunch.
+inline void rank_sums_cuda(int device, py::handle by_rank, py::handle sums) {
+  const DeviceId id{DeviceId::Kind::kCuda, device};
+  RankSumsLaunch launch;
+  launch.param_count = dlpack::describe(sums).numel;
+  const dlpack::Described ranks = dlpack::describe(by_rank);
+  BW_EXPECTS(ranks.shape.size() == 2 && ranks.shape[1] == launch.param_count,
+             "by_rank has shape " + ranks.shape_text() + ", not [ranks, " + std::to_string(launch.param_count) + "]");
+  launch.world = static_cast<int>(ranks.shape[0]);
+  launch.by_rank = device_array<const double>(by_rank, DType::kFloat64, id, ranks.numel, "by_rank");
+  launch.sums = device_array<double>(sums, DType::kFloat64, id, launch.param_count, "sums");
+  const StreamRef stream = current_stream(id);
+  py::gil_scoped_release unlocked;
+  CudaGuard guard(device);
+  BW_CUDA_TRY(launch_rank_sums, launch, native_stream(*stream, "rank_sums"));
+}
+
+// The norm of the chosen gradients into `norm` (float32 or float64 [1]: ClipLaunch::is_double), and their factors
+// times the clip coefficient if max_norm is given: ClipLaunch. `param_sums`: float64 [params], over all ranks.
 inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py::handle chosen, double average,
                       std::optional<double> max_norm, py::handle norm, py::handle param_norms, bool resets) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
   ClipLaunch launch;
   launch.param_count = dlpack::describe(factors).numel;
-  const int64_t sums = dlpack::describe(param_sums).numel;
-  BW_EXPECTS(
-      launch.param_count > 0 && sums % launch.param_count == 0,
-      "param_sums has " + std::to_string(sums) + " elements for " + std::to_string(launch.param_count) + " parameters");
-  launch.world = static_cast<int>(sums / launch.param_count);
-  launch.param_sums = device_array<const double>(param_sums, DType::kFloat64, id, sums, "param_sums");
+  launch.param_sums = device_array<const double>(param_sums, DType::kFloat64, id, launch.param_count, "param_sums");
   launch.factors = device_array<double>(factors, DType::kFloat64, id, launch.param_count, "factors");
   launch.chosen = device_array<const uint8_t>(chosen, DType::kUInt8, id, launch.param_count, "chosen");
   launch.average = average;
@@ -149,6 +161,7 @@ inline void bind_norm_cuda(py::module_& m) {
         py::arg("total").none(true) = py::none(), py::arg("table").none(true) = py::none());
   m.def("param_sums_cuda", &param_sums_cuda, py::arg("device"), py::arg("sums"), py::arg("first_row_of"),
         py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
+  m.def("rank_sums_cuda", &rank_sums_cuda, py::arg("device"), py::arg("by_rank"), py::arg("sums"));
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
         py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::arg("norm"),
         py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);

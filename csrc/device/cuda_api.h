@@ -20,6 +20,7 @@ struct SumsqLaunch;
 struct AccumulateLaunch;
 struct FoldLaunch;
 struct ParamSumsLaunch;
+struct RankSumsLaunch;
 struct ClipLaunch;
 struct CopyLaunch;
 struct ReduceLaunch;
@@ -64,12 +65,13 @@ struct CudaDeviceFacts {
   X(launch_accumulate, (const AccumulateLaunch& launch, void* stream))                \
   X(launch_fold, (const FoldLaunch& launch, void* stream))                            \
   X(launch_param_sums, (const ParamSumsLaunch& launch, void* stream))                 \
+  X(launch_rank_sums, (const RankSumsLaunch& launch, void* stream))                   \
   X(launch_clip, (const ClipLaunch& launch, void* stream))                            \
   X(launch_copy, (const CopyLaunch& launch, void* stream))                            \
   X(launch_reduce, (const ReduceLaunch& launch, void* stream))
 
 struct CudaApi {
-  static constexpr uint32_t kVersion = 4;  // of this table and of every struct it passes
+  static constexpr uint32_t kVersion = 5;  // of this table and of every struct it passes
   uint32_t version = kVersion;
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)

@@ -62,13 +62,20 @@ struct ParamSumsLaunch {
   double* param_sums = nullptr;
 };
 
+// sums[i] = by_rank[0][i] + by_rank[1][i] + ... in rank order, so all ranks have the same bits.
+struct RankSumsLaunch {
+  const double* by_rank = nullptr;  // [world][param_count]
+  int world = 1;
+  int64_t param_count = 0;
+  double* sums = nullptr;
+};
+
 // The norm of all chosen gradients, and what clipping to it makes of their factors. One block.
-//   S_i = param_sums[0][i] + param_sums[1][i] + ... in rank order;  norm = sqrt(fold of S_i * factors[i]^2) * average
+//   norm = sqrt(fold of param_sums[i] * factors[i]^2) * average
 //   coefficient = min(1 / (float32(norm) + 1e-6) * max_norm, 1), a NaN stays; in float32, each operation rounded: so
 //   torch.nn.utils.clip_grad_norm_ computes `max_norm / (norm + 1e-6)`. In double where `is_double`.
 struct ClipLaunch {
-  const double* param_sums = nullptr;  // [world][param_count]
-  int world = 1;
+  const double* param_sums = nullptr;  // over all ranks
   int64_t param_count = 0;
   double* factors = nullptr;
   const uint8_t* chosen = nullptr;  // null: all
@@ -78,7 +85,7 @@ struct ClipLaunch {
   bool clips = false;     // multiplies the factors of the chosen by the coefficient
   bool is_double = false;
   void* norm = nullptr;           // [1], written: float32, or float64 where is_double
-  double* param_norms = nullptr;  // not null: sqrt(S_i) * |factors[i]| * average, before clipping
+  double* param_norms = nullptr;  // not null: sqrt(param_sums[i]) * |factors[i]| * average, before clipping
 };
 
 // Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that there is
@@ -87,6 +94,7 @@ int launch_sumsq(const SumsqLaunch& launch, void* stream);
 int launch_accumulate(const AccumulateLaunch& launch, void* stream);
 int launch_fold(const FoldLaunch& launch, void* stream);
 int launch_param_sums(const ParamSumsLaunch& launch, void* stream);
+int launch_rank_sums(const RankSumsLaunch& launch, void* stream);
 int launch_clip(const ClipLaunch& launch, void* stream);
 
 }  // namespace bucketwheel

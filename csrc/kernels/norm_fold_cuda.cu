@@ -1,5 +1,5 @@
-// What becomes of the sums of squares of chunks on CUDA: sums of rows and parameters, the norm, and the clipped
-// factors. The order of additions is fold() of norm_fold.h, which a block can follow: a thread adds up a group,
+// What becomes of the sums of squares of chunks on CUDA: sums of rows, of parameters and over ranks, the norm, and the
+// clipped factors. The order of additions is fold() of norm_fold.h, which a block can follow: a thread adds up a group,
 // thread 0 the groups.
 #include "kernels/adam_math.h"
 #include "kernels/launch_cuda.h"
@@ -65,6 +65,19 @@ __global__ void __launch_bounds__(kBlockThreads) param_sums_kernel(const __grid_
   }
 }
 
+// A thread for each parameter: neighbours read neighbours of each rank's row.
+__global__ void __launch_bounds__(kBlockThreads) rank_sums_kernel(const __grid_constant__ RankSumsLaunch launch) {
+  const int64_t count = launch.param_count;
+  const int64_t stride = int64_t{gridDim.x} * kBlockThreads;
+  for (int64_t param = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x; param < count; param += stride) {
+    double sum = launch.by_rank[param];
+    for (int rank = 1; rank < launch.world; ++rank) {
+      sum += launch.by_rank[rank * count + param];
+    }
+    launch.sums[param] = sum;
+  }
+}
+
 // Writes the norm, and returns the clip coefficient; in Real.
 template <class Real>
 __device__ __forceinline__ double coefficient_of(const ClipLaunch& launch, double square) {
@@ -82,10 +95,7 @@ __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_consta
   const double square = fold_by_block(
       count,
       [&](int64_t param) {
-        double sum = launch.param_sums[param];
-        for (int rank = 1; rank < launch.world; ++rank) {
-          sum += launch.param_sums[rank * count + param];
-        }
+        const double sum = launch.param_sums[param];
         const double factor = launch.factors == nullptr || launch.resets ? 1.0 : launch.factors[param];
         if (launch.param_norms != nullptr) {
           launch.param_norms[param] = square_root(sum) * __builtin_fabs(factor) * launch.average;
@@ -110,6 +120,9 @@ __global__ void __launch_bounds__(kBlockThreads) clip_kernel(const __grid_consta
 
 int64_t at_most_max_blocks(int64_t blocks) { return blocks < kMaxBlocks ? blocks : kMaxBlocks; }
 
+// With a thread for each parameter.
+int64_t blocks_of_params(int64_t params) { return at_most_max_blocks((params + kBlockThreads - 1) / kBlockThreads); }
+
 }  // namespace
 
 int launch_fold(const FoldLaunch& launch, void* stream) {
@@ -117,12 +130,18 @@ int launch_fold(const FoldLaunch& launch, void* stream) {
 }
 
 int launch_param_sums(const ParamSumsLaunch& launch, void* stream) {
-  const int64_t blocks = (launch.param_count + kBlockThreads - 1) / kBlockThreads;
-  return launch_kernel(&param_sums_kernel, at_most_max_blocks(blocks), stream, launch);
+  return launch_kernel(&param_sums_kernel, blocks_of_params(launch.param_count), stream, launch);
+}
+
+int launch_rank_sums(const RankSumsLaunch& launch, void* stream) {
+  if (launch.world < 1 || launch.param_count < 0) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_kernel(&rank_sums_kernel, blocks_of_params(launch.param_count), stream, launch);
 }
 
 int launch_clip(const ClipLaunch& launch, void* stream) {
-  if (launch.world < 1 || launch.param_count < 0 || launch.norm == nullptr ||
+  if (launch.param_count < 0 || launch.norm == nullptr ||
       ((launch.clips || launch.resets) && launch.factors == nullptr && launch.param_count > 0)) {
     return cudaErrorInvalidValue;
   }

@@ -94,8 +94,9 @@ class ReducedGrads:
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Of what is kept for each parameter beside its gradient: flags and factors."""
-        return 3 * len(self._content) + len(self._factors) * self._factors.itemsize
+        """Of what is kept for each parameter beside its gradient: flags and factors, and the sums of squares if they are known."""
+        sums = 0 if self._sums is None else self._sums.nbytes
+        return 3 * len(self._content) + len(self._factors) * self._factors.itemsize + sums
 
     # --- content -----------------------------------------------------------------------------------------------------
 

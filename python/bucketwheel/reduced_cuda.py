@@ -41,7 +41,6 @@ class ReducedGradsCuda(ReducedGrads):
         self._on_device = self._new(param_count).fill_(1.0)
         self._scaled: set[int] = set()  # parameters whose entry in _on_device may differ from 1
         self._to_reset: set[int] = set()  # those whose entry is left over: to become 1 before _on_device is used
-        self._gathered: Tensor | None = None  # [world, params]: every rank's sums of squares; None: to be made
         self._rows: tuple[Tensor, Tensor] | None = None
         self._uploads = Uploads(self._device)
         # Perhaps, since there has been a capture: the host does not know what the device holds. [Note: captured windows]
@@ -161,10 +160,6 @@ class ReducedGradsCuda(ReducedGrads):
 
     # --- values ------------------------------------------------------------------------------------------------------
 
-    def forget_sums(self) -> None:
-        super().forget_sums()
-        self._gathered = None
-
     def _row_tables(self) -> tuple[Tensor, Tensor]:
         """Where the rows of each parameter are in `row_sums`: offsets [params + 1] into the second, row numbers."""
         if self._rows is None:
@@ -189,16 +184,24 @@ class ReducedGradsCuda(ReducedGrads):
             rows = self._uploads.numbers("edited", [piece.row for piece in edited])
             self.row_sums.index_copy_(0, rows, again)
 
-    def _sums_by_rank(self) -> Tensor:
-        """[world, params], float64: the sum of squares of each rank's part of each summed gradient. Collective."""
-        if self._gathered is None or (self._has_graph and self._is_unsure()):
+    def sums_of_squares(self) -> Tensor:
+        # What the ranks say goes as soon as it is added up: what is kept does not grow with the world.
+        if self._sums is None or (self._has_graph and self._is_unsure()):
             self._sum_edited()
             has_content = (i for i, has in enumerate(self._content) if has)
             held = self._uploads.mask("held", len(self._params), has_content)
             own = self._new(len(self._params))
             native().param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
-            self._gathered = self._gather(own)
-        return self._gathered
+            self._sums = self._added(self._gather(own))
+        return self._sums
+
+    def _added(self, by_rank: Tensor) -> Tensor:
+        """[params]: ``by_rank``, [world, params], added in rank order."""
+        if len(by_rank) == 1:
+            return by_rank[0]
+        sums = self._new(by_rank.shape[1])
+        native().rank_sums_cuda(self._device, by_rank, sums)
+        return sums
 
     def _gather(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
         """[ranks, numel]: every rank's ``own``; of those of ``comm``, or among whom gradients are sharded."""
@@ -213,7 +216,7 @@ class ReducedGradsCuda(ReducedGrads):
         norm = self._new(1, dtype=self.norm_dtype)
         native().clip_cuda(
             self._device,
-            self._sums_by_rank(),
+            self.sums_of_squares(),
             self._on_device,
             self._uploads.mask("chosen", len(self._params), indices),
             self.average,
@@ -277,7 +280,7 @@ class ReducedGradsCuda(ReducedGrads):
         if self.replicate is not None:
             others = self._gather(others.reshape(1), self.replicate).amax()
         wide = self._wide()
-        narrow_sums = self._sums_by_rank()
+        narrow_sums = self.sums_of_squares()
         if wide:
             narrow_sums = narrow_sums.masked_fill(self._uploads.mask("wide", len(self._params), wide).bool(), 0.0)
         is_finite = torch.isfinite(narrow_sums).all()

@@ -75,7 +75,17 @@ def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> 
     adam = [name for name in by_arch["90"] if ADAM.search(name)]
     # p fp32 (2 state dtypes), bf16 (2 x 3 places of the weight), fp16 (2 x 2), fp64 (1); each with and without amsgrad
     assert len(adam) == 26
-    for launched in ("adam_scalars", "sumsq", "accumulate", "fold", "param_sums", "clip", "copy", "reduce"):
+    for launched in (
+        "adam_scalars",
+        "sumsq",
+        "accumulate",
+        "fold",
+        "param_sums",
+        "rank_sums",
+        "clip",
+        "copy",
+        "reduce",
+    ):
         assert any(f"::{launched}_kernel" in name for name in by_arch["90"]), launched
 
 

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -239,13 +240,34 @@ TEST(parameters_are_sums_of_their_rows) {
   }
 }
 
+TEST(ranks_are_added_in_their_order) {
+  for (const size_t params : {size_t{0}, size_t{1}, size_t{257}, size_t{300'000}}) {  // the last: more than threads
+    for (const int world : {1, 2, 5}) {
+      std::vector<double> by_rank = doubles(params * static_cast<size_t>(world), 5);
+      if (params == 257) {
+        by_rank[100] = kNaN;
+        by_rank[params * static_cast<size_t>(world) - 1] = std::numeric_limits<double>::infinity();
+      }
+      std::vector<double> sums(params, kUntouched);
+      const RankSumsLaunch launch = {by_rank.data(), world, static_cast<int64_t>(params), sums.data()};
+      CHECK(launch_rank_sums(launch, nullptr) == cudaSuccess);
+      for (size_t param = 0; param < params; ++param) {
+        double expected = by_rank[param];
+        for (size_t rank = 1; rank < static_cast<size_t>(world); ++rank) {
+          expected += by_rank[rank * params + param];
+        }
+        CHECK(same_bits(sums[param], expected));
+      }
+    }
+  }
+}
+
 TEST(clipping_equals_a_plain_loop) {
   for (const int64_t count : {0, 1, 63, 64, 65, 1000, 64 * 256 + 3}) {
     for (const int variant : {0, 1, 2, 3, 4, 5, 6}) {
       fake_cuda::set_seed(static_cast<uint64_t>(variant) % 3);
       const auto size = static_cast<size_t>(count);
-      const int world = 1 + variant % 3;
-      std::vector<double> param_sums = doubles(size * static_cast<size_t>(world), 3);
+      std::vector<double> param_sums = doubles(size, 3);
       std::vector<double> factors = doubles(size, 4);
       std::vector<uint8_t> chosen(size);
       for (size_t i = 0; i < size; ++i) {
@@ -262,7 +284,6 @@ TEST(clipping_equals_a_plain_loop) {
       float norm = -1.0F;
       ClipLaunch launch;
       launch.param_sums = param_sums.data();
-      launch.world = world;
       launch.param_count = count;
       launch.factors = factors.data();
       launch.chosen = variant == 1 ? nullptr : chosen.data();
@@ -276,10 +297,7 @@ TEST(clipping_equals_a_plain_loop) {
 
       Fold fold;
       for (size_t i = 0; i < size; ++i) {
-        double sum = param_sums[i];
-        for (int rank = 1; rank < world; ++rank) {
-          sum += param_sums[static_cast<size_t>(rank) * size + i];
-        }
+        const double sum = param_sums[i];
         CHECK(same_bits(norms[i], std::sqrt(sum) * std::abs(before[i]) * 0.25));
         fold.add(variant == 1 || chosen[i] != 0 ? sum * (before[i] * before[i]) : 0.0);
       }
@@ -367,6 +385,8 @@ TEST(what_there_is_not_is_refused) {
   CHECK(launch_sumsq({nullptr, nullptr, 0, 1, nullptr, 0}, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_fold({nullptr, nullptr, -1, nullptr, nullptr}, nullptr) == cudaErrorInvalidValue);
   CHECK(launch_fold({nullptr, nullptr, 0, nullptr, nullptr}, nullptr) == cudaSuccess);
+  CHECK(launch_rank_sums({nullptr, 0, 1, nullptr}, nullptr) == cudaErrorInvalidValue);
+  CHECK(launch_rank_sums({nullptr, 1, -1, nullptr}, nullptr) == cudaErrorInvalidValue);
   ClipLaunch clip;
   CHECK(launch_clip(clip, nullptr) == cudaErrorInvalidValue);  // nowhere to put the norm
   float norm = 0.0F;
