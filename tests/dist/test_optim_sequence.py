@@ -389,6 +389,13 @@ def count_windows(run: Run, record: Record) -> None:
         run.step()
     record.agreements.clear()
 
+    for _ in range(2):  # a norm closes the window, adds the ranks' sums of squares, and step has to ask again
+        run.backward(0)
+        assert record.agreements == []
+        assert count(lambda: run.opt.clip_grad_norm_(0.5)) == [] and record.agreements == ["norm", "numbers"]
+        assert count(run.step) == [] and record.agreements == ["norm", "numbers", "step"]
+        record.agreements.clear()
+
     run.backward(0)  # G10: one rank's late gradient costs all ranks one more round, of its buckets
     if run.rank == run.world - 1:
         run.backward(1, used=[3], on=[run.rank])
