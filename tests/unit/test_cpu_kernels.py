@@ -17,15 +17,18 @@ ISAS = ["plain", "avx2", "avx512"]
 
 
 def expect_large_copies(generator: torch.Generator) -> None:
-    """They go past the cache: whole lines, and what is left at both ends."""
+    """Of sizes that go past the cache: both ends in the middle of lines, source and target in different places of a
+    line, and a last chunk (of 32768 elements) that ends before the first line begins in it. Compares the bytes."""
     from bucketwheel._build import native
 
-    source = torch.randint(0, 256, (2**20 + 200,), dtype=torch.uint8, generator=generator)
-    for begin, end in ((0, 2**20), (1, 2**20 + 1), (63, 2**20 + 199), (64, 2**20 + 129)):
-        target, expected = torch.zeros_like(source), torch.zeros_like(source)
-        native().copy_all([target[begin:end]], [source[begin:end]])
-        expected[begin:end] = source[begin:end]
-        assert torch.equal(target, expected), (begin, end)
+    source = torch.randint(0, 256, (2**20 + 201,), dtype=torch.uint8, generator=generator)
+    for begin, numel in ((0, 2**20), (1, 2**20), (63, 2**20 + 136), (64, 2**20 + 65), (20, 2**20 + 3)):
+        for further in (0, 1):
+            target, expected = torch.zeros_like(source), torch.zeros_like(source)
+            read = source[begin + further : begin + further + numel]
+            native().copy_all([target[begin : begin + numel]], [read])
+            expected[begin : begin + numel] = read
+            assert torch.equal(target, expected), (begin, numel, further)
 
 
 def digests() -> dict[str, str]:
