@@ -112,13 +112,19 @@ def every_kind_of_step(comm: Communicator, steps: int) -> Growth:
     return growth
 
 
-def test_1000_steps_without_growth() -> None:
-    run_local(1, every_kind_of_step, 1000, timeout_s=100)[0].expect_none(objects=300, high_water=1.5)
+@pytest.mark.parametrize(("world", "steps"), [(1, 320), (2, 1000), pytest.param(1, 1000, marks=pytest.mark.slow)])
+def test_1000_steps_without_growth(world: int, steps: int) -> None:
+    run_local(world, every_kind_of_step, steps, timeout_s=100)[0].expect_none(objects=300, high_water=1.5)
 
 
-@pytest.mark.parametrize("steps", [320, pytest.param(1000, marks=pytest.mark.slow)])
-def test_steps_of_two_ranks_without_growth(steps: int) -> None:
-    run_local(2, every_kind_of_step, steps, timeout_s=100)[0].expect_none(objects=300, high_water=1.5)
+def grow_in_a_process(rank: int, world: int, steps: int) -> Growth:
+    with Communicator(timeout_s=20) as comm:
+        return equal_steps(comm, steps, {})
+
+
+def test_steps_over_processes_without_growth(rank_pool: Any) -> None:
+    """Files, mappings and threads of a process of its own, over shared memory."""
+    rank_pool(2).run(grow_in_a_process, 320, timeout_s=60)[0].expect_none(objects=20, high_water=1.0)
 
 
 def equal_steps(comm: Communicator, steps: int, options: dict[str, Any], *others: Communicator) -> Growth:
