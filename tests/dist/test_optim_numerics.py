@@ -290,6 +290,35 @@ def test_n8_n9_padding_shows_nowhere(
     assert sum(taken) > 0, "there was padding"
 
 
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)  # of float64 the largest elements are looked at, too
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_n8_padding_is_no_inf_that_a_scaler_finds(
+    monkeypatch: pytest.MonkeyPatch, world: int, dtype: torch.dtype
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(GradBucket, "take", take_poisoned(taken))
+
+    def body(comm: Communicator) -> None:
+        params = odd_sizes(dtype)
+        opt = ShardedAdamW(params, lr=0.01, process_group=comm, **TINY)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        for seed in range(2):
+            poison_padding(opt)
+            before = [p.detach().clone() for p in params]
+            scaler.scale(loss_of(params, share(dyadic(params, seed), comm.rank, world))).backward()
+            scaler.unscale_(opt)
+            found = scaler._found_inf_per_device(opt)
+            assert len(found) == 1 and all(float(flag) == 0.0 for flag in found.values())
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            assert scaler.get_scale() == 8.0
+            assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True) if p.numel())
+
+    run_local(world, body)
+    assert sum(taken) > 0, "there was padding"
+
+
 # --- N11: averages
 
 
