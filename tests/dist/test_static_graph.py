@@ -146,29 +146,39 @@ def test_a_deviation_raises_on_all_ranks_and_names_the_parameter(
     world: int, break_it: Callable[[Run], None], offender: int, name: str
 ) -> None:
     """G15, the promise broken on one rank. Nobody hangs."""
+    run_local(world, deviate, break_it, offender % world, name)
 
-    def body(comm: Communicator) -> Any:
-        params = make_params()
-        named = [(f"weight{i}", p) for i, p in enumerate(params)]
-        run = Run(ShardedAdamW(named, process_group=comm, static_graph=True, **TINY), params, comm.rank, comm.size)
-        for step in range(2):
-            run.backward(step, used={0, 3})
-            run.step()
-        is_offender = comm.rank == offender % world
-        with pytest.raises(
-            RuntimeError, match=f"static_graph=True, but the gradients of parameter '{name}' on rank"
-        ) as error:
-            break_it(run)
-            run.opt.step()  # a rank that was done before the others were told finds out here
-        assert isinstance(error.value, PeerError) != is_offender
-        assert is_offender or error.value.rank == offender % world
-        with contextlib.suppress(RuntimeError):  # the same error, where there is something left to say to the others
-            run.opt.close()
-        assert all(p.grad is None or type(p.grad) is torch.Tensor for p in params), (
-            "the hooks and placeholders are gone"
-        )
 
-    run_local(world, body)
+def deviate(comm: Communicator, break_it: Callable[[Run], None], offender: int, name: str) -> None:
+    params = make_params()
+    named = [(f"weight{i}", p) for i, p in enumerate(params)]
+    run = Run(ShardedAdamW(named, process_group=comm, static_graph=True, **TINY), params, comm.rank, comm.size)
+    for step in range(2):
+        run.backward(step, used={0, 3})
+        run.step()
+    with pytest.raises(
+        RuntimeError, match=f"static_graph=True, but the gradients of parameter '{name}' on rank"
+    ) as error:
+        break_it(run)
+        run.opt.step()  # a rank that was done before the others were told finds out here
+    assert isinstance(error.value, PeerError) != (comm.rank == offender)
+    assert comm.rank == offender or error.value.rank == offender
+    with contextlib.suppress(RuntimeError):  # the same error, where there is something left to say to the others
+        run.opt.close()
+    assert all(p.grad is None or type(p.grad) is torch.Tensor for p in params), "the hooks and placeholders are gone"
+
+
+def deviate_in_a_process(rank: int, world: int, break_it: Callable[[Run], None], offender: int, name: str) -> None:
+    with Communicator(timeout_s=20) as comm:
+        deviate(comm, break_it, offender, name)
+
+
+@pytest.mark.parametrize(("break_it", "offender", "name"), [(gone, 0, "weight3"), (too_often, 1, "weight[03]")])
+def test_a_deviation_names_the_parameter_in_every_process(
+    break_it: Callable[[Run], None], offender: int, name: str, rank_pool: Any
+) -> None:
+    """G15: the text travels through shared memory."""
+    rank_pool(2).run(deviate_in_a_process, break_it, offender, name, timeout_s=60)
 
 
 def scale_early(run: Run) -> None:
