@@ -37,11 +37,40 @@ def test_fused_clip_step_agrees_with_torch():
     assert float(ours) < 1e-12 and float(ours) < float(peers), output
 
 
-def test_pipelines_agree_with_the_whole_model():
-    output = output_of("pipeline.py", 4)
+WITH_EVENTS = """
+import os, runpy, sys, torch
+from bucketwheel.comm import Communicator
+events, issue, backward = [], Communicator.reduce_scatter_into, torch.Tensor.backward
+
+def launched(*args, **options):
+    events.append("launch ")
+    return issue(*args, **options)
+
+def ran(*args, **options):
+    events.append("begin ")
+    backward(*args, **options)
+    events.append("end ")
+
+Communicator.reduce_scatter_into, torch.Tensor.backward = launched, ran
+runpy.run_path(sys.argv[1], run_name="__main__")
+print(f"events of {os.environ['RANK']}: {''.join(events)}", flush=True)
+"""
+
+
+def test_pipelines_agree_with_the_whole_model_and_reduce_when_they_say(tmp_path):
+    (tmp_path / "with_events.py").write_text(WITH_EVENTS)
+    code, output = run_example(str(tmp_path / "with_events.py"), 4, str(EXAMPLES / "pipeline.py"))
+    assert code == 0, output
     found = re.findall(r"(GPipe|1F1B) on rank (\d): parameters differ by ([\d.e+-]+) at most", output)
     assert len({(schedule, rank) for schedule, rank, _ in found}) == 8, output
     assert all(float(difference) < 1e-5 for *_, difference in found), output
+    events = dict(re.findall(r"events of (\d): (.*)", output))
+    assert len(events) == 4, output
+    for rank, text in events.items():
+        # 10 steps in one process, then 10 of each schedule, of 4 backwards and a bucket. The first stage reduces while
+        # its last backward runs, the second one when all have ended.
+        last = "begin launch end " if int(rank) < 2 else "begin end launch "
+        assert text.strip() == ("begin end " * 10 + ("begin end " * 3 + last) * 20).strip(), rank
 
 
 def test_the_short_examples_are_short():
