@@ -113,9 +113,9 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     int index;
   };
 
-  // Larger gradients are copied by Python, without the GIL. Up to here that is held for less time than the interpreter
-  // itself lets a thread keep it, 5 ms, once the bucket's memory has been touched. What Python does about a gradient
-  // costs about 100 us, since nothing of it is in the cache after the operations of a backward with large gradients.
+  // Larger gradients are copied by Python, without the GIL. Up to here it is kept for a few milliseconds, about as long
+  // as the interpreter lets a thread keep it (5 ms), and longer only where the bucket's memory is touched for the first
+  // time. What Python does about a gradient is slow: after a backward's large operations nothing of it is in the cache.
   static constexpr int64_t kMostBytes = 16 << 20;
 
   static PyObject* name_grad() {

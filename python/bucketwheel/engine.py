@@ -92,7 +92,7 @@ def close_all(comms: Sequence[Communicator], timeout: float | None = None) -> No
 def _cap_bytes(ranks: Ranks, comm: Communicator) -> int:
     cap_mb = ranks.bucket_cap_mb
     if cap_mb is None:
-        # Large enough that what a launch costs does not show: on the CPU about 1 ms of Python for a bucket where a backward
-        # has emptied the caches. Without NCCL the buckets of all ranks are on one host.
+        # Large enough that what a launch costs does not show; on the CPU that is Python, slow where a backward has emptied
+        # the caches. Without NCCL the buckets of all ranks are on one host.
         cap_mb = 32.0 if comm.backend == "nccl" else 16.0
     return int(cap_mb * 2**20)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import struct
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -125,12 +125,15 @@ class GradAgreement:
         return ", ".join(repr(self._infos[i].name) for i in indices[:5]) + (", ..." if len(indices) > 5 else "")
 
 
-@functools.cache
+_is_untold = threading.Lock()  # taken by the one who tells of a late round
+
+
 def warn_of_late_round() -> None:
-    """Once in a process."""
-    warnings.warn(
-        "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced a second time when "
-        "the window closes, which costs time and memory: run every backward but the last one before a step inside optimizer.no_sync(), "
-        "and checkpoint with use_reentrant=False",
-        stacklevel=2,
-    )
+    """Once in a process, whatever thread comes first."""
+    if _is_untold.acquire(blocking=False):
+        warnings.warn(
+            "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced a second time "
+            "when the window closes, which costs time and memory: run every backward but the last one before a step inside "
+            "optimizer.no_sync(), and checkpoint with use_reentrant=False",
+            stacklevel=2,
+        )

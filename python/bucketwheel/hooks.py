@@ -223,8 +223,6 @@ class GradWindow:
                 self.reduced.mark_reduced()
                 for index in agreement.void:
                     self.reduced.zero(index)
-                if late:
-                    warn_of_late_round()
                 for launch in late:
                     self.launcher.launch(launch)
                 self.launcher.inflight.wait()
@@ -235,6 +233,8 @@ class GradWindow:
                 self.launcher.inflight.end_window(agreement.is_complete or not self._overlap)
             self.captures.end()
             self._settle(agreement.held, found)
+            if late:  # last of all: it may be made an error
+                warn_of_late_round()
             return agreement
 
     def _ask(self, what: str) -> bool:

@@ -335,8 +335,8 @@ class ShardedAdamW(Scope, Optimizer):
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, without communication. Loads at the same world size, and at world size 1 into
-        AdamW.
+        """This rank's part of the state, without communication. Loads at the same world size and `bucket_cap_mb`, and at
+        world size 1 into AdamW.
 
         ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
         for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
@@ -425,7 +425,7 @@ class ShardedAdamW(Scope, Optimizer):
         Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
-        statement closes too; an exception that leaves it fails the communicator, which tells the other ranks.
+        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the other ranks.
         """
         if self._closed.is_set():
             return

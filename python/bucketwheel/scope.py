@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import NoReturn, TypeVar
 
-from .errors import Error
-
 __all__ = ["Scope"]
 
 _Scope = TypeVar("_Scope", bound="Scope")
@@ -17,9 +15,11 @@ class Scope:
 
     def close(self) -> None:
         """Gives back what it has."""
+        raise AssertionError(f"{type(self).__name__} does not say how it is closed")
 
     def _abort(self, reason: str) -> None:
         """Fails what the ranks have in common, on all of them. Never blocks."""
+        raise AssertionError(f"{type(self).__name__} does not say how it is aborted")
 
     def __enter__(self: _Scope) -> _Scope:
         return self
@@ -31,7 +31,7 @@ class Scope:
             self.close()
             return
         self._abort(f"{kind.__name__}: {error}")
-        with contextlib.suppress(Error):
+        with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
             self.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:

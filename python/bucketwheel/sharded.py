@@ -206,11 +206,13 @@ class ShardedEngine:
         self.param_sync()
         try:
             moved = self._find_moved()
-        except RuntimeError as error:
+            is_comparing = self._is_debugging and not is_capturing(self.device)  # which reads what is on the device
+            groups = group_texts(param_groups) if is_comparing else None
+        except (RuntimeError, TypeError) as error:
             self.grads.refuse(str(error))
         self.grads.close("step")
-        if self._is_debugging and not is_capturing(self.device):
-            gather.expect_equal_layout(self.grid, self.infos, group_texts(param_groups), self._options_text())
+        if groups is not None:
+            gather.expect_equal_layout(self.grid, self.infos, groups, self._options_text())
         self._follow_edits(moved)
         used = self.grads.held
         order = self._gathers.order()  # what the next forward needs first goes first

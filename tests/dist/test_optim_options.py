@@ -71,7 +71,7 @@ def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
 
 # How far parameters may be from torch's after 100 steps (rtol, atol). Its fused kernel rounds in our order: the row's
 # numbers, of which a tenth is used. foreach adds every product up in another order; measured: 1.8 times the row's.
-FROM_TORCH = {"fused": (1e-6, 1e-8), "foreach": (2e-6, 1e-7)}
+FROM_TORCH = {"fused": (1e-6, 1e-8), "foreach": (4e-6, 1e-7)}
 
 
 @pytest.mark.parametrize("world", [None, 1, 2, 3, slow_case(4)])

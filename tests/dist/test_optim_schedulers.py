@@ -186,6 +186,9 @@ def test_learning_rates_of_ranks_are_compared_to_debug(monkeypatch: pytest.Monke
             with pytest.raises(RuntimeError, match=r"ranks disagree on parameter group 0: lr 0\.[12]"):
                 opt.step()
             assert_bitwise_equal([p.detach() for p in params], before)
+            opt.param_groups[0]["lr"] = 0.1 if comm.rank == 0 else None
+            with pytest.raises(RuntimeError, match="refused" if comm.rank == 1 else "^rank 1: .*refused"):
+                opt.step()
             opt.param_groups[0]["lr"] = 0.1
         opt.step()
         farthest = max(float((p.detach() - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())

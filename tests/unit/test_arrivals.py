@@ -253,7 +253,7 @@ def test_very_large_gradients_go_to_python() -> None:
     alone(body)
 
 
-def test_large_gradients_come_from_two_threads_at_once() -> None:
+def test_large_gradients_come_from_two_threads() -> None:
     """Each is copied by all of torch's threads, into a bucket that both share, while its thread has the GIL."""
     numel, threads = 1 << 19, torch.get_num_threads()
 
@@ -277,6 +277,7 @@ def test_large_gradients_come_from_two_threads_at_once() -> None:
                 thread.start()
             for thread in both:
                 thread.join(20)
+            assert not any(thread.is_alive() for thread in both)
             assert rank.calls == []
             for p in params[1:]:
                 assert_bitwise_equal(rank.opt.full_grad(p), torch.arange(p.numel()) % 1024 * 2.0**-value)
