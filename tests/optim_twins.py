@@ -65,6 +65,11 @@ def run_local(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
     return run_threads(body, world, timeout_s=timeout_s)
 
 
+def on_ranks(world: int | None, fn: Callable[[Communicator | None], Any]) -> list[Any]:
+    """`run_local`; None: fn(None) in this thread, for the local engine."""
+    return [fn(None)] if world is None else run_local(world, fn)
+
+
 class TorchTwin(torch.optim.AdamW):
     """`torch.optim.AdamW` with the methods of `ShardedAdamW` that scripts call."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_twins import TINY, Run, make_params, run_local
+from optim_twins import TINY, Run, make_params, on_ranks, run_local
 from torch.nn import Parameter
 
 from bucketwheel.comm import Communicator
@@ -17,10 +17,6 @@ from bucketwheel.testing import assert_bitwise_equal
 pytestmark = pytest.mark.dist
 
 WORLDS = [None, 1, 2, 3]
-
-
-def on_ranks(world: int | None, body: Callable[[Communicator | None], Any]) -> list[Any]:
-    return [body(None)] if world is None else run_local(world, body)
 
 
 def run_of(comm: Communicator | None, dtype: torch.dtype, **options: Any) -> Run:

@@ -14,6 +14,7 @@ from optim_twins import (
     joined_states,
     loss_of,
     make_params,
+    on_ranks,
     run_local,
     share,
 )
@@ -220,10 +221,7 @@ def test_a_converted_model_is_an_error_that_names_the_parameter(world: int | Non
         params[3].data = make_params()[3].detach()
         step_once(opt, params, 1, comm)
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("overlap_param_sync", [False, True])
@@ -240,10 +238,7 @@ def test_a_step_between_forward_and_backward_is_seen_by_autograd(world: int | No
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 def test_values_of_rank_0_are_seen_by_autograd() -> None:

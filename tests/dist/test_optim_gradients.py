@@ -17,6 +17,7 @@ from optim_twins import (
     dyadic,
     loss_of,
     make_params,
+    on_ranks,
     outcome_of_local,
     run_local,
     share,
@@ -335,10 +336,7 @@ def test_g14_expanded_and_overlapping_parameters_are_refused(world: int | None) 
             with pytest.raises(ValueError, match="'bad'.*gaps or overlaps"):
                 ShardedAdamW([("good", Parameter(torch.zeros(3))), ("bad", Parameter(bad))], process_group=comm)
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 # --- G17: threads -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,16 @@ from unittest import mock
 
 import pytest
 import torch
-from optim_twins import TINY, dyadic, joined_states, loss_of, make_params, run_local, share
+from optim_twins import (
+    TINY,
+    dyadic,
+    joined_states,
+    loss_of,
+    make_params,
+    on_ranks,
+    run_local,
+    share,
+)
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -121,10 +130,7 @@ def test_s12_hooks_of_steps_run_once_and_may_give_other_arguments(world: int | N
         assert sorted(calls[:2]) == ["before", "before all"] and sorted(calls[2:]) == ["after", "after all"]
         assert all(float(state["step"]) == 1.0 for state in opt.state_dict()["state"].values())
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [None, 1])
@@ -148,10 +154,7 @@ def test_s12_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -
         with mock.patch.object(torch.autograd.profiler, "record_function", side_effect=AssertionError):
             opt.zero_grad()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 # --- S14: several optimizers ------------------------------------------------------------------------------------------
@@ -221,10 +224,7 @@ def test_with_closes(world: int | None) -> None:
         if comm:
             comm.pool.expect_no_leases()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])
@@ -258,7 +258,7 @@ def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None
         assert_bitwise_equal([p.detach() for p in params], before)
         return str(raised.value)
 
-    for text in run_local(world, body)[:-1] if world else [body(None)]:
+    for text in on_ranks(world, body):
         assert "a batch" in text
 
 

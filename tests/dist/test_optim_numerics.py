@@ -20,6 +20,7 @@ from optim_twins import (
     joined_states,
     loss_of,
     make_params,
+    on_ranks,
     outcome_of_torch,
     run_local,
     share,
@@ -185,10 +186,7 @@ def test_n7_no_way_of_loading_casts_states(world: int | None, dtype: torch.dtype
                 opt.step()
                 opt.zero_grad()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 # --- N8 and N9: sizes, tails and padding

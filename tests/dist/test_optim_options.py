@@ -18,6 +18,7 @@ from optim_twins import (
     joined_states,
     loss_of,
     make_params,
+    on_ranks,
     outcome_of_torch,
     run_local,
     share,
@@ -92,7 +93,7 @@ def test_100_steps_stay_with_torch(world: int | None) -> None:
             opt.zero_grad()
         return [p.detach().clone() for p in params], opt.state_dict()
 
-    ranks = run_local(size, body) if world else [body(None)]
+    ranks = on_ranks(world, body)
     states = joined_states([saved for _, saved in ranks], make_params())
     for stock, (rtol, atol) in FROM_TORCH.items():
         reference = make_params()

@@ -16,6 +16,7 @@ from optim_twins import (
     dyadic,
     loss_of,
     make_params,
+    on_ranks,
     outcome_of_local,
     outcome_of_torch,
     run_local,
@@ -217,10 +218,7 @@ def test_amsgrad_cannot_be_switched_while_training(world: int | None) -> None:
         opt.param_groups[0]["amsgrad"] = False
         opt.step()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 def test_flags_of_groups_that_differ_are_refused() -> None:

@@ -15,6 +15,7 @@ from optim_twins import (
     dyadic,
     loss_of,
     make_params,
+    on_ranks,
     outcome_of_torch,
     run_local,
     share,
@@ -165,10 +166,7 @@ def test_s9_training_with_a_scheduler_is_resumed(world: int | None, name: str, b
                 assert mine == pytest.approx(theirs, rel=1e-9)
             torch.testing.assert_close(values(again), expected[1], rtol=1e-6, atol=1e-7)
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("is_debugging", [False, True])

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from optim_twins import TINY, WORLDS, dyadic, joined_states, loss_of, make_params, run_local, share
+from optim_twins import (
+    TINY,
+    WORLDS,
+    dyadic,
+    joined_states,
+    loss_of,
+    make_params,
+    on_ranks,
+    run_local,
+    share,
+)
 from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
@@ -134,10 +144,7 @@ def test_states_are_plain_private_and_complete(world: int | None) -> None:
         opt.load_state_dict(before)
         assert opt.state[params[0]]["step"] == 0 and not opt.state[params[0]]["exp_avg"].any()
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -255,10 +262,7 @@ def test_a_dict_that_does_not_fit_changes_nothing(
         assert after["param_groups"] == before["param_groups"]
         steps(opt, params, range(4, 5), comm)
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -331,10 +335,7 @@ def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
         with pytest.raises(TypeError, match="state_dict"):
             pickle.dumps(opt)
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])
@@ -375,10 +376,7 @@ def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: in
         again.step()
         return None
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])
@@ -408,7 +406,4 @@ def test_close_gives_everything_back(world: int | None) -> None:
             for p in params:
                 p.grad = None
 
-    if world:
-        run_local(world, body)
-    else:
-        body(None)
+    on_ranks(world, body)
