@@ -49,6 +49,9 @@ _Report = tuple[int, str, int, int, int, str, list[int | None]]
 _NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 _EXIT_S = 2.0  # how long the end of the process waits for threads
+# How long a message of the ring may be on its way. gloo loses one that is sent in the moment in which the other process
+# ends, without an error. Who gives up has left or failed, and with that closes its connections, as its end would.
+_SENT_S = 3.0
 
 
 def _times_s(size: int) -> tuple[float, float]:
@@ -243,7 +246,7 @@ class _Ring:
         data = _packed(what, report).ljust(_MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # that one has gone before
-            self._group.send([message], self._before, _RING_TAG).wait(_NO_TIMEOUT)
+            self._group.send([message], self._before, _RING_TAG).wait(timedelta(seconds=_SENT_S))
 
 
 def _packed(what: int, report: _Report) -> bytes:

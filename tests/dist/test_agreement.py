@@ -269,6 +269,9 @@ def test_the_store_goes_right_after_an_abort(world):
         assert (error[0], error[2]) == ("PeerError", 0) and "aborted by rank 0: the data ran out" in error[1], error
 
 
+AWAY_S = 3.0  # close() of the first rank to leave waits for the others up to 2 s, for NCCL's destruction is collective
+
+
 def store_leaves(rank: int, size: int, port: int, is_needed: bool) -> Error:
     with store_of_rank_0(rank, size, port), apart("party", timeout_s=20.0) as (comm, _):
         full, handle = gather(comm)
@@ -276,7 +279,7 @@ def store_leaves(rank: int, size: int, port: int, is_needed: bool) -> Error:
             handle.synchronize()
             comm.close()
             os._exit(0)
-        time.sleep(1.5)  # longer than a dead peer would go unnoticed
+        time.sleep(AWAY_S)  # longer than a dead peer would go unnoticed
         handle.synchronize()
         expect_gathered(comm, full)
         comm.post(b"")
@@ -301,7 +304,7 @@ def last_dies_after_the_store_left(rank: int, size: int, port: int) -> Error:
         if rank == 0:
             comm.close()
             os._exit(0)
-        time.sleep(1.0)
+        time.sleep(AWAY_S)
         if rank == size - 1:
             die()
         return error_of(lambda: gather(comm)[1].synchronize())
@@ -311,6 +314,29 @@ def test_a_death_is_told_without_a_store():
     errors = without_store(4, last_dies_after_the_store_left, dead=(0, 3))
     for error in errors[1:3]:
         assert (error[0], error[2]) == ("PeerError", 3) and "rank 3 died" in error[1], error
+
+
+def hears_nothing(rank: int, size: int) -> None:
+    """gloo may lose what is sent in the moment in which the other process ends: here rank 0 never takes it."""
+    has_left = threading.Event()
+    receive = agreement._Ring.receive
+
+    def late(ring: Any) -> Any:
+        has_left.wait(30)
+        return receive(ring)
+
+    deaf = mock.patch.object(agreement._Ring, "receive", late) if rank == 0 else contextlib.nullcontext()
+    with deaf, mock.patch.object(agreement, "_SENT_S", 0.5), apart("deaf") as (comm, _):
+        comm.exchange(b"")
+    if rank == 1:
+        expect_no_threads()
+    dist.barrier()
+    has_left.set()
+    expect_no_threads()
+
+
+def test_a_goodbye_that_is_lost_holds_up_nobody(rank_pool):
+    rank_pool(2).run(hears_nothing, timeout_s=60)
 
 
 class LeavesBetween:
