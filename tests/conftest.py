@@ -4,7 +4,7 @@ Markers
     slow            left out of `make test`
     dist            starts ranks
     timeout_s(n)    ends the whole run with a dump of all threads when the test takes longer than n seconds (default
-    120)
+    120); fixtures have longer, for whichever comes first builds what others find built
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_TIMEOUT_S = 120.0
+SETUP_TIMEOUT_S = 400.0
 LONG = (
     "tests/native/",
     "tests/frameworks/",
@@ -50,22 +51,33 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_real_stderr] = os.dup(2)
 
 
+def limit_s_of(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout_s")
+    return float(marker.args[0]) if marker else DEFAULT_TIMEOUT_S
+
+
+def end_run_after(item: pytest.Item, limit_s: float) -> None:
+    # A native wait holds no GIL to interrupt it by: the only sure way out is to end the process.
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_real_stderr])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    marker = item.get_closest_marker("timeout_s")
-    limit_s = float(marker.args[0]) if marker else DEFAULT_TIMEOUT_S
-    stderr = item.config.stash[_real_stderr]
     if len(sys.modules) != item.config.stash.get(_known_modules, 0):
         # What imports leave stays. To look through all of torch takes 0.1 s, and many tests collect.
         item.config.stash[_known_modules] = len(sys.modules)
         gc.collect()
         gc.freeze()
-    # A native wait holds no GIL to interrupt it by: the only sure way out is to end the process.
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=stderr)
+    end_run_after(item, max(limit_s_of(item), SETUP_TIMEOUT_S))
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    end_run_after(item, limit_s_of(item))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,18 +11,23 @@ from bucketwheel.testing import RankPool
 from tests import simulated_cuda, simulated_nccl
 
 
-@pytest.fixture(scope="session")
-def rank_pool():
-    """``rank_pool(world_size)`` returns that `RankPool`; its ranks have a gloo process group."""
-    native()  # built here if need be: in ranks the time limits of the tests would end the build, each time
-    env = {"BW_NCCL_LIB": str(simulated_nccl.build())}  # read once in each process, whatever it runs first
+@pytest.fixture(scope="session", autouse=True)
+def nccl_env():
+    """What makes NCCL the simulated one. All is built here if need be: time limits of tests are for running."""
+    native()
     simulated_cuda.build()
+    return {"BW_NCCL_LIB": str(simulated_nccl.build())}
+
+
+@pytest.fixture(scope="session")
+def rank_pool(nccl_env):
+    """``rank_pool(world_size)`` returns that `RankPool`; its ranks have a gloo process group."""
     with contextlib.ExitStack() as stack:
         pools: dict[int, RankPool] = {}
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(RankPool(world_size, env=env, forked=True))
+                pools[world_size] = stack.enter_context(RankPool(world_size, env=nccl_env, forked=True))
             return pools[world_size]
 
         yield pool_of

@@ -126,7 +126,8 @@ def waits_for_peers(rank: int, world: int, function: str) -> None:
         lease = waits.pool.acquire("", 4096)
         ended: list[object] = []
         call = {"ncclCommSplit": lambda: waits.split(0), "ncclCommWindowRegister": waits.register_pool}[function]
-        if rank == world - 1:
+        is_late = rank == world - 1
+        if is_late:
             script.fake_nccl_hang_call(function.encode())
         before = script.fake_nccl_calls(function.encode())
         thread = threading.Thread(target=lambda: ended.append(call()))
@@ -134,11 +135,14 @@ def waits_for_peers(rank: int, world: int, function: str) -> None:
         until = time.monotonic() + 10
         while script.fake_nccl_calls(function.encode()) == before and time.monotonic() < until:
             time.sleep(0.01)
+        while is_late and script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
         for _ in range(3):
             gather(other).synchronize(5)
         assert not ended
         other.exchange(b"")
-        script.fake_nccl_release()
+        if is_late:  # on the others it would end their waiting for this one
+            script.fake_nccl_release()
         thread.join(10)
         assert len(ended) == 1
         if isinstance(ended[0], Communicator):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,6 @@ def counts_only(rank: int, world: int) -> None:
             assert not any(out.any() for out in outs)
         all_gather(outs, ins, comm).synchronize()
         assert outs[1].tolist() == [r + 1.0 for r in range(world) for _ in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[Path]:
-    """Before the ranks look for it: their time limits are for running."""
-    simulated_cuda.build()
-    yield simulated_nccl.build()
 
 
 @pytest.mark.timeout_s(400)
