@@ -64,10 +64,10 @@ class GradBucket:
         self.accumulator = accumulator
         self.accumulates = False  # this window adds to what the shard holds
         self._memory: list[tuple[Memory, Tensor] | None] = [None, None]  # first round, late round
-        # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where this bucket
-        # was written.
+        # CUDA: where each memory was opened, which waited for its last owner and may have zeroed it; where each parameter's
+        # part was written last.
         self._opened_in: list[torch.cuda.Stream | None] = [None, None]
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._written_in: dict[int, torch.cuda.Stream] = {}
 
     @property
     def nbytes(self) -> int:
@@ -86,12 +86,14 @@ class GradBucket:
                 held[1].zero_()
         return held[1]
 
-    def _write(self, memory: Tensor, late: bool) -> None:
-        """CUDA: notes that the current stream will write; it is behind the opening of the memory, else it would come too early."""
+    def _write(self, param: int, memory: Tensor, late: bool) -> None:
+        """CUDA: notes that the current stream will write ``param``'s part; behind the opening of the memory, and behind what
+        was written there before."""
         stream = stream_of(memory.device)
         if stream is not None:
             join(memory.device, self._opened_in[late])
-            self._streams[stream.cuda_stream] = stream
+            join(memory.device, self._written_in.get(param))
+            self._written_in[param] = stream
 
     def store(self, acquire: Acquire, param: int, flat_grad: Tensor, *, late: bool, add: bool) -> Tensor:
         """Writes the part of ``flat_grad`` (1-D, the parameter's memory order) that lies here, casting to the bucket's dtype.
@@ -101,7 +103,7 @@ class GradBucket:
         part = self.parts[param]
         memory = self._open(acquire, late)
         to = memory.narrow(0, part.begin, part.numel)
-        self._write(to, late)
+        self._write(param, to, late)
         source = flat_grad if part.numel == flat_grad.numel() else flat_grad.narrow(0, part.param_begin, part.numel)
         if add:
             to.add_(source)
@@ -111,16 +113,15 @@ class GradBucket:
 
     def take_streams(self) -> list[torch.cuda.Stream]:
         """The streams in which gradients have been stored since the last call; none on the CPU."""
-        streams, self._streams = list(self._streams.values()), {}
-        return streams
+        streams = {stream.cuda_stream: stream for stream in self._written_in.values()}
+        self._written_in = {}
+        return list(streams.values())
 
     def drop(self, param: int) -> None:
         """Zeroes ``param`` in late memory."""
         held = self._memory[True]
         if held is not None:
-            for stream in self._streams.values():
-                join(held[1].device, stream)  # the zeros come after what they replace
-            self._write(held[1], True)
+            self._write(param, held[1], True)
             part = self.parts[param]
             held[1].narrow(0, part.begin, part.numel).zero_()
 

@@ -82,6 +82,23 @@ def test_every_stream_that_stores_waits_for_the_one_that_opened(streams: Streams
     bucket.take(memory, [], late=late)[0].release()
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_what_is_written_again_comes_after_what_was_there(streams: Streams, add: bool) -> None:
+    bucket, memory = bucket_of_two(), on_the_host()
+    bucket.store(memory, 0, torch.ones(4), late=False, add=False)
+    streams.use("b")
+    bucket.store(memory, 1, torch.ones(4), late=False, add=False)
+    streams.use("c")
+    streams.waited()
+    bucket.store(memory, 1, torch.ones(4), late=False, add=add)
+    assert {("c", "a"), ("c", "b")} == set(streams.waited())
+    streams.use("d")
+    bucket.store(memory, 1, torch.ones(4), late=False, add=add)
+    assert {("d", "a"), ("d", "c")} == set(streams.waited()), "c is behind b"
+    assert [stream.name for stream in bucket.take_streams()] == ["a", "d"]
+    bucket.take(memory, [], late=False)[0].release()
+
+
 def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(streams: Streams) -> None:
     bucket, memory = bucket_of_two(), on_the_host()
     bucket.store(memory, 0, torch.ones(4), late=True, add=True)
