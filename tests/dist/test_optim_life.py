@@ -255,7 +255,8 @@ def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None
         assert time.monotonic() - begin < 20, "nobody has waited for the time limit"
         with pytest.raises(ClosedError):
             opt.zero_grad()
-        assert_bitwise_equal([p.detach() for p in params], before)
+        if rank == last or not is_half_done:  # a step that waits for nobody's word may have begun before it heard
+            assert_bitwise_equal([p.detach() for p in params], before)
         return str(raised.value)
 
     for text in on_ranks(world, body):
