@@ -14,7 +14,7 @@ from tests import simulated_cuda, simulated_nccl
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_S = 4.0  # a rank that waits for another in vain takes 2 seconds more each time
+EXIT_S = 1.5  # a rank that waits for another in vain sleeps for 2 seconds each time
 
 # Forks the ranks, which then end as any process does: that takes no time for imports.
 TEMPLATE = """
@@ -27,7 +27,13 @@ from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather
 from tests import simulated_nccl
 
-begin = []
+begins = []
+
+def slept_s(process="self"):
+    # Up to some constant: how long its main thread has neither run nor wanted to, which a busy machine does not change.
+    with open(f"/proc/{process}/schedstat") as file:
+        ran_ns, queued_ns, _ = map(int, file.read().split())
+    return time.monotonic() - (ran_ns + queued_ns) / 1e9
 
 class SlowToGo:
     def __del__(self, sleep=time.sleep):
@@ -42,12 +48,12 @@ def run(rank, port, apart):
         if apart:
             stack.enter_context(mock.patch.object(comm_shm, "connect", side_effect=comm_shm.NotOneHost("apart")))
         case(rank)
-    begin.append(time.monotonic())
+    begins.append(slept_s())
 
 def start(rank, port, apart):
     if (child := os.fork()) == 0:
         run(rank, port, apart)
-        os.write(reports[1], f"{begin[0]} ".encode())
+        os.write(reports[1], f"{os.getpid()} {begins[0]} ".encode())
     return child
 
 native()
@@ -63,15 +69,19 @@ for apart in APART * REPEATS:
             break
     if 0 in children:
         break
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    over = time.monotonic()
-    begins = [float(word) for word in os.read(reports[0], 1000).split()]
-    print(*codes, *(round(over - one, 2) for one in begins), flush=True)
+    codes, ends = {}, {}
+    for _ in children:
+        over = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
+        ends[over] = slept_s(over)  # it can be asked for as long as nobody has taken its exit code
+        codes[over] = os.waitstatus_to_exitcode(os.waitpid(over, 0)[1])
+    words = os.read(reports[0], 1000).split()
+    took_s = [ends[int(child)] - float(begin) for child, begin in zip(words[::2], words[1::2])]
+    print(*codes.values(), *(round(one, 2) for one in took_s), flush=True)
 """
 
 
 def ends(case: str, *, apart: list[bool], repeats: int) -> list[tuple[list[int], list[float]]]:
-    """Exit codes of the two ranks that run ``case``, and how long they took from there, of each repetition."""
+    """Exit codes of the two ranks that run ``case``, and how long their main threads slept after that, of each repetition."""
     simulated_cuda.build()
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     head = f"APART, REPEATS = {apart}, {repeats}\ndef case(rank):\n{textwrap.indent(textwrap.dedent(case), '    ')}\n"
