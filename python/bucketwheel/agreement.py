@@ -49,8 +49,8 @@ _Report = tuple[int, str, int, int, int, str, list[int | None]]
 _NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
 _EXIT_S = 2.0  # how long the end of the process waits for threads
-# How long a message of the ring may be on its way. gloo loses one that is sent in the moment in which the other process
-# ends, without an error. Who gives up has left or failed, and with that closes its connections, as its end would.
+# How long a message of the ring may be on its way: gloo loses one that is sent in the moment in which the other process
+# ends, without an error. Who gives up has left, or something has failed. Its connections close then, as with its end.
 _SENT_S = 3.0
 
 
@@ -213,7 +213,7 @@ class _Ring:
         self._group = group
         self.following, self._before = (rank + 1) % size, (rank - 1) % size
         self._sending = threading.Lock()
-        self._is_told = self._is_over = False
+        self._is_told = self._is_over = self._is_leaving = False
         self.news_is_out = threading.Event()  # what this rank failed with has been told, one way or another
 
     def receive(self) -> tuple[int, _Report]:
@@ -231,13 +231,14 @@ class _Ring:
                 self._send(_FAILURE, report)
 
     def end(self, what: int) -> None:
+        self._is_leaving = True
         with self._sending:
             self._is_over = True
             self._send(what, _NO_REPORT)
 
     def stop_receiving(self) -> None:
-        """After the end. A time limit that passes is the one way to have gloo give up what waits in a group."""
-        if self._is_over:
+        """Once this rank leaves. A time limit that passes is the one way to have gloo give up what waits in a group."""
+        if self._is_leaving:
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(0, dtype=torch.uint8)
                 self._group.recv([nothing], self.following, _UNUSED_TAG).wait(timedelta(milliseconds=1))
@@ -365,14 +366,17 @@ def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> No
 
 
 def _watch(peers: Any, ring: _Ring) -> None:
-    """Waits for what the rank that follows says. Its death breaks the connection instead."""
+    """Waits for what the rank that follows says. Its death breaks the connection instead; after a failure, so may its
+    leaving."""
+    is_told = False
     try:
         what, report = ring.receive()
         while what == _FAILURE:
+            is_told = True
             ring.pass_on(report, functools.partial(peers.deliver, report))
             what, report = ring.receive()
     except RuntimeError:
-        if not peers.has_left:
+        if not (is_told or peers.has_left):
             with contextlib.suppress(Error):
                 peers.fail("peer", f"rank {ring.following} died", ring.following)
         return

@@ -385,6 +385,16 @@ def test_the_failure_of_a_rank_that_leaves_as_the_store_goes_is_told():
     assert "the last word" in ring.pass_on.call_args.args[0]
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_connection_that_breaks_after_a_failure_is_no_death(is_told):
+    peers, ring = mock.Mock(has_left=False), mock.Mock(following=2)
+    report = (1, "the data ran out", 2, 0, 0, "", [])
+    ring.receive.side_effect = [(agreement._FAILURE, report)] * is_told + [RuntimeError("the connection was closed")]
+    agreement._watch(peers, ring)
+    assert ring.pass_on.call_count == is_told
+    assert peers.fail.call_count == (not is_told)
+
+
 # ---------------------------------------------------------------------------------------------------------- connecting
 
 
