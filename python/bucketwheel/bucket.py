@@ -112,7 +112,7 @@ class GradBucket:
         return memory
 
     def take_streams(self) -> list[torch.cuda.Stream]:
-        """The streams in which gradients have been stored since the last call; none on the CPU."""
+        """The streams in which each parameter's part was written last since the last call; none on the CPU."""
         streams = {stream.cuda_stream: stream for stream in self._written_in.values()}
         self._written_in = {}
         return list(streams.values())

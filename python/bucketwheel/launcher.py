@@ -76,6 +76,8 @@ class Launcher:
 
     def begin_captured(self) -> None:
         """A window begins that is captured: [Note: captured windows]."""
+        for bucket in self._buckets:
+            bucket.take_streams()  # of late gradients that were dropped, and outside of the graph
         self._forget_uses()
 
     def end_captured(self) -> None:

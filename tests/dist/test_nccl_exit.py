@@ -30,7 +30,7 @@ from tests import simulated_nccl
 begins = []
 
 def slept_s(process="self"):
-    # Up to some constant: how long its main thread has neither run nor wanted to, which a busy machine does not change.
+    # Up to some constant: how long its main thread has neither run nor wanted to, which a busy machine hardly changes.
     with open(f"/proc/{process}/schedstat") as file:
         ran_ns, queued_ns, _ = map(int, file.read().split())
     return time.monotonic() - (ran_ns + queued_ns) / 1e9

@@ -129,6 +129,20 @@ def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) 
         opt.close()
 
 
+def test_a_captured_window_waits_for_no_stream_of_gradients_that_were_dropped(streams: Streams) -> None:
+    with Communicator(LocalWorld(1).rank(0)) as comm:
+        param = torch.nn.Parameter(torch.ones(8))
+        opt = bw.ShardedAdamW([param], process_group=comm)
+        grads = opt._engine.grads
+        param.sum().backward()
+        param.sum().backward()  # late
+        opt.zero_grad()
+        grads.launcher.begin_captured()
+        assert grads.buckets[0].take_streams() == []
+        opt.step()
+        opt.close()
+
+
 def test_without_cuda_there_is_one_stream() -> None:
     assert buckets.stream_of(torch.device("cpu")) is None
     bucket, memory = bucket_of_two(), on_the_host()
