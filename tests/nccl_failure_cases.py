@@ -25,7 +25,7 @@ from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.testing import RankPool
-from tests import simulated_cuda, simulated_nccl
+from tests import simulated_nccl
 
 GONE_S = 5.0  # until what is given up in the background has ended
 
@@ -114,7 +114,6 @@ def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:
 
 def fresh_ranks(world: int, *, backend: str | None = "gloo", **env: str) -> RankPool:
     """Ranks of one test alone, over the fake NCCL: they may die, and are told things by the environment."""
-    simulated_cuda.build()
     return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env}, forked=True)
 
 

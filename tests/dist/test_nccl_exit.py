@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import simulated_cuda, simulated_nccl
+from tests import simulated_nccl
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,14 +75,13 @@ for apart in APART * REPEATS:
         ends[over] = slept_s(over)  # it can be asked for as long as nobody has taken its exit code
         codes[over] = os.waitstatus_to_exitcode(os.waitpid(over, 0)[1])
     words = os.read(reports[0], 1000).split()
-    took_s = [ends[int(child)] - float(begin) for child, begin in zip(words[::2], words[1::2])]
-    print(*codes.values(), *(round(one, 2) for one in took_s), flush=True)
+    slept = [ends[int(child)] - float(begin) for child, begin in zip(words[::2], words[1::2])]
+    print(*codes.values(), *(round(one_s, 2) for one_s in slept), flush=True)
 """
 
 
 def ends(case: str, *, apart: list[bool], repeats: int) -> list[tuple[list[int], list[float]]]:
     """Exit codes of the two ranks that run ``case``, and how long their main threads slept after that, of each repetition."""
-    simulated_cuda.build()
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     head = f"APART, REPEATS = {apart}, {repeats}\ndef case(rank):\n{textwrap.indent(textwrap.dedent(case), '    ')}\n"
     done = subprocess.run(
@@ -96,7 +95,7 @@ def ends(case: str, *, apart: list[bool], repeats: int) -> list[tuple[list[int],
     )
     rows = [line.split() for line in done.stdout.splitlines()]
     assert (done.returncode, len(rows)) == (0, len(apart) * repeats), done.stdout + done.stderr
-    return [([int(code) for code in row[:2]], [float(took_s) for took_s in row[2:]]) for row in rows]
+    return [([int(code) for code in row[:2]], [float(slept_s) for slept_s in row[2:]]) for row in rows]
 
 
 def test_processes_that_have_closed_end_well():

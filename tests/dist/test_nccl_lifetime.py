@@ -21,7 +21,7 @@ from simulated_cuda import posing
 from bucketwheel import nccl
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
-from tests import simulated_cuda, simulated_nccl
+from tests import simulated_nccl
 from tests.dist.test_simulated_nccl import new_comm
 
 pytestmark = pytest.mark.dist
@@ -123,7 +123,6 @@ def test_an_exception_in_the_block_aborts(rank_pool):
 def process(code: str) -> None:
     """Runs in a process with the fake, which ends soon after."""
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
-    simulated_cuda.build()
     setup = "import torch, os\nfrom tests import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
     setup += (
         "from bucketwheel._build import native\nnative().set_posing(True)\nfrom bucketwheel.comm import Communicator\n"
