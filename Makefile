@@ -2,6 +2,7 @@
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
+# make matrix      other Pythons and torches, minutes for each pair; MATRIX='--cell 3.12:2.13.0' runs one
 #
 # Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once; but `make gpu` installs
 # nothing: it takes python3 as it is, with torch, pybind11, ninja and pytest, and needs nvcc.
@@ -19,10 +20,10 @@ SETUP := pyproject.toml setup.py build_backend.py constraints.txt
 # Another TORCH is another installation.
 INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
-SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _toolchain.py)
+SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _env.py _toolchain.py _trust.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all gpu lint format setup clean
+.PHONY: demo test test-all gpu matrix lint format setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -37,6 +38,9 @@ test-all: setup
 
 gpu:
 	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'
+
+matrix:
+	@$(PYTHON) tests/matrix.py $(MATRIX)
 
 lint: $(INSTALLED)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)

@@ -1,7 +1,11 @@
 #include "base/env.h"
 
+#include <unistd.h>
+
 #include <cstdlib>
+#include <filesystem>
 #include <string>
+#include <system_error>
 
 #include "base/error.h"
 
@@ -64,6 +68,20 @@ std::string read_absolute_path(const char* name) {
   return value;
 }
 
+// Made if need be: when it is written to, something has failed already, and nothing else may.
+std::string read_writable_folder(const char* name) {
+  const std::string value = read(name);
+  if (value.empty()) {
+    return value;
+  }
+  std::error_code error;
+  std::filesystem::create_directories(value, error);
+  if (error || !std::filesystem::is_directory(value, error) || access(value.c_str(), W_OK | X_OK) != 0) {
+    throw bad_value(name, value, "expected a folder that can be made, or be written to");
+  }
+  return std::filesystem::absolute(value).string();
+}
+
 Env* read_all() {
   Env env;
   const std::string stream = read("BW_HOST_STREAM");
@@ -74,7 +92,7 @@ Env* read_all() {
   env.stream_fuzz_seed = read_seed("BW_HOST_STREAM_FUZZ");
   env.pool_poison = read_flag("BW_POOL_POISON");
   env.cpu_isa = read_isa("BW_CPU_ISA");
-  env.trace_dir = read("BW_TRACE_DIR");
+  env.trace_dir = read_writable_folder("BW_TRACE_DIR");
   env.nccl_lib = read_absolute_path("BW_NCCL_LIB");
   return new Env(env);
 }

@@ -19,7 +19,8 @@ struct Env {
   bool pool_poison = false;
   // BW_CPU_ISA=plain|avx2|avx512: the CPU kernels to use. Unset: the best that the processor runs.
   std::optional<Isa> cpu_isa;
-  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations; empty: nowhere.
+  // BW_TRACE_DIR=path: where a communicator that fails writes its last operations, a folder, made if need be;
+  // empty: nowhere.
   std::string trace_dir;
   // BW_NCCL_LIB=path: the NCCL to use, an absolute path; empty: the one that torch loaded, else the first found.
   std::string nccl_lib;

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from bucketwheel import _cache, _compile, _nvcc, _toolchain
+from bucketwheel import _cache, _compile, _env, _nvcc, _toolchain, _trust
 from bucketwheel._toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, say
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError
@@ -93,7 +93,9 @@ def _import(module: Module, path: Path) -> ModuleType:
         loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
         loader.exec_module(loaded)
     except ImportError as error:
-        raise explain(f"{path} does not load: {error}", module=module, remedies=[f"remove {path.parent}"]) from error
+        is_named = bool(_env.text("BW_NATIVE_DIR"))
+        remedy = "unset BW_NATIVE_DIR, or name a folder for this Python" if is_named else f"remove {path.parent}"
+        raise explain(f"{path} does not load: {error}", module=module, remedies=[remedy]) from error
     sys.modules[name] = loaded
     setattr(sys.modules["bucketwheel"], module.name, loaded)
     return loaded
@@ -115,15 +117,8 @@ class Found:
 
 def find(module: Module) -> Found:
     """Look for a module without building it. Raises `BuildError` where it is not there and could not be built."""
-    if folder := os.environ.get("BW_NATIVE_DIR"):
-        for name in (module.file, f"{module.name}.so"):
-            if (path := Path(folder, name)).is_file():
-                return Found("named", path)
-        raise explain(
-            f"BW_NATIVE_DIR={folder!r} has no {module.file}",
-            module=module,
-            remedies=["unset BW_NATIVE_DIR to build it"],
-        )
+    if folder := _env.text("BW_NATIVE_DIR"):
+        return Found("named", _named(module, folder))
     csrc = _toolchain.find_csrc()
     installed = _PACKAGE / "_native"
     if (installed / module.manifest).is_file():
@@ -137,8 +132,24 @@ def find(module: Module) -> Found:
     recipe, toolchain = _read(module, csrc)
     key = _toolchain.build_key(recipe, toolchain)
     entry = _cache.cache_dir() / _entry_name(module, key)
-    cached = _cache.checked(entry, module, {"key": key})
+    cached = _cache.cached(entry, module, key)
     return Found("missing" if cached is None else "cached", cached, entry, recipe, toolchain)
+
+
+def _named(module: Module, folder: str) -> Path:
+    """The module in the folder that BW_NATIVE_DIR names."""
+    for name in (module.file, f"{module.name}.so"):
+        if (path := Path(folder).expanduser() / name).is_file():
+            _trust.expect_trusted(path.parent, module=module)
+            _trust.expect_trusted(path, module=module)
+            return path
+    others = sorted(path.name for path in Path(folder).expanduser().glob(f"{module.name}.*.so"))
+    has = f"; it has {', '.join(others)}, for another Python" if others else ""
+    raise explain(
+        f"BW_NATIVE_DIR={folder!r} has no {module.file}{has}",
+        module=module,
+        remedies=["unset BW_NATIVE_DIR to build it"],
+    )
 
 
 def _read(module: Module, csrc: Path) -> tuple[Recipe, Toolchain]:
@@ -152,14 +163,16 @@ def _entry_name(module: Module, key: str) -> str:
 
 def locate(module: Module) -> Path:
     """The file of a module, found or built now."""
-    may_build = os.environ.get("BW_JIT", "1") != "0"
+    may_build = _env.flag("BW_JIT", default=True)
     try:
         found = find(module)
     except BuildError as error:
-        if may_build or os.environ.get("BW_NATIVE_DIR"):
+        if may_build or _env.text("BW_NATIVE_DIR"):
             raise
         raise _forbidden(module, str(error)) from error
     if found.path is not None:
+        if found.origin == "cached":
+            _cache.touch(found.path, module)
         return found.path
     if not may_build:
         raise _forbidden(module, f"the cache has no {found.entry}")
@@ -180,15 +193,17 @@ def _forbidden(module: Module, why: str) -> BuildError:
 
 def _build_once(recipe: Recipe, toolchain: Toolchain, entry: Path) -> Path:
     cache, module, key = entry.parent, recipe.module, _toolchain.build_key(recipe, toolchain)
+    _cache.timeout_s()  # of a bad one nobody is to hear in the midst of a build
     try:
         for folder in ("locks", "tmp", "objects", "logs"):
-            (cache / folder).mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(cache / "locks" / entry.name, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+            _trust.make_folder(cache / folder)
+            _trust.expect_trusted(cache / folder, module=module)
+        lock = os.fdopen(os.open(cache / "locks" / entry.name, os.O_RDWR | os.O_CREAT, 0o644), "r+")
     except OSError as error:
         raise _cache.unwritable(cache, error) from error
     with lock:
         waited = _cache.take(lock.fileno(), cache / "locks" / entry.name, module)
-        if (built := _cache.checked(entry, module, {"key": key})) is not None:
+        if (built := _cache.cached(entry, module, key)) is not None:
             return built
         lock.seek(0)
         verdict = lock.read()
@@ -226,6 +241,7 @@ def _build(recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | 
         "sources": _toolchain.sources_digest(recipe.csrc),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "version": __version__,
+        "soabi": sysconfig.get_config_var("SOABI"),
         "compiler": toolchain.identity,
         "flags": " ".join(recipe.flags),
         **(

@@ -17,43 +17,67 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from bucketwheel import _env, _trust
 from bucketwheel._toolchain import Module, explain, say
 from bucketwheel.errors import BuildError
 
-__all__ = ["cache_dir", "checked", "holder", "is_held", "is_network", "private_folder", "prune", "publish", "take"]
-__all__ += ["timeout_s", "unwritable", "write"]
+__all__ = ["CacheFolder", "cache_dir", "cached", "checked", "choose_folder", "holder", "is_held", "is_network"]
+__all__ += ["private_folder", "prune", "publish", "read_manifest", "take", "timeout_s", "touch", "unwritable", "write"]
 
 REPORT_S = 10.0
+NOBODY = "an unnamed process"
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
 _UNUSED_DAYS = 60
 
 
+@dataclass(frozen=True)
+class CacheFolder:
+    """Where the cache is, and for what reason it is there."""
+
+    path: Path
+    why: str
+
+
 def cache_dir() -> Path:
-    """The folder of built modules. Not created, and not promised to be writable if ``BW_CACHE_DIR`` names it."""
-    if named := os.environ.get("BW_CACHE_DIR"):
-        return Path(named).expanduser().absolute()
+    """The folder of built modules. Not created, and not promised to be writable, if ``BW_CACHE_DIR`` names it.
+
+    Raises `BuildError` where it is not trusted: [Note: trusted files] in `bucketwheel._trust`.
+    """
+    chosen = choose_folder()
+    if chosen.path.exists() and not chosen.path.is_dir():
+        raise unwritable(chosen.path, f"it is no folder ({chosen.why})")
+    _trust.expect_trusted(chosen.path)
+    return chosen.path
+
+
+def choose_folder() -> CacheFolder:
+    if named := _env.text("BW_CACHE_DIR"):
+        return CacheFolder(Path(named).expanduser().absolute(), f"BW_CACHE_DIR={named}")
+    variable = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if home.is_absolute() and not is_network(home):
+    folder = home / "bucketwheel"
+    if not home.is_absolute():
+        why = f"{variable} has no absolute path"
+    elif is_network(home):
+        why = f"{home} is on a network file system"
+    else:
         try:
-            (home / "bucketwheel").mkdir(parents=True, exist_ok=True)
+            _trust.make_folder(folder)
         except OSError:
             pass
-        if os.access(home / "bucketwheel", os.W_OK):
-            return home / "bucketwheel"
-    # Anybody may write into the temporary folder: code from there is loaded only if nobody else could have put it
-    # there.
+        if os.access(folder, os.W_OK):
+            return CacheFolder(folder, f"by {variable}")
+        why = f"{folder} cannot be written"
     local = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
     try:
         local.mkdir(mode=0o700, exist_ok=True)
-        status = local.lstat()
     except OSError as error:
         raise unwritable(local, error) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise unwritable(local, "it belongs to another user or others may write into it")
-    return local
+    return CacheFolder(local, f"in the temporary folder, because {why}")
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
@@ -80,14 +104,18 @@ def is_network(path: Path) -> bool:
 
 def prune(cache: Path) -> None:
     """Remove what dead builders left, and objects unused for a long time. Never fails: it is housekeeping."""
-    for folder in (cache / "tmp").glob(f"{socket.gethostname()}-*"):  # a lock tells of this host's processes only
+    oldest = time.time() - _UNUSED_DAYS * 86400
+    for folder in (cache / "tmp").glob("*"):
         try:
+            if folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.name.startswith(f"{socket.gethostname()}-"):
+                continue  # a lock tells of this host's processes only
             with open(folder / "alive", "rb") as alive:
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue  # its builder lives, or has not locked it yet, or somebody else removed it
-    oldest = time.time() - _UNUSED_DAYS * 86400
     for path in (cache / "objects").glob("*"):
         try:
             if path.stat().st_mtime < oldest:
@@ -101,7 +129,7 @@ def prune(cache: Path) -> None:
 
 def timeout_s() -> float:
     """The limit for one build, and for waiting for one."""
-    return float(os.environ.get("BW_BUILD_TIMEOUT", "600"))
+    return _env.seconds("BW_BUILD_TIMEOUT", 600.0)
 
 
 def take(fd: int, path: Path, module: Module) -> bool:
@@ -133,9 +161,9 @@ def take(fd: int, path: Path, module: Module) -> bool:
 def holder(path: Path) -> str:
     """Who wrote into the lock last: the process that has it, if any has."""
     try:
-        return path.read_text().partition("\n")[0] or "an unnamed process"
+        return path.read_text().partition("\n")[0] or NOBODY
     except OSError:
-        return "an unnamed process"
+        return NOBODY
 
 
 def is_held(path: Path) -> bool:
@@ -163,13 +191,35 @@ def write(lock: IO[str], text: str) -> None:
 
 def checked(entry: Path, module: Module, wanted: dict[str, str]) -> Path | None:
     """The module in ``entry`` if its manifest says ``wanted`` and its bytes are the published ones, else None."""
+    path = entry / module.file
+    try:
+        wanted = {**wanted, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    except OSError:
+        return None
+    manifest = read_manifest(entry, module)
+    return path if all(manifest.get(name) == value for name, value in wanted.items()) else None
+
+
+def cached(entry: Path, module: Module, key: str) -> Path | None:
+    """The module that was published in ``entry``. Raises `BuildError` where somebody else may have put it there."""
+    for path in (entry, entry / module.manifest, entry / module.file):
+        _trust.expect_trusted(path, module=module)
+    return checked(entry, module, {"key": key})
+
+
+def read_manifest(entry: Path, module: Module) -> dict[str, Any]:
+    """What it says; nothing, where it is not there or is none."""
     try:
         manifest = json.loads((entry / module.manifest).read_text())
-        path = entry / module.file
-        wanted = {**wanted, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    except (OSError, ValueError):
-        return None
-    return path if all(manifest.get(name) == value for name, value in wanted.items()) else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def touch(path: Path, module: Module) -> None:
+    """Remember that a module was used now: its manifest's time says so. A cache that is only read keeps no such time."""
+    with suppress(OSError):
+        os.utime(path.parent / module.manifest)
 
 
 @contextmanager
@@ -178,7 +228,7 @@ def private_folder(cache: Path) -> Iterator[Path]:
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     unlocked, folder = cache / "tmp" / f".{name}", cache / "tmp" / name
     try:
-        unlocked.mkdir()
+        unlocked.mkdir(mode=0o700)
         with open(unlocked / "alive", "wb") as alive:
             with suppress(OSError):  # a file system without locks: nobody can take it away either
                 fcntl.flock(alive, fcntl.LOCK_EX)
@@ -193,6 +243,7 @@ def private_folder(cache: Path) -> Iterator[Path]:
 def publish(out: Path, entry: Path, module: Module, key: str) -> Path:
     """Rename the finished folder to its place, all at once, after its bytes are on the disk."""
     for path in [*out.iterdir(), out]:
+        _trust.close_to_others(path)  # by umask 002 a group could write, and the entry would not be trusted
         _sync(path)
     for _ in range(600):
         try:
@@ -217,5 +268,8 @@ def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise  # those only say that this file system knows no such thing for folders
     finally:
         os.close(fd)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bucketwheel import _trust
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
 
 __all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units"]
@@ -56,7 +57,7 @@ def compile_module(
         out = unit[0].path.replace("/", "_") + ".o"
         if objects is not None:
             place = objects / f"{object_key(recipe, toolchain, *unit)}.o"
-            if place.is_file():
+            if place.is_file() and _trust.why_not(place) is None:
                 os.utime(place)
                 linked.append(str(place))
                 continue
@@ -144,6 +145,7 @@ def store(path: Path, place: Path) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, private)
+        _trust.close_to_others(private)
         with open(private, "rb") as file:
             os.fsync(file.fileno())
         os.replace(private, place)

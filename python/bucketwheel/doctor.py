@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bucketwheel import _build, _cache, _compile, _nvcc, _toolchain, nccl
+from bucketwheel import _build, _cache, _compile, _env, _nvcc, _toolchain, nccl
 from bucketwheel._toolchain import CPU, CUDA, Module
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError, DeviceError
@@ -171,7 +171,7 @@ def _built(module: Module) -> dict[str, Any]:
     start = time.monotonic()
     try:
         _build.locate(module)
-    except BuildError as error:
+    except (BuildError, ValueError) as error:  # ValueError: an environment variable
         return {"error": str(error)}
     return {"seconds": round(time.monotonic() - start, 2)}
 
@@ -188,7 +188,7 @@ def _state(module: Module) -> dict[str, Any]:
                 state["archs"] = _archs(found)
             if found.path is not None:
                 _build.try_import(module, found.path)
-        except BuildError as error:
+        except (BuildError, ValueError) as error:
             state["error"] = str(error)
     if caught:
         state["warning"] = str(caught[0].message)
@@ -198,10 +198,7 @@ def _state(module: Module) -> dict[str, Any]:
 def _archs(found: _build.Found) -> str | None:
     nvcc = found.toolchain.nvcc if found.toolchain else ()
     if not nvcc and found.path:
-        try:
-            nvcc = json.loads((found.path.parent / CUDA.manifest).read_text())["nvcc"]
-        except (OSError, ValueError, KeyError):
-            return None
+        nvcc = _cache.read_manifest(found.path.parent, CUDA).get("nvcc", ())
     archs = _nvcc.archs_of(nvcc)
     return str(archs) if archs else None
 
@@ -273,6 +270,8 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
     is_nccl_needed = "BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"] is not None)
     if is_nccl_needed and "error" in found["nccl"]:
         concerns.append(found["nccl"]["error"])
+    unknown = [name for name in found["environment"] if name.startswith("BW_") and name not in _env.KNOWN]
+    concerns += [f"{name} is set, which bucketwheel does not know: docs/building.md has all names" for name in unknown]
     concerns += _not_covered(devices, found["modules"]["cuda"].get("archs"))
     return errors, concerns
 

@@ -234,7 +234,7 @@ def test_an_unwritable_home_falls_back_to_a_folder_of_our_own(tree: TinyTree) ->
     (folder,) = temporary.iterdir()
     assert folder.name == f"bucketwheel-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    assert "others may write into it" in tree.error(**changes)
+    assert f"others may write into {folder} (mode 0777)" in tree.error(**changes)
 
 
 def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,10 @@ def processes_of(tree: TinyTree) -> list[str]:
 
 
 def test_import_compiles_nothing_and_loads_no_native_module() -> None:
-    code = "import sys, subprocess\nsubprocess.Popen = None\nimport bucketwheel\n"
+    # torch first, and a class: what torch does with it when it is imported is not ours.
+    code = "import sys, subprocess, torch\nclass Refused(subprocess.Popen):\n"
+    code += "    def __init__(self, *command, **_): raise AssertionError(f'{command} was started')\n"
+    code += "subprocess.Popen = Refused\nimport bucketwheel\n"
     code += "print(any(name.startswith('bucketwheel._cpu') for name in sys.modules), bucketwheel.__version__)"
     environment = {**os.environ, "PATH": "/nowhere", "BW_CACHE_DIR": "/dev/null/none"}
     out = subprocess.run(

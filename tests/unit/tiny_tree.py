@@ -14,8 +14,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
 # doctor.py and __main__.py need torch, the others nothing.
-REAL = ("_build.py", "_cache.py", "_compile.py", "_nvcc.py", "_toolchain.py", "_version.py", "errors.py")
-REAL += ("doctor.py", "flight.py", "nccl.py", "__main__.py")
+REAL = ("_build.py", "_cache.py", "_compile.py", "_env.py", "_nvcc.py", "_toolchain.py", "_trust.py", "_version.py")
+REAL += ("errors.py", "_cache_command.py", "doctor.py", "flight.py", "nccl.py", "__main__.py")
 
 MODULE = """
 #include <Python.h>

@@ -1,0 +1,341 @@
+"""`make matrix`: the Pythons and torches that the package installs beside, builds for and passes its tests with, on CPUs.
+
+    python tests/matrix.py                                   # all cells, one after the other, minutes each
+    python tests/matrix.py --cell 3.10:2.10.0 --cuda-builds  # one, though its torch is of several GB
+    python tests/matrix.py --cell 3.12:none                  # the native module alone: it needs no torch
+    python tests/matrix.py --render docs/testing.md          # the table of all results so far
+
+A cell is a virtual environment of its own, removed afterwards. The package is installed from the sdist, as users do; its
+native module is built there with an empty cache, a training on two ranks runs with it, and `TESTS` run in the source
+tree. A cell whose torch cannot be installed says why. Results are kept in the folder ``--out`` until their cell is run
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.packages import copy_tree, make_sdist, plain_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+TORCHES = ("none", "2.10.0", "2.11.0", "2.13.0", "newest")
+TESTS = (
+    *("tests/unit/test_build.py", "tests/unit/test_adam.py", "tests/unit/test_norm.py", "tests/unit/test_pack.py"),
+    "tests/unit/test_doctor.py::test_nothing_is_built_unless_asked",
+    *("tests/dist/test_comm.py", "tests/dist/test_optim.py", "tests/dist/test_optim_state.py"),
+    *("tests/dist/test_optim_compiled.py", "tests/dist/test_prefetch.py", "tests/dist/test_stock.py"),
+)
+NEEDED = ("pytest>=8", "pytest-xdist", "hypothesis", "numpy", "nvidia-nccl-cu13")
+EXAMPLE = (
+    "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
+    "--evaluate-batches 2 --text-bytes 300000 --compare ddp"
+).split()
+# Where a worker has crashed, others would wait for its file for ever.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+
+# The native module alone, without the package around it, whose import needs torch.
+BUILD_ALONE = """
+import sys, types
+package = types.ModuleType("bucketwheel")
+package.__path__ = [sys.argv[1]]
+sys.modules["bucketwheel"] = package
+from bucketwheel import _build
+_build.native()
+"""
+BUILD = "import bucketwheel as bw, torch, bucketwheel._build as build; build.native(); bw.l2_norm([torch.ones(3)])"
+
+
+@dataclass
+class Result:
+    """One cell. ``why`` says what is missing of it; without it everything was run and passed."""
+
+    python: str
+    torch: str
+    version: str = ""  # of torch, as installed
+    build_s: float | None = None
+    build_cpu_s: float | None = None  # of all processes: what other work on the machine changes less
+    passed: int | None = None
+    failed: int | None = None
+    skipped: int | None = None
+    example: str = ""
+    why: str = ""
+    commit: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        return self.example in ("", "passed") and "failed" not in self.why
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is tried: a copy of the tree, so that edits meanwhile do not matter, and the sdist of it."""
+
+    tree: Path
+    sdist: Path
+    commit: str
+
+
+class StepFailed(Exception):
+    """A step of a cell did not work; the text is the last line of what it said."""
+
+
+class Cell:
+    def __init__(self, python: str, torch: str, source: Source, folder: Path, *, cuda_builds: bool) -> None:
+        self.result = Result(python, torch, commit=source.commit)
+        self.source = source
+        self.folder = source.tree.parent / f"{python}-{torch}"
+        self.cuda_builds = cuda_builds
+        self.bin = self.folder / "venv" / "bin"
+        self.log = folder / f"{python}-{torch}.log"
+
+    def run(self) -> Result:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.log.write_text("")
+        try:
+            self.fill()
+        except StepFailed as error:
+            self.result.why = str(error)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self.result
+
+    def fill(self) -> None:
+        interpreter = find_python(self.result.python)
+        if interpreter is None:
+            raise StepFailed(f"there is no Python {self.result.python}")
+        self.step("making the environment", interpreter, "-m", "venv", "--upgrade-deps", self.folder / "venv")
+        python = self.bin / "python"
+        if self.result.torch == "none":
+            self.pip("pybind11>=2.13", "ninja")
+            package = self.source.tree / "python" / "bucketwheel"
+            self.build(python, "-c", BUILD_ALONE, package)
+            return
+        wanted = self.choose_torch()
+        self.pip(f"torch=={wanted}")
+        self.pip(f"bucketwheel[demo] @ {self.source.sdist.as_uri()}", *NEEDED)
+        self.build(python, "-c", BUILD)
+        self.train()
+        self.test()
+
+    def choose_torch(self) -> str:
+        """The version that pip would take; its wheels for CUDA, with all they need, only where they are asked for."""
+        asked = "torch" if self.result.torch == "newest" else f"torch=={self.result.torch}"
+        dry_run = ("install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--report", "-", asked)
+        text = self.step("asking for torch", self.bin / "python", "-m", "pip", *dry_run)
+        (found,) = json.loads(text[text.index("{") : text.rindex("}") + 1])["install"]
+        self.result.version = str(found["metadata"]["version"])
+        if any(need.startswith(("nvidia-", "cuda-")) for need in found["metadata"].get("requires_dist", ())):
+            self.result.version += " (CUDA build)"
+            if not self.cuda_builds:
+                raise StepFailed("only a CUDA build of several GB is offered")
+        return str(found["metadata"]["version"])
+
+    def train(self) -> None:
+        command = [self.bin / "torchrun", "--standalone", "--nproc-per-node", "2"]
+        try:
+            self.step("training", *command, self.source.tree / "examples" / "train_gpt.py", *EXAMPLE)
+            self.result.example = "passed"
+        except StepFailed:
+            self.result.example = "failed"
+
+    def test(self) -> None:
+        report = self.folder / "report.xml"
+        command = ["-m", "pytest", *WORKERS, "-m", "not slow", f"--junitxml={report}", *TESTS]
+        try:
+            self.step(
+                "testing", self.bin / "python", *command, "-p", "no:cacheprovider", cwd=self.source.tree, timeout_s=1200
+            )
+        except StepFailed as error:
+            self.result.why = str(error)
+        if report.is_file():
+            count(report, self.result)
+
+    def pip(self, *what: str) -> None:
+        self.step("installing", self.bin / "python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *what)
+
+    def build(self, *command: object) -> None:
+        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.step("building", *command)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.result.build_s = round(time.monotonic() - start, 1)
+        self.result.build_cpu_s = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
+
+    def step(self, name: object, *command: object, cwd: Path | None = None, timeout_s: float = 900.0) -> str:
+        """Its stdout. All of its output goes into the log of the cell."""
+        words = [str(word) for word in command]
+        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        with subprocess.Popen(
+            words,
+            cwd=cwd or self.folder,
+            env=plain_environment(BW_CACHE_DIR=str(self.folder / "cache"), PATH=path, OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks and workers, too
+                self.write_down(words, *process.communicate())
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise StepFailed(f"{name} failed: not over after {timeout_s:.0f} s") from error
+                raise
+        self.write_down(words, out, err)
+        if process.returncode != 0:
+            raise StepFailed(f"{name} failed: {telling(out, err) or f'status {process.returncode}'}")
+        return out
+
+    def write_down(self, words: Sequence[str], *output: str) -> None:
+        with open(self.log, "a") as log:
+            log.write(f"$ {' '.join(words)}\n{''.join(output)}\n")
+
+
+def telling(*output: str) -> str:
+    """The line that says most about a failure: pytest's of a crash, pip's of an error, else the last one."""
+    lines = [line.strip() for text in output for line in text.splitlines() if not line.startswith("WARNING: ")]
+    lines = [line for line in lines if line]
+    for begin in ("worker '", "ERROR: ", "FAILED ", "Fatal Python error: "):
+        if found := [line for line in lines if line.startswith(begin)]:
+            return found[0]
+    return lines[-1] if lines else ""
+
+
+def count(report: Path, result: Result) -> None:
+    """How the tests ended, by the report of pytest."""
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    tests, failed, errors, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
+    result.failed, result.skipped = failed + errors, skipped
+    result.passed = tests - failed - errors - skipped
+
+
+def find_python(version: str) -> str | None:
+    """``python3.x`` on PATH, else pyenv's."""
+    candidates = [shutil.which(f"python{version}")]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    candidates += [str(path) for path in sorted(pyenv.glob(f"versions/{version}.*/bin/python"))]
+    for path in filter(None, candidates):
+        try:  # pyenv's stand-ins are on PATH for versions that are not chosen, too
+            done = subprocess.run([path, "--version"], check=False, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.startswith(f"Python {version}."):
+            return path
+    return None
+
+
+def commit() -> str:
+    """With a "+" where files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def merged(old: Sequence[Result], new: Result) -> list[Result]:
+    """In the order of the table; a cell that is run again replaces what it was."""
+
+    def place(result: Result) -> tuple[int, bool, bool, list[int]]:
+        digits = [int(word) for word in re.findall(r"\d+", result.torch)]
+        return int(result.python.split(".")[1]), result.torch != "none", result.torch == "newest", digits
+
+    kept = [result for result in old if (result.python, result.torch) != (new.python, new.torch)]
+    return sorted([*kept, new], key=place)
+
+
+def load(path: Path) -> list[Result]:
+    return [Result(**row) for row in json.loads(path.read_text())["cells"]] if path.is_file() else []
+
+
+def save(path: Path, results: Sequence[Result]) -> None:
+    path.write_text(json.dumps({"cells": [asdict(result) for result in results]}, indent=1) + "\n")
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = ["| Python | torch | cold build, s (CPU s) | tests: passed / failed / skipped | training | commit |"]
+    lines.append("|---|---|---|---|---|---|")
+    for result in results:
+        build = "" if result.build_s is None else f"{result.build_s:.0f} ({result.build_cpu_s or 0:.0f})"
+        counts = [result.passed, result.failed, result.skipped]
+        tests = "" if None in counts else " / ".join(map(str, counts))
+        tests = "; ".join(filter(None, [tests, result.why]))
+        name = {"none": "none: the native module alone", "newest": f"newest: {result.version}"}
+        torch = name.get(result.torch, result.version or result.torch)
+        lines.append(
+            f"| {result.python} | {torch} | {build} | {tests or 'built and imported'} | {result.example} "
+            f"| {result.commit} |"
+        )
+    return "\n".join(lines)
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what stands between the two marker lines."""
+    old = path.read_text()
+    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
+        raise ValueError(f"{path} must have one line {BEGIN!r} and, below it, one line {END!r}")
+    head, rest = old.split(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", action="append", metavar="PYTHON:TORCH", help="this one; may be repeated")
+    parser.add_argument("--cuda-builds", action="store_true", help="install torch though it is a CUDA build")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "matrix", help="results and logs")
+    parser.add_argument(
+        "--render", type=Path, help="run nothing; write the table between the marker lines of this file"
+    )
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.out.resolve() / "results.json"
+    if options.render:
+        write_between(options.render, table(load(kept)))
+        return 0
+    pairs = [(python, torch) for python in PYTHONS for torch in TORCHES]
+    if options.cell:
+        pairs = [tuple(text.split(":", 1)) for text in options.cell]
+        if wrong := [pair for pair in pairs if len(pair) != 2]:
+            parser.error(f"--cell is PYTHON:TORCH, as 3.10:2.10.0, 3.13:newest or 3.12:none; found {wrong[0][0]!r}")
+    # Not in build/, where pytest looks for no tests.
+    with tempfile.TemporaryDirectory(prefix="bucketwheel-matrix-") as name:
+        folder = Path(name)
+        tree = copy_tree(folder / "tree")
+        source = Source(tree, make_sdist(tree, folder), commit())
+        ran = []
+        for python, torch in pairs:
+            print(f"{datetime.datetime.now():%H:%M:%S} Python {python}, torch {torch}", flush=True)
+            cell = Cell(python, torch, source, options.out.resolve(), cuda_builds=options.cuda_builds)
+            ran.append(cell.run())
+            save(kept, merged(load(kept), ran[-1]))
+    print(table(ran))
+    return sum(not result.is_well for result in ran)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

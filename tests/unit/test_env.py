@@ -1,0 +1,201 @@
+"""Every BW_* variable that the code reads: known, documented, and refused with its name where its value means nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bucketwheel import ShardedAdamW, _build, _cache, _env, _nvcc, doctor
+from bucketwheel._toolchain import CPU
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import BuildError
+from tests.optim_twins import run_local
+from tests.unit.tiny_tree import TinyTree
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = re.compile(r"BW_[A-Z][A-Z_]*")
+TESTS_OWN = {"BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE"}
+
+
+def strings(path: Path) -> set[str]:
+    """The strings of a Python file that are names of variables and nothing else."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in found if NAME.fullmatch(text)}
+
+
+def read_by_python() -> set[str]:
+    files = [*sorted((ROOT / "python" / "bucketwheel").glob("*.py")), ROOT / "setup.py", ROOT / "build_backend.py"]
+    return set().union(*(strings(path) for path in files if path.stem != "_env"))
+
+
+def read_by_the_core() -> set[str]:
+    """test_layering.py sees to it that no other file of csrc/ reads the environment."""
+    return set(re.findall(r'"(BW_[A-Z_]+)"', (ROOT / "csrc" / "base" / "env.cpp").read_text()))
+
+
+def test_all_that_is_read_is_known_and_nothing_else() -> None:
+    assert len(read_by_the_core()) >= 6 and "BW_JIT" in read_by_python()
+    assert read_by_python() | read_by_the_core() == _env.KNOWN - TESTS_OWN
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert TESTS_OWN <= {name for path in files for name in re.findall(r'"(BW_[A-Z_]+)"', path.read_text())}
+
+
+def test_all_that_is_read_is_documented() -> None:
+    rows = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "building.md").read_text(), re.MULTILINE)
+    assert set(NAME.findall(" ".join(rows))) == _env.KNOWN - TESTS_OWN
+    assert set(NAME.findall((ROOT / "docs" / "testing.md").read_text())) >= TESTS_OWN
+
+
+# ---- bad values ------------------------------------------------------------------------------------------------------
+
+
+def set_up(bad: str) -> str:
+    """What setup.py says, up to where it would call setuptools."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, has in (("setuptools", ("Distribution", "setup")), ("setuptools.command.build_py", ("build_py",))):
+            module = types.ModuleType(name)
+            for attribute in has:
+                setattr(module, attribute, type(attribute, (), {"__init__": lambda *_, **__: None}))
+            patch.setitem(sys.modules, name, module)
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "setup.py"))
+    return str(caught.value)
+
+
+def make_optimizer(bad: str) -> str:
+    def body(comm: Communicator) -> str:
+        with pytest.raises(ValueError) as caught:
+            ShardedAdamW([torch.nn.Parameter(torch.zeros(4))], 0.1, process_group=comm)
+        return str(caught.value)
+
+    return str(run_local(2, body)[0])
+
+
+def raised(call: Callable[[], object]) -> Callable[[str], str]:
+    def message(bad: str) -> str:
+        with pytest.raises((ValueError, BuildError)) as caught:
+            call()
+        return str(caught.value)
+
+    return message
+
+
+# Name: bad values, what is allowed, and what reads it. BW_COMM_CHECK: tests/dist/test_nccl_check.py.
+BY_PYTHON: dict[str, tuple[tuple[str, ...], str, Callable[[str], str]]] = {
+    "BW_AOT": (("gpu", "1"), "'cpu' can be compiled, or 'cuda'", set_up),
+    "BW_BUILD_TIMEOUT": (("soon", "0", "-1", "nan", "inf"), "a number of seconds above 0", raised(_cache.timeout_s)),
+    "BW_CACHE_DIR": ((__file__,), "it is no folder", raised(_cache.cache_dir)),
+    "BW_COMM_CHECK": (("true", "2"), "expected 0 or 1", raised(lambda: _env.flag("BW_COMM_CHECK"))),
+    "BW_CUDA_ARCH_LIST": (("Hopper", "9"), "write BW_CUDA_ARCH_LIST='9.0'", raised(lambda: _nvcc.choose_archs([]))),
+    "BW_DEBUG": (("true", "on"), "expected 0 or 1", make_optimizer),
+    "BW_JIT": (("no", "false"), "expected 0 or 1", raised(lambda: _build.locate(CPU))),
+    "BW_NATIVE_DIR": (("/nowhere",), "has no _cpu.", raised(lambda: _build.locate(CPU))),
+}
+CASES = [(name, bad, says, read) for name, (values, says, read) in BY_PYTHON.items() for bad in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "says", "read"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_bad_values_that_python_reads(
+    monkeypatch: pytest.MonkeyPatch, name: str, bad: str, says: str, read: Callable[[str], str]
+) -> None:
+    monkeypatch.setenv(name, bad)
+    message = read(bad)
+    assert name in message and bad in message and says in message, message
+
+
+def test_no_bad_value_goes_untried() -> None:
+    assert set(BY_PYTHON) == read_by_python() - read_by_the_core()
+    assert set(BY_THE_CORE) == read_by_the_core()
+
+
+def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BW_X", "BW_Y"):
+        monkeypatch.setenv(name, " ")
+    assert (_env.flag("BW_X"), _env.flag("BW_X", default=True), _env.seconds("BW_Y", 7.0)) == (False, True, 7.0)
+    monkeypatch.setenv("BW_X", "0")
+    monkeypatch.setenv("BW_Y", "2.5")
+    assert (_env.flag("BW_X", default=True), _env.seconds("BW_Y", 7.0)) == (False, 2.5)
+
+
+FLAG = "expected 0 or 1"
+SEED = "expected a whole number of at most 18 digits"
+BY_THE_CORE = {
+    "BW_CPU_ISA": (("avx1024", "AVX2"), "expected 'plain', 'avx2' or 'avx512'"),
+    "BW_HOST_STREAM": (("threads", "0"), "expected 'thread' or 'inline'"),
+    "BW_HOST_STREAM_FUZZ": (("-1", "x", "1" * 19), SEED),
+    "BW_NCCL_LIB": (("libnccl.so.2",), "expected an absolute path"),
+    "BW_POOL_POISON": (("yes", "2"), FLAG),
+    "BW_TRACE_DIR": (("/dev/null/rings", "/proc/self/rings", "/dev/null"), "expected a folder that can be made"),
+}
+# What a bad value has said is not kept: the next one is read again.
+TRY = """
+import json, os, sys
+from bucketwheel import Pool
+found = []
+for name, values in json.loads(sys.argv[1]).items():
+    for value in values:
+        os.environ[name] = value
+        try:
+            Pool()
+            found.append([name, value, "nothing"])
+        except ValueError as error:
+            found.append([name, value, str(error)])
+    del os.environ[name]
+os.environ["BW_TRACE_DIR"] = sys.argv[2]
+Pool()
+print(json.dumps(found))
+"""
+
+
+def test_bad_values_that_the_core_reads(tmp_path: Path) -> None:
+    given = json.dumps({name: values for name, (values, _) in BY_THE_CORE.items()})
+    rings = tmp_path / "to" / "be" / "made"
+    done = subprocess.run(
+        [sys.executable, "-c", TRY, given, str(rings)],
+        env={name: value for name, value in os.environ.items() if not name.startswith("BW_") or name == "BW_CACHE_DIR"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == sum(len(values) for values, _ in BY_THE_CORE.values())
+    for name, value, message in found:
+        assert f"environment variable {name}='{value}': {BY_THE_CORE[name][1]}" in message, message
+    assert rings.is_dir()
+
+
+def test_a_bad_time_limit_is_told_before_the_build(tmp_path: Path) -> None:
+    tree = TinyTree(tmp_path)
+    process = tree.start(BW_BUILD_TIMEOUT="soon")
+    _, err = process.communicate(timeout=60)
+    assert "ValueError: environment variable BW_BUILD_TIMEOUT='soon': expected a number" in err
+    assert tree.compiled() == [] and "building" not in err
+
+
+def test_the_doctor_tells_of_bad_values_and_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BW_JIT", "no")
+    assert "BW_JIT='no': expected 0 or 1" in doctor._built(CPU)["error"]
+    monkeypatch.setenv("BW_CASHE_DIR", "/tmp")
+    monkeypatch.setenv("BW_REQUIRE", "")
+    monkeypatch.delenv("BW_JIT")
+    found = {**doctor.facts(), "gpus": {"devices": [], "driver": None, "torch_sees_them": False}}
+    _, concerns = doctor.judge(found)
+    assert [text for text in concerns if "BW_" in text] == [
+        "BW_CASHE_DIR is set, which bucketwheel does not know: docs/building.md has all names"
+    ]
