@@ -75,6 +75,7 @@ class ShmTransport final : public Transport {
 
   bool shares_inputs() const override { return false; }  // peers have mappings of their own
   bool is_dead(int peer) const override { return links_->is_dead(peer); }
+  std::string end_of(int peer) const override { return links_->end_of(peer); }
   std::string describe_peer(int peer) const override { return "pid " + std::to_string(links_->pid(peer)); }
   void leave() noexcept override { links_->close(); }
 
@@ -92,11 +93,19 @@ void expect_options(const ShmOptions& options) {
                  " pids");
 }
 
+Received try_receive(int socket, LinkMessage& message, FileDescriptor& file, const std::string& where) {
+  try {
+    return receive_message(socket, message, file);
+  } catch (const UnknownMessage& unknown) {
+    throw CommError(where + "rank 0 sent " + unknown.text + ": do all ranks run the same version?");
+  }
+}
+
 std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline deadline, const std::string& where) {
   for (;;) {
     LinkMessage message;
     FileDescriptor file;
-    switch (receive_message(socket, message, file)) {
+    switch (try_receive(socket, message, file, where)) {
       case Received::kMessage:
         if (message.kind != LinkMessage::Kind::kControl || message.size_bytes != size_bytes) {
           throw CommError(where + "rank 0 sent a control segment of " + std::to_string(message.size_bytes) +
@@ -135,6 +144,16 @@ std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vec
 }
 
 }  // namespace
+
+void expect_shared_memory() {
+  const FileDescriptor file = make_memfd("bucketwheel-probe", kPageBytes);
+  const auto mine = Mapping::of_file(file.get(), kPageBytes, true);
+  const auto theirs = Mapping::of_file(file.get(), kPageBytes, false);
+  mine->data()[0] = std::byte{1};
+  if (theirs->data()[0] != std::byte{1}) {
+    throw CommError("a memfd that is mapped twice is not one memory here");
+  }
+}
 
 CommRef make_shm_comm(const ShmOptions& options) {
   std::vector<FileDescriptor> sockets;

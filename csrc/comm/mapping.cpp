@@ -1,6 +1,5 @@
 #include "comm/mapping.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -38,6 +37,9 @@ std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_wri
     throw CommError("a peer's memory has " + std::to_string(status.st_size) + " bytes, it announced " +
                     std::to_string(size_bytes));
   }
+  if (!is_size_final(fd)) {
+    throw CommError("a peer's memory of " + std::to_string(size_bytes) + " bytes is not sealed: it could be cut off");
+  }
   // At a multiple of a huge page, as the owner maps it: only then can the same huge pages serve here.
   const size_t slack = size_bytes >= kHugePageBytes ? kHugePageBytes : 0;
   void* range = mmap(nullptr, size_bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -70,18 +72,11 @@ std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_wri
 
 Mapping::~Mapping() { munmap(data_, size_bytes_); }
 
-void FileDescriptor::reset(int fd) noexcept {
-  if (fd_ >= 0) {
-    ::close(fd_);
-  }
-  fd_ = fd;
-}
-
 FileDescriptor make_memfd(const char* name, size_t size_bytes) {
-  FileDescriptor file(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (file.get() < 0 || ftruncate(file.get(), static_cast<off_t>(size_bytes)) != 0 ||
-      fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    throw_errno("cannot make shared memory", size_bytes);
+  const char* failed = nullptr;
+  FileDescriptor file = try_make_memfd(name, size_bytes, failed);
+  if (failed != nullptr) {
+    throw_errno(std::string("cannot make shared memory (") + failed + ")", size_bytes);
   }
   return file;
 }

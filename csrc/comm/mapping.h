@@ -1,8 +1,10 @@
-// Mapping: a range of mapped memory, and the memfd it may come from.
+// Mapping: a range of mapped memory, of a memfd or nobody else's.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+
+#include "base/memfd.h"
 
 namespace bucketwheel {
 
@@ -13,7 +15,8 @@ class Mapping {
  public:
   // Zero-filled memory of this process and its children.
   static std::shared_ptr<Mapping> anonymous(size_t size_bytes);
-  // The first `size_bytes` of a memfd, shared. CommError when the file is smaller or cannot be mapped.
+  // The first `size_bytes` of a memfd, shared. CommError when the file is smaller, may become smaller, which would end
+  // whoever reads the rest, or cannot be mapped.
   static std::shared_ptr<Mapping> of_file(int fd, size_t size_bytes, bool is_writable);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -28,30 +31,7 @@ class Mapping {
   size_t size_bytes_;
 };
 
-// Closes at the end. -1: none.
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
-    reset(other.release());
-    return *this;
-  }
-  ~FileDescriptor() { reset(); }
-
-  int get() const { return fd_; }
-  int release() {
-    const int fd = fd_;
-    fd_ = -1;
-    return fd;
-  }
-  void reset(int fd = -1) noexcept;
-
- private:
-  int fd_;
-};
-
-// An unnamed zero-filled file of fixed size that lives as long as somebody has it open or mapped.
+// try_make_memfd(), and CommError where that fails.
 FileDescriptor make_memfd(const char* name, size_t size_bytes);
 
 }  // namespace bucketwheel

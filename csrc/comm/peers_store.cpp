@@ -10,7 +10,7 @@ namespace bucketwheel {
 namespace {
 
 // A process that ends right after leave() would look dead to a peer that has not had its goodbye.
-constexpr std::chrono::seconds kGoodbyePatience{2};
+constexpr std::chrono::seconds kLeavePatience{2};
 // Whoever asks later wants to know it anew.
 constexpr std::chrono::seconds kAnswersLast{2};
 // Why nobody can be asked is mostly that a rank has failed: who waits for answers is to hear of that first.
@@ -61,8 +61,8 @@ std::exception_ptr StorePeers::fail(const Failure& failure, const FailedAt& at) 
       report_ = {FailureKind::kPeer, "rank " + std::to_string(health_.rank()) + " " + failure.text, health_.rank(),
                  failure.seq};
     }
-    changed_.notify_all();
   }
+  changed_.notify_all();
   return verdict.error;
 }
 
@@ -162,6 +162,12 @@ void StorePeers::await_leave() {
   changed_.wait(lock, [this] { return health_.is_closing(); });
 }
 
+bool StorePeers::await_failure() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return health_.has_failed() || health_.is_closing(); });
+  return health_.has_failed();
+}
+
 void StorePeers::finish() {
   std::lock_guard lock(mutex_);
   ++finished_;
@@ -173,7 +179,7 @@ void StorePeers::leave(Deadline deadline) {
   std::unique_lock lock(mutex_);
   health_.start_closing();
   changed_.notify_all();
-  changed_.wait_until(lock, *earlier(deadline, Clock::now() + kGoodbyePatience),
+  changed_.wait_until(lock, *earlier(deadline, Clock::now() + kLeavePatience),
                       [this] { return finished_ == kThreads; });
   std::swap(agreement, agreement_);
 }

@@ -65,6 +65,8 @@ class StorePeers final : public Peers {
   bool has_left() const { return health_.is_closing(); }
   // Blocks until this rank leaves.
   void await_leave();
+  // Blocks until this rank has failed, or leaves; whether it has failed.
+  bool await_failure();
   // One of the kThreads threads has done what was to be done after that; the leaving rank waits for it a while.
   static constexpr int kThreads = 2;
   void finish();

@@ -97,6 +97,23 @@ bool send_message(int socket, const LinkMessage& message, int file, Deadline dea
   }
 }
 
+// All of them: more than were expected must not stay open.
+std::vector<FileDescriptor> passed_files(msghdr& header) {
+  std::vector<FileDescriptor> files;
+  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) {
+      continue;
+    }
+    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+      files.emplace_back(fd);
+    }
+  }
+  return files;
+}
+
 Received receive_message(int socket, LinkMessage& message, FileDescriptor& file) {
   iovec data{&message, sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -113,18 +130,20 @@ Received receive_message(int socket, LinkMessage& message, FileDescriptor& file)
   if (size < 0) {
     return errno == EAGAIN ? Received::kNothing : Received::kEnd;
   }
-  if (size != sizeof(message)) {
+  std::vector<FileDescriptor> files = passed_files(header);
+  if (size == 0 && files.empty()) {
     return Received::kEnd;
   }
-  file.reset();
-  if (cmsghdr* passed = CMSG_FIRSTHDR(&header); passed != nullptr && passed->cmsg_type == SCM_RIGHTS) {
-    int fd;
-    std::memcpy(&fd, CMSG_DATA(passed), sizeof(int));
-    file.reset(fd);
+  if (size != sizeof(message) || (header.msg_flags & MSG_TRUNC) != 0 || files.size() > 1) {
+    throw UnknownMessage{"a message of " + std::to_string(size) +
+                         ((header.msg_flags & MSG_TRUNC) != 0 ? " bytes and more" : " bytes") + " with " +
+                         std::to_string(files.size()) + " file descriptors, expected " +
+                         std::to_string(sizeof(message)) + " with one at most"};
   }
   if ((header.msg_flags & MSG_CTRUNC) != 0) {
     throw CommError("a peer's memory could not be received: too many open files (raise 'ulimit -n')");
   }
+  file = files.empty() ? FileDescriptor() : std::move(files.front());
   return Received::kMessage;
 }
 
@@ -200,19 +219,35 @@ void ShmLinks::announce_gone() {
 }
 
 void ShmLinks::take(Peer& peer, const LinkMessage& message, const FileDescriptor& file) {
-  std::shared_ptr<Mapping> old;  // unmapped without the lock
-  std::lock_guard lock(slabs_mutex_);
-  switch (message.kind) {
-    case LinkMessage::Kind::kSlab:
-      peer.slabs[message.slab] = Mapping::of_file(file.get(), message.size_bytes, false);
-      break;
-    case LinkMessage::Kind::kSlabGone:
-      old = std::move(peer.slabs[message.slab]);
-      peer.slabs.erase(message.slab);
-      break;
-    case LinkMessage::Kind::kControl:
-      break;
+  const std::string named = "slab " + std::to_string(message.slab);
+  std::shared_ptr<Mapping> mapping;  // mapped and unmapped without the lock
+  if (message.kind == LinkMessage::Kind::kSlab) {
+    mapping = Mapping::of_file(file.get(), message.size_bytes, false);
+  } else if (message.kind != LinkMessage::Kind::kSlabGone) {  // from another process: any number
+    throw UnknownMessage{"a message of kind " + std::to_string(static_cast<uint32_t>(message.kind))};
   }
+  std::lock_guard lock(slabs_mutex_);
+  if (mapping != nullptr) {
+    if (!peer.slabs.emplace(message.slab, std::move(mapping)).second) {
+      throw UnknownMessage{named + ", which it has announced before"};
+    }
+  } else if (const auto found = peer.slabs.find(message.slab); found != peer.slabs.end()) {
+    mapping = std::move(found->second);
+    peer.slabs.erase(found);
+  } else if (peer.broken.empty()) {
+    throw UnknownMessage{"the end of " + named + ", which it has not announced"};
+  }
+}
+
+void ShmLinks::cut_off(Peer& peer, const std::string& fault) noexcept {
+  std::lock_guard lock(slabs_mutex_);
+  peer.fault = fault;
+}
+
+std::string ShmLinks::end_of(int rank) const {
+  std::lock_guard lock(slabs_mutex_);
+  const std::string& fault = peers_[static_cast<size_t>(rank)]->fault;
+  return fault.empty() ? "died" : "was cut off, for it sent " + fault;
 }
 
 // Reads what has come; `has_ended`: the process is no more.
@@ -227,6 +262,10 @@ void ShmLinks::look_at(Peer& peer, bool has_ended) noexcept {
         continue;
       }
       has_ended = has_ended || received == Received::kEnd;
+      break;
+    } catch (const UnknownMessage& unknown) {
+      cut_off(peer, unknown.text);
+      has_ended = true;
       break;
     } catch (const std::exception& error) {
       std::lock_guard lock(slabs_mutex_);

@@ -3,7 +3,7 @@
 // [Note: liveness] A watcher thread, which never needs the GIL, sleeps in poll() on the sockets and, where the system
 // has them, on pidfds. When a process ends, however it ends, the kernel closes its sockets: the watcher marks the
 // peer dead and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it
-// closes.
+// closes. A peer that sends what no rank sends is treated as one that has died.
 //
 // [Note: slabs travel ahead] A rank announces a slab to every peer before anybody can use it; operations name slabs
 // by id. A peer's watcher may still be about to receive the announcement when an operation names the slab: the
@@ -39,8 +39,12 @@ struct LinkMessage {
 
 // Sends, with a file descriptor (-1: none). False when the peer is gone. CommTimeout at the deadline.
 bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline);
+struct UnknownMessage {  // thrown inside comm/ only
+  std::string text;
+};
 enum class Received { kMessage, kNothing, kEnd };
-// Never blocks. CommError when a passed file descriptor was lost (too many open files).
+// Never blocks. CommError when a passed file descriptor was lost (too many open files); UnknownMessage for what no rank
+// sends, of another length or with several file descriptors.
 Received receive_message(int socket, LinkMessage& message, FileDescriptor& file);
 
 class ShmLinks {
@@ -50,6 +54,8 @@ class ShmLinks {
   ~ShmLinks();
 
   bool is_dead(int rank) const { return peers_[static_cast<size_t>(rank)]->is_dead; }
+  // How a dead peer ended, for messages.
+  std::string end_of(int rank) const;
   pid_t pid(int rank) const { return peers_[static_cast<size_t>(rank)]->pid; }
   // A peer's slab, null when its announcement has not arrived. CommError when we could not receive it.
   std::shared_ptr<Mapping> slab(int rank, uint32_t id) const;
@@ -66,17 +72,19 @@ class ShmLinks {
     std::atomic<bool> is_dead{false};
     std::map<uint32_t, std::shared_ptr<Mapping>> slabs;
     std::string broken;  // why slabs can no longer be received
+    std::string fault;   // what it sent that no rank sends: nothing more is read of it
   };
   void watch() noexcept;
   void look_at(Peer& peer, bool has_ended) noexcept;
   void take(Peer& peer, const LinkMessage& message, const FileDescriptor& file);
+  void cut_off(Peer& peer, const std::string& fault) noexcept;
   void announce_gone();
   void send_to_all(const LinkMessage& message, int file);
 
   const int rank_;
   RankRecord& own_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  mutable std::mutex slabs_mutex_;  // of Peer::slabs and Peer::broken
+  mutable std::mutex slabs_mutex_;  // of Peer::slabs, broken and fault
   std::mutex send_mutex_;           // of the two below, and of sending
   std::map<uint32_t, std::weak_ptr<Slab>> announced_;
   bool is_closed_ = false;

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 import secrets
+import selectors
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -14,19 +18,28 @@ from ._build import native
 from .errors import CommError
 from .meeting import Meeting
 
-__all__ = ["NotOneHost", "connect"]
+__all__ = ["NoSharedMemory", "NotOneHost", "connect"]
 
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _HELLO_TIMEOUT_S = 1.0
+_LOOK_S = 0.05
+_PAUSE_S = 0.01
 
 
 class NotOneHost(Exception):
     """The ranks do not all share a host; the text says who could not reach whom. On every rank alike."""
 
 
+class NoSharedMemory(NotOneHost):
+    """There is none on some rank's system; the text says on which, and why. On every rank alike."""
+
+
 def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks, all or none: `NotOneHost`, or `CommError` on every rank."""
+    failures = meeting.failures(meeting.attempt(native().expect_shared_memory))
+    if failures:
+        raise NoSharedMemory(failures)
     return _Links(meeting).connect(name, timeout_s)
 
 
@@ -49,12 +62,14 @@ class _Links:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             address = f"\0bucketwheel-{secrets.token_hex(16)}"
             listener.bind(address)
-            listener.listen(self.size)
+            listener.listen()
             me = {"address": address, "nonce": self.nonce.hex(), "pid": os.getpid(), "uid": os.getuid()}
             self.peers = meeting.exchange(me)
-            # Connecting needs no accept() on the other side: a listening socket queues it.
+            # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
+            acceptor = stack.enter_context(_Acceptor(self, listener))
             self._expect_reached(meeting.attempt(self._call_lower_ranks))
-            self._expect_reached(meeting.attempt(lambda: self._accept_higher_ranks(listener)))
+            self._expect_reached(acceptor.failure())
+            self.sockets.update(acceptor.accepted)
             made: list[Any] = []
             failures = ""
             try:
@@ -86,36 +101,119 @@ class _Links:
             peer = self.peers[rank]
             call = self.sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             call.settimeout(max(self.meeting.deadline - time.monotonic(), 0.001))
-            call.connect(peer["address"])
+            while (
+                error := call.connect_ex(peer["address"])
+            ) == errno.EAGAIN and time.monotonic() < self.meeting.deadline:
+                time.sleep(_PAUSE_S)  # too many call
+            if error:
+                raise OSError(error, f"calling rank {rank}: {os.strerror(error)}")
             if not _is_peer(call, peer):
                 raise ConnectionRefusedError(
                     f"the socket of rank {rank} belongs to another process than pid {peer['pid']}"
                 )
             call.send(_HELLO.pack(self.rank, bytes.fromhex(peer["nonce"])))
 
-    def _accept_higher_ranks(self, listener: socket.socket) -> None:
-        while len(self.sockets) < self.size - 1:
-            listener.settimeout(max(self.meeting.deadline - time.monotonic(), 0.001))
-            call, _ = listener.accept()
-            call.settimeout(_HELLO_TIMEOUT_S)  # a peer sends its hello before anybody accepts
-            rank = self._caller(call)
-            if rank is None:
-                call.close()  # some other process of this host
-            else:
-                self.sockets[rank] = call
+
+class _Acceptor:
+    """Takes the calls of the higher ranks, in a thread of its own, while `with` lasts."""
+
+    def __init__(self, links: _Links, listener: socket.socket) -> None:
+        self.accepted: dict[int, socket.socket] = {}
+        self._links = links
+        self._listener = listener
+        self._failure = ""
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="bw-accept", daemon=True)
+
+    def __enter__(self) -> _Acceptor:  # noqa: PYI034 (typing.Self is newer than Python 3.10)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_stopped = True
+        self._thread.join()
+        if kind is not None:
+            for call in self.accepted.values():
+                call.close()
+
+    def failure(self) -> str:
+        """Waits for the end; what went wrong, empty if nothing did."""
+        self._thread.join()
+        return self._failure
+
+    def _run(self) -> None:
+        self._failure = self._links.meeting.attempt(self._accept)
+
+    def _accept(self) -> None:
+        missing = self._links.size - 1 - self._links.rank
+        with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as unknown:
+            self._listener.setblocking(False)
+            waiting.register(self._listener, selectors.EVENT_READ, math.inf)
+            while len(self.accepted) < missing and not self._is_stopped:
+                now = time.monotonic()
+                if now >= self._links.meeting.deadline:
+                    raise TimeoutError(f"{missing - len(self.accepted)} of the higher ranks have not called")
+                for key, _ in waiting.select(_LOOK_S):
+                    if key.fileobj is self._listener:
+                        self._take_call(waiting, unknown)
+                    else:
+                        self._hear(waiting, key.fileobj)  # type: ignore[arg-type]
+                for key in [key for key in waiting.get_map().values() if key.data < now]:
+                    self._hang_up(waiting, key.fileobj)  # type: ignore[arg-type]
+
+    def _take_call(self, waiting: selectors.BaseSelector, unknown: contextlib.ExitStack) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # who called has gone
+            call, _ = self._listener.accept()
+            if _credentials(call)[1] != os.getuid():
+                call.close()  # who cannot be one of us is not listened to
+                return
+            call.setblocking(False)
+            waiting.register(call, selectors.EVENT_READ, time.monotonic() + _HELLO_TIMEOUT_S)
+            unknown.callback(self._close_unknown, call)
+
+    def _hear(self, waiting: selectors.BaseSelector, call: socket.socket) -> None:
+        rank = self._caller(call)
+        if rank is None:
+            self._hang_up(waiting, call)
+        else:
+            waiting.unregister(call)
+            self.accepted[rank] = call
 
     def _caller(self, call: socket.socket) -> int | None:
+        """Its rank, if it knows our secret. ConnectionRefusedError when it does, but is not who the meeting spoke of."""
         try:
-            hello = call.recv(_HELLO.size)
+            hello = call.recv(_HELLO.size + 1)
         except OSError:
             return None
         if len(hello) != _HELLO.size:
             return None
         rank, nonce = _HELLO.unpack(hello)
-        is_expected = self.rank < rank < self.size and rank not in self.sockets and nonce == self.nonce
-        return rank if is_expected and _is_peer(call, self.peers[rank]) else None
+        is_ours = secrets.compare_digest(nonce, self._links.nonce)
+        if not is_ours or rank in self.accepted or not self._links.rank < rank < self._links.size:
+            return None
+        if not _is_peer(call, self._links.peers[rank]):
+            pid, uid = _credentials(call)
+            peer = self._links.peers[rank]
+            raise ConnectionRefusedError(
+                f"pid {pid} of user {uid} called as rank {rank}, which is pid {peer['pid']} of user {peer['uid']}"
+            )
+        return rank
+
+    def _hang_up(self, waiting: selectors.BaseSelector, call: socket.socket) -> None:
+        waiting.unregister(call)
+        call.close()
+
+    def _close_unknown(self, call: socket.socket) -> None:
+        if call not in self.accepted.values():
+            call.close()
+
+
+def _credentials(call: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    pid, uid, _ = _CREDENTIALS.unpack(call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def _is_peer(call: socket.socket, peer: dict[str, Any]) -> bool:
-    pid, uid, _ = _CREDENTIALS.unpack(call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, uid = _credentials(call)
     return pid == peer["pid"] and uid == peer["uid"] == os.getuid()

@@ -1,0 +1,251 @@
+"""The shm backend on systems that lack something, and beside users and processes that are none of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import socket
+import struct
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from comm_cases import check_all_gather, check_reduce_scatter, check_usable
+from failure_cases import SOON_S, error_of, gather
+from refused_calls import refuse
+
+from bucketwheel import comm_shm
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.testing import RankPool
+
+pytestmark = pytest.mark.dist
+
+
+# -------------------------------------------------------------------------------------------- systems that lack something
+
+
+def lacking(rank: int, size: int, call: str) -> str:
+    refuse(call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm = Communicator(timeout_s=30)
+    with comm:
+        assert comm.backend == "shm"
+        for kind in ("foreign", "pool", "in_place_pool"):
+            check_all_gather(comm, [(torch.float32, 500_000), (torch.bfloat16, 3)], kind)
+            check_reduce_scatter(comm, [(torch.float32, 500_000)], kind)
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        begin = time.monotonic()
+        kind, text, _ = error_of(lambda: gather(comm)[1].wait())
+        assert (kind, time.monotonic() - begin < SOON_S) == ("PeerError", True), text
+    return text
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "sealing"])
+def test_what_it_can_do_without(call):
+    """Deaths are seen without pidfds too."""
+    with RankPool(3, forked=True) as pool:
+        for text in pool.run(lacking, call, expect_dead=[1])[::2]:
+            assert "rank 1" in text and "died" in text
+
+
+def without_memfds(rank: int, size: int) -> tuple[str, list[str]]:
+    if rank == 1:
+        refuse("memfd_create")
+    with pytest.raises(CommError, match="cannot share memory") as refused:
+        Communicator(backend="shm", timeout_s=30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = Communicator(timeout_s=30)
+    with comm:
+        assert comm.backend == "c10d"
+        check_usable(comm)
+    return str(refused.value), [str(one.message) for one in caught]
+
+
+def test_what_it_cannot_do_without():
+    """All ranks refuse, with the reason; "auto" takes another backend and says why."""
+    with RankPool(3, forked=True) as pool:
+        results = pool.run(without_memfds)
+    for text, told in results:
+        reason = "rank 1: CommError: cannot make shared memory (memfd_create) of 4096 bytes: Function not implemented"
+        assert reason in text and "rank 0" not in text
+        assert len(told) == 1 and "slower" in told[0] and reason in told[0]
+
+
+# ------------------------------------------------------------------------------------------------------- other users
+
+OTHER_UID = 65_534
+
+
+def as_user(uid: int | None, body: Callable[[], str]) -> str:
+    """What ``body()`` returns in a child of that user (None: of ours), or its traceback."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            if uid is not None:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            said = body()
+        except BaseException:  # noqa: BLE001 (the parent's to report)
+            said = traceback.format_exc()
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said
+
+
+class Range(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def refusal_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return "none"
+
+
+def intrude(pid: int, addresses: list[str]) -> str:
+    """On every way that Linux has into the memory of a process."""
+    ways = [
+        lambda: os.listdir(f"/proc/{pid}/fd"),
+        lambda: os.listdir(f"/proc/{pid}/map_files"),
+        lambda: open(f"/proc/{pid}/mem", "rb"),
+        *(functools.partial(open, f"/proc/{pid}/fd/{fd}", "rb") for fd in range(64)),
+    ]
+    refusals = {refusal_of(way) for way in ways}
+    libc = ctypes.CDLL(None, use_errno=True)
+    here = ctypes.create_string_buffer(16)
+    for address in addresses:
+        mine, theirs = Range(ctypes.addressof(here), 16), Range(int(address, 16), 16)
+        got = libc.process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        refusals.add(errno.errorcode[ctypes.get_errno()] if got == -1 else "none")
+    return " ".join(sorted(refusals))
+
+
+def memory_of(pid: int) -> list[str]:
+    """Where the process has mapped memfds of ours."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split("-")[0] for line in lines if "memfd:bucketwheel" in line]
+
+
+def looked_at(rank: int, size: int) -> tuple[str, str]:
+    with Communicator(backend="shm", timeout_s=30) as comm:
+        lease = comm.pool.acquire("secret", 1 << 16)
+        lease.tensor(torch.uint8, (1 << 16,)).fill_(7)
+        maps = memory_of(os.getpid())
+        assert len(maps) >= 2
+        theirs = as_user(OTHER_UID, functools.partial(intrude, os.getpid(), maps))
+        own = as_user(None, functools.partial(intrude, os.getpid(), maps))
+        lease.release()
+        check_usable(comm)
+    return theirs, own
+
+
+need_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+@need_root
+def test_memory_is_shut_to_other_users():
+    with RankPool(2, forked=True) as pool:
+        for theirs, own in pool.run(looked_at):
+            assert theirs in ("EACCES", "EACCES EPERM")
+            assert "none" in own  # the ways are ways
+
+
+def call_all(addresses: list[str]) -> str:
+    calls = []
+    for address in addresses:
+        for hello in (b"", b"x" * 20, bytes(4000), b"xyz"):
+            call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            call.settimeout(20)
+            try:
+                call.connect("\0" + address)
+            except ConnectionRefusedError:  # another test's, which is over
+                continue
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hung up on already
+                if hello:
+                    call.send(hello)
+            calls.append(call)
+    for call in calls:
+        with contextlib.suppress(ConnectionResetError):
+            if call.recv(100):
+                return "somebody answered"
+    return "hung up on" if len(calls) >= 8 else f"{len(calls)} calls"
+
+
+def listening() -> list[str]:
+    """Names of our sockets in the abstract namespace."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line.split()[-1][1:] for line in lines if "@bucketwheel-" in line]
+
+
+def called_by_others(rank: int, size: int, user: int | None) -> str:
+    """The last rank calls late; until then the others listen, and somebody else calls them."""
+    if rank == size - 1:
+        call_lower_ranks = comm_shm._Links._call_lower_ranks
+
+        def call_late(links: Any) -> None:
+            time.sleep(3.0)
+            call_lower_ranks(links)
+
+        with (
+            mock.patch.object(comm_shm._Links, "_call_lower_ranks", call_late),
+            Communicator(backend="shm", timeout_s=30) as comm,
+        ):
+            check_usable(comm)
+        return ""
+    said: list[str] = []
+
+    def call() -> None:
+        until = time.monotonic() + 2.5
+        while len(listening()) < size - 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        found = listening()
+        said.append(f"{len(found) >= size - 1} {as_user(user, functools.partial(call_all, found))}")
+
+    caller = threading.Thread(target=call)
+    if rank == 0:
+        caller.start()
+    with Communicator(backend="shm", timeout_s=30) as comm:
+        check_usable(comm)
+        if rank == 0:
+            caller.join(60)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("user", [None, pytest.param(OTHER_UID, marks=need_root)])
+def test_callers_that_are_no_ranks_are_hung_up_on(user):
+    """Of another user, or of ours but without the secret."""
+    with RankPool(3, forked=True) as pool:
+        assert pool.run(called_by_others, user)[0] == "True hung up on"
+
+
+def test_a_rank_that_is_another_process_is_refused():
+    """Credentials come from the kernel; what a process says of itself does not count."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    me = {"pid": os.getpid(), "uid": os.getuid()}
+    assert comm_shm._is_peer(here, me)
+    assert not comm_shm._is_peer(here, {**me, "pid": os.getpid() + 1})
+    assert not comm_shm._is_peer(here, {**me, "uid": os.getuid() + 1})
+    assert struct.calcsize("iii") == comm_shm._CREDENTIALS.size
+    here.close()
+    there.close()

@@ -1,0 +1,294 @@
+// comm/shm_links, base/memfd: what a peer may send and what it may not; nothing of it ends this process or stays open.
+// Run by test_native.py.
+// needs: base device kernels pool comm
+// runs: plain address
+// slow: address
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "comm/mapping.h"
+#include "comm/shm_links.h"
+
+using namespace bucketwheel;
+
+namespace {
+
+using Kind = LinkMessage::Kind;
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kFuzzedMessages = 100'000;
+#else
+constexpr int kFuzzedMessages = 10'000;
+#endif
+
+FileDescriptor memfd(size_t size_bytes, bool is_sealed = true) {
+  FileDescriptor file(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  CHECK(ftruncate(file.get(), static_cast<off_t>(size_bytes)) == 0);
+  CHECK(!is_sealed || fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
+  return file;
+}
+
+// Whatever bytes and descriptors; waits while the socket is full.
+void send_bytes(int socket, const void* bytes, size_t size_bytes, const std::vector<int>& files) {
+  iovec data{const_cast<void*>(bytes), size_bytes};
+  alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  if (!files.empty()) {
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(files.size() * sizeof(int));
+    cmsghdr* const passed = CMSG_FIRSTHDR(&header);
+    passed->cmsg_level = SOL_SOCKET;
+    passed->cmsg_type = SCM_RIGHTS;
+    passed->cmsg_len = CMSG_LEN(files.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(passed), files.data(), files.size() * sizeof(int));
+  }
+  while (sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+    if (errno == EPIPE || errno == ECONNRESET) {
+      return;  // the other side has had enough
+    }
+    CHECK(errno == EAGAIN || errno == ENOBUFS || errno == ETOOMANYREFS || errno == EINTR);
+    pollfd writable{socket, POLLOUT, 0};
+    poll(&writable, 1, 1);
+  }
+}
+
+void send(int socket, const LinkMessage& message, const std::vector<int>& files) {
+  send_bytes(socket, &message, sizeof(message), files);
+}
+
+// One rank, and the other end of its only peer's socket.
+class Link {
+ public:
+  Link() : record_(std::make_unique<RankRecord>()) {
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    std::vector<FileDescriptor> sockets(2);
+    sockets[1].reset(pair[0]);
+    peer.reset(pair[1]);
+    links = std::make_unique<ShmLinks>(0, std::move(sockets), std::vector<pid_t>{getpid(), getpid()}, *record_);
+  }
+  bool is_cut_off() const { return links->is_dead(1); }
+
+ private:
+  std::unique_ptr<RankRecord> record_;
+
+ public:
+  FileDescriptor peer;
+  std::unique_ptr<ShmLinks> links;
+};
+
+// Whether something that was sent has not been read.
+bool is_unread(int socket) {
+  int bytes = 0;
+  CHECK(ioctl(socket, SIOCOUTQ, &bytes) == 0);
+  return bytes != 0;
+}
+
+size_t open_files() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return static_cast<size_t>(std::distance(begin(files), end(files)));
+}
+
+size_t shared_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:") != std::string::npos;
+  }
+  return count;
+}
+
+TEST(links_carry_slabs) {
+  Link link;
+  const FileDescriptor small = memfd(5000);
+  const FileDescriptor large = memfd(3 << 20);
+  send(link.peer.get(), {Kind::kSlab, 7, 5000}, {small.get()});
+  send(link.peer.get(), {Kind::kSlab, 1, 3 << 20}, {large.get()});
+  sleep_until([&] { return link.links->slab(1, 1) != nullptr; });
+  CHECK(link.links->slab(1, 7)->size_bytes() == 5000 && link.links->slab(1, 1)->size_bytes() == 3 << 20);
+  send(link.peer.get(), {Kind::kSlabGone, 7, 0}, {});
+  sleep_until([&] { return link.links->slab(1, 7) == nullptr; });
+  CHECK(!link.is_cut_off() && link.links->slab(1, 1) != nullptr);
+}
+
+void expect_cut_off(const char* why, const std::function<void(int)>& send_it) {
+  Link link;
+  send_it(link.peer.get());
+  sleep_until([&] { return link.is_cut_off(); });
+  if (link.links->end_of(1).find(why) == std::string::npos) {
+    std::fprintf(stderr, "it says: %s\n", link.links->end_of(1).c_str());
+    CHECK(!"the reason");
+  }
+}
+
+TEST(links_cut_off_whoever_sends_what_no_rank_sends) {
+  const FileDescriptor file = memfd(4096);
+  const int fd = file.get();
+  const size_t before = open_files();
+  const LinkMessage slab{Kind::kSlab, 0, 4096};
+  expect_cut_off("a message of 3 bytes with 0 file descriptors", [](int peer) { send_bytes(peer, "abc", 3, {}); });
+  expect_cut_off("and more", [](int peer) { send_bytes(peer, std::string(99, 'x').data(), 99, {}); });
+  expect_cut_off("with 2 file descriptors", [&](int peer) { send(peer, slab, {fd, fd}); });
+  expect_cut_off("file descriptors, expected", [&](int peer) { send(peer, slab, {fd, fd, fd, fd, fd, fd, fd}); });
+  expect_cut_off("a message of kind 77", [&](int peer) { send(peer, {static_cast<Kind>(77), 0, 0}, {}); });
+  expect_cut_off("a message of kind 0", [&](int peer) { send(peer, {Kind::kControl, 0, 4096}, {fd}); });
+  expect_cut_off("the end of slab 5, which it has not", [](int peer) { send(peer, {Kind::kSlabGone, 5, 0}, {}); });
+  expect_cut_off("slab 0, which it has announced before", [&](int peer) {
+    send(peer, slab, {fd});
+    send(peer, slab, {fd});
+  });
+  expect_cut_off("died", [](int peer) { shutdown(peer, SHUT_RDWR); });
+  CHECK(open_files() == before);
+}
+
+// Files that cannot serve as a slab: who needs the slab is told, with the reason.
+TEST(links_refuse_files_that_could_fault) {
+  const FileDescriptor unsealed = memfd(4096, false);
+  const FileDescriptor file = memfd(4096);
+  const FileDescriptor folder(open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const FileDescriptor device(open("/dev/zero", O_RDWR | O_CLOEXEC));
+  const auto expect_refused = [](const char* why, const LinkMessage& message, const std::vector<int>& files) {
+    Link link;
+    send(link.peer.get(), message, files);
+    const FileDescriptor good = memfd(4096);
+    send(link.peer.get(), {Kind::kSlab, 9, 4096}, {good.get()});
+    sleep_until([&] {
+      try {
+        return link.links->slab(1, 9) != nullptr;
+      } catch (const CommError&) {
+        return false;
+      }
+    });
+    CHECK_THROWS(CommError, why, link.links->slab(1, message.slab));
+  };
+  expect_refused("is not sealed: it could be cut off", {Kind::kSlab, 0, 4096}, {unsealed.get()});
+  expect_refused("has 4096 bytes, it announced 4097", {Kind::kSlab, 0, 4097}, {file.get()});
+  expect_refused("it announced 18446744073709551615", {Kind::kSlab, 0, UINT64_MAX}, {file.get()});
+  expect_refused("cannot map shared memory of 0 bytes", {Kind::kSlab, 0, 0}, {file.get()});
+  expect_refused("it announced 4096", {Kind::kSlab, 0, 4096}, {});
+  expect_refused("it announced 4096", {Kind::kSlab, 0, 4096}, {device.get()});
+  expect_refused("could be cut off", {Kind::kSlab, 0, 1}, {folder.get()});
+}
+
+// What was mapped keeps its size whatever its owner tries.
+TEST(memfds_keep_their_size) {
+  const char* failed = nullptr;
+  const FileDescriptor file = try_make_memfd("test", 8192, failed);
+  CHECK(file.get() >= 0 && failed == nullptr && seals_memfds() && is_size_final(file.get()));
+  CHECK(ftruncate(file.get(), 0) != 0 && errno == EPERM);
+  CHECK(ftruncate(file.get(), 1 << 20) != 0 && errno == EPERM);
+  CHECK(fcntl(file.get(), F_ADD_SEALS, F_SEAL_WRITE) != 0 && errno == EPERM);
+  CHECK(!is_size_final(memfd(4096, false).get()));
+  CHECK(try_make_memfd("test", size_t{1} << 63, failed).get() == -1 && std::string(failed) == "ftruncate");
+}
+
+class Fuzzer {
+ public:
+  explicit Fuzzer(uint64_t seed) : random_(seed), file_(memfd(4096)), unsealed_(memfd(8192, false)) {}
+
+  void begin_link() { known_.clear(); }
+
+  // One message more: right, or not in one thing or several.
+  void send_one(int peer) {
+    LinkMessage message{Kind::kSlab, next_slab_++, 4096};
+    std::vector<int> files{file_.get()};
+    if (!known_.empty() && any() % 3 == 0) {
+      message = {Kind::kSlabGone, known_.back(), 0};
+      files.clear();
+      known_.pop_back();
+    } else {
+      known_.push_back(message.slab);
+    }
+    if (any() % 8 == 0) {
+      message.size_bytes = pick({0, 1, 4097, uint64_t{1} << 63, UINT64_MAX, any()});
+    }
+    if (any() % 8 == 0) {  // sockets and terminals too, none, or too many
+      const int choices[] = {unsealed_.get(), unsealed_.get(), peer, 0};
+      files.assign(pick({0, 1, 1, 1, 1, 1, 2, 7}), choices[any() % std::size(choices)]);
+    }
+    if (any() % 24 == 0) {
+      message.kind = static_cast<Kind>(pick({0, 3, any()}));
+    }
+    if (any() % 24 == 0) {
+      message.slab = static_cast<uint32_t>(pick({0, message.slab - 1, any()}));
+    }
+    unsigned char bytes[80];
+    for (unsigned char& byte : bytes) {
+      byte = static_cast<unsigned char>(any());
+    }
+    std::memcpy(bytes, &message, sizeof(message));
+    if (any() % 24 == 0) {
+      bytes[any() % sizeof(message)] ^= static_cast<unsigned char>(1u << any() % 8);
+    }
+    const size_t size_bytes = any() % 32 == 0 ? any() % sizeof(bytes) : sizeof(message);
+    send_bytes(peer, bytes, size_bytes, files);
+  }
+
+ private:
+  uint64_t any() { return random_(); }
+  uint64_t pick(std::initializer_list<uint64_t> choices) { return *(choices.begin() + any() % choices.size()); }
+
+  std::mt19937_64 random_;
+  FileDescriptor file_;
+  FileDescriptor unsealed_;
+  uint32_t next_slab_ = 0;
+  std::vector<uint32_t> known_;
+};
+
+TEST(links_survive_whatever_is_sent) {
+  Fuzzer fuzzer(6);
+  const size_t files = open_files();
+  const size_t mappings = shared_mappings();
+  int sent = 0;
+  int links = 0;
+  for (; sent < kFuzzedMessages; ++links) {
+    Link link;
+    fuzzer.begin_link();
+    for (int i = 0; i < 40 && !link.is_cut_off(); ++i, ++sent) {
+      fuzzer.send_one(link.peer.get());
+      while (!link.is_cut_off() && is_unread(link.peer.get())) {
+        std::this_thread::yield();
+      }
+    }
+    if (links % 3 == 0) {  // closed while messages are on their way
+      fuzzer.send_one(link.peer.get());
+      fuzzer.send_one(link.peer.get());
+      continue;
+    }
+    send_bytes(link.peer.get(), "x", 1, {});
+    sleep_until([&] { return link.is_cut_off(); });
+    CHECK(!link.links->end_of(1).empty());
+    for (uint32_t slab = 0; slab < 20; ++slab) {
+      try {
+        const auto mapping = link.links->slab(1, slab);
+        volatile std::byte last = mapping != nullptr ? mapping->data()[mapping->size_bytes() - 1] : std::byte{0};
+        CHECK(last == std::byte{0});
+      } catch (const CommError&) {  // a slab could not be had
+      }
+    }
+  }
+  CHECK(links < kFuzzedMessages / 4);  // most took several before they were cut off
+  CHECK(open_files() == files && shared_mappings() == mappings);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -1,0 +1,45 @@
+"""System calls that the kernel refuses this process and its threads from now on: systems that lack something, by seccomp."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+_SYSCALLS = {  # asm/unistd.h
+    "x86_64": {"memfd_create": 319, "pidfd_open": 434, "fcntl": 72},
+    "aarch64": {"memfd_create": 279, "pidfd_open": 434, "fcntl": 25},
+}
+_F_ADD_SEALS = 1033
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
+_NUMBER_AT, _SECOND_ARGUMENT_AT = 0, 24  # in struct seccomp_data
+
+
+def refuse(call: str) -> None:
+    """``call``: ``memfd_create``, ``pidfd_open``, or ``sealing``, which is one use of fcntl. For good."""
+    numbers = _SYSCALLS[platform.machine()]
+    if call == "sealing":
+        rules = [
+            (_LOAD, 0, 0, _NUMBER_AT),
+            (_EQUAL, 0, 3, numbers["fcntl"]),
+            (_LOAD, 0, 0, _SECOND_ARGUMENT_AT),
+            (_EQUAL, 0, 1, _F_ADD_SEALS),
+            (_RETURN, 0, 0, _ERRNO | errno.EINVAL),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    else:
+        rules = [
+            (_LOAD, 0, 0, _NUMBER_AT),
+            (_EQUAL, 0, 1, numbers[call]),
+            (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    # struct sock_fprog: how many rules, and where they are
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(program)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filter_, 0, 0):
+        raise OSError(ctypes.get_errno(), f"no seccomp filter against {call}")
