@@ -96,7 +96,7 @@ class TensorSegments {
     return out;
   }
   std::shared_ptr<Request> request(const CommRef& comm, const OperationKind& kind) {
-    auto op = make_operation(kind, take(), nullptr, comm->rank(), comm->world());
+    auto op = comm->checked(kind, take(), nullptr);
     held_->hold_aliases();
     return std::make_shared<Request>(comm, std::move(op), std::vector<Handle::Keepalive>{std::move(held_)});
   }
@@ -377,6 +377,7 @@ inline void bind_comm(py::module_& m) {
                 self.join_cuda(rank, std::move(name), expect_timeout(timeout_s), std::move(pool)));
           },
           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), py::arg("pool"), Unlocked());
+  m.def("expect_shared_memory", &expect_shared_memory, Unlocked());
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {

@@ -1,7 +1,7 @@
 // The calls of the CUDA runtime behind the table of cuda_api.h, and the table itself. Part of bucketwheel._cuda.
 #include <cuda_runtime.h>
 
-#include <cstring>
+#include <cstdio>
 
 #include "base/platform.h"
 #include "bindings/cuda_table.h"
@@ -28,7 +28,7 @@ int get_device_facts(int device, CudaDeviceFacts* facts) {
     facts->major = properties.major;
     facts->minor = properties.minor;
     facts->l2_bytes = static_cast<size_t>(properties.l2CacheSize);
-    std::strncpy(facts->name, properties.name, sizeof(facts->name) - 1);
+    std::snprintf(facts->name, sizeof(facts->name), "%s", properties.name);
   }
   return error;
 }

@@ -5,6 +5,7 @@
 #include "bindings/adam_py.h"
 #include "bindings/arrivals_py.h"
 #include "bindings/bucket_py.h"
+#include "bindings/c10d_py.h"
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
@@ -27,6 +28,7 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_adam_cuda(m);
   bucketwheel::bind_comm(m);
   bucketwheel::bind_nccl(m);
+  bucketwheel::bind_c10d(m);
   bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_bucket(m);
   bucketwheel::bind_schedule(m);

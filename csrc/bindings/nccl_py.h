@@ -223,6 +223,7 @@ inline void bind_store_peers(py::module_& m) {
       .def("deliver", &deliver, py::arg("report"), Unlocked())
       .def("lose", &StorePeers::lose, py::arg("rank"), Unlocked())
       .def("await_leave", &StorePeers::await_leave, Unlocked())
+      .def("await_failure", &StorePeers::await_failure, Unlocked())
       .def("finish", &StorePeers::finish, Unlocked())
       .def(
           "expect_peers",

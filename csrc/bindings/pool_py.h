@@ -169,13 +169,15 @@ inline void bind_pool(py::module_& m) {
             return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting);
           },
           py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none())
-      .def("holds",
-           [](const Pool& self, py::handle object) {
-             const dlpack::Described tensor = dlpack::describe(object);
-             BW_EXPECTS(tensor.is_contiguous(), "the tensor of shape " + tensor.shape_text() + " is not contiguous");
-             const auto size_bytes = static_cast<size_t>(tensor.numel) * size_of(tensor.dtype);
-             return self.locate(tensor.data, size_bytes).slab != nullptr;
-           })
+      .def(
+          "holds",
+          [](const Pool& self, py::handle object) {
+            const dlpack::Described tensor = dlpack::describe(object);
+            BW_EXPECTS(tensor.is_contiguous(), "the tensor of shape " + tensor.shape_text() + " is not contiguous");
+            const auto size_bytes = static_cast<size_t>(tensor.numel) * size_of(tensor.dtype);
+            return self.locate(tensor.data, size_bytes).slab != nullptr;
+          },
+          py::arg("tensor"))
       .def("stats", &Pool::stats)
       .def("check", &Pool::check, Unlocked())
       .def("expect_no_leases", &Pool::expect_no_leases)

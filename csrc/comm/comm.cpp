@@ -2,28 +2,38 @@
 
 #include <utility>
 
+#include "base/error.h"
 #include "comm/operation.h"
 
 namespace bucketwheel {
 
+std::shared_ptr<Operation> Comm::checked(const OperationKind& kind, std::vector<Segment> segments,
+                                         std::shared_ptr<ReduceSink> sink) const {
+  auto op = make_operation(kind, std::move(segments), std::move(sink), rank(), world());
+  for (size_t i = 0; kind.collective == Collective::kReduceScatter && i < op->segments.size(); ++i) {
+    const DType dtype = op->segments[i].full.dtype;
+    BW_EXPECTS(is_float(dtype) || sums_integers(), "segment " + std::to_string(i) + ": reduce_scatter of " +
+                                                       name_of(dtype) + " on a CUDA device is not " +
+                                                       "supported: float32, bfloat16, float16 and float64 are");
+  }
+  return op;
+}
+
 HandleRef Comm::all_gather(std::vector<Segment> segments, IssueOptions options, std::shared_ptr<ReduceSink> sink) {
   expect_usable();
-  return issue(make_operation({Collective::kAllGather, {}, 0}, std::move(segments), std::move(sink), rank(), world()),
-               std::move(options));
+  return issue(checked({Collective::kAllGather, {}, 0}, std::move(segments), std::move(sink)), std::move(options));
 }
 
 HandleRef Comm::reduce_scatter(std::vector<Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
                                IssueOptions options) {
   expect_usable();
-  return issue(
-      make_operation({Collective::kReduceScatter, reduction, 0}, std::move(segments), std::move(sink), rank(), world()),
-      std::move(options));
+  return issue(checked({Collective::kReduceScatter, reduction, 0}, std::move(segments), std::move(sink)),
+               std::move(options));
 }
 
 HandleRef Comm::broadcast(const View& tensor, int root, IssueOptions options) {
   expect_usable();
-  return issue(make_operation({Collective::kBroadcast, {}, root}, {{tensor, tensor}}, nullptr, rank(), world()),
-               std::move(options));
+  return issue(checked({Collective::kBroadcast, {}, root}, {{tensor, tensor}}, nullptr), std::move(options));
 }
 
 HandleRef Request::start(IssueOptions options) const {

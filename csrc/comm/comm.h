@@ -73,6 +73,7 @@ struct IssueOptions {
 };
 
 struct Operation;
+struct OperationKind;
 class Peers;
 
 class Comm {
@@ -88,6 +89,8 @@ class Comm {
   virtual DeviceId device() const { return {}; }
   // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
   virtual const PoolRef& pool() const = 0;
+  // Whether it sums integers.
+  virtual bool sums_integers() const { return device().kind == DeviceId::Kind::kCpu; }
   // The stream that operations run in; made at the first one on CUDA, null before.
   virtual StreamRef stream() const = 0;
 
@@ -98,8 +101,10 @@ class Comm {
                            IssueOptions options);
   // `tensor` becomes what it is on rank `root`.
   HandleRef broadcast(const View& tensor, int root, IssueOptions options);
-  // Enqueues an operation that make_operation() has checked for this rank and world. Sets its seq: an Operation is
-  // issued once.
+  // make_operation() for this rank and world. ValueError for what this backend does not sum, too.
+  std::shared_ptr<Operation> checked(const OperationKind& kind, std::vector<Segment> segments,
+                                     std::shared_ptr<ReduceSink> sink) const;
+  // Enqueues an operation that checked() has made. Sets its seq: an Operation is issued once.
   virtual HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) = 0;
   // Throws the error that the communicator has failed with, or ClosedError.
   virtual void expect_usable() const = 0;

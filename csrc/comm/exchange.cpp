@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/platform.h"
+#include "comm/outputs.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/reduce.h"
 
@@ -17,22 +18,6 @@ size_t window_bytes_of(Collective collective, int world) {
     return slot_bytes;
   }
   return slot_bytes / static_cast<size_t>(world - 1) / kCacheLineBytes * kCacheLineBytes;
-}
-
-// What a reduction does to a sum before it is rounded to its dtype.
-template <class Float>
-void scale(const Reduction& reduction, int world, Float* sum, int64_t numel) {
-  switch (reduction.op) {
-    case ReduceOp::kSum:
-      return;
-    case ReduceOp::kAvg:
-      std::transform(sum, sum + numel, sum, [divisor = static_cast<Float>(world)](Float x) { return x / divisor; });
-      return;
-    case ReduceOp::kPreMul:
-      std::transform(sum, sum + numel, sum,
-                     [factor = static_cast<Float>(reduction.factor)](Float x) { return x * factor; });
-      return;
-  }
 }
 
 }  // namespace
@@ -49,7 +34,7 @@ void Exchange::run() {
   const IeeeFloats ieee;
   enter();
   if (op_.collective == Collective::kAllGather) {
-    gather_own();
+    copy_own_part(op_, team_.rank());
   }
   meet_peers();
   const bool has_staged_peer = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return !p.is_direct; });
@@ -60,7 +45,7 @@ void Exchange::run() {
   }
   finish();
   if (op_.sink && copies()) {
-    feed_gathered();  // peers need nothing of ours any more
+    feed_gathered(op_);  // peers need nothing of ours any more
   }
 }
 
@@ -222,16 +207,6 @@ void Exchange::stage(uint64_t chunk) {
   team_.own().staged = chunk_word(op_.seq, chunk + 1);
 }
 
-void Exchange::gather_own() {
-  for (const Segment& segment : op_.segments) {
-    const size_t bytes = segment.shard.size_bytes();
-    std::byte* to = static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(team_.rank()) * bytes;
-    if (bytes != 0 && to != segment.shard.data) {
-      std::memcpy(to, segment.shard.data, bytes);
-    }
-  }
-}
-
 void Exchange::gather_direct(int rank) {
   const PeerInputs& inputs = peers_[static_cast<size_t>(rank)].inputs;
   for (size_t i = 0; i < op_.segments.size(); ++i) {
@@ -257,23 +232,6 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
   }
 }
 
-void Exchange::feed_gathered() {
-  for (size_t i = 0; i < op_.segments.size(); ++i) {
-    const View& full = op_.segments[i].full;
-    const auto* from = static_cast<const std::byte*>(full.data);
-    alignas(kCacheLineBytes) float block[kSinkBlockNumel];
-    for (int64_t begin = 0; begin < full.numel; begin += kSinkBlockNumel) {
-      const int64_t count = std::min(kSinkBlockNumel, full.numel - begin);
-      const void* source = from + static_cast<size_t>(begin) * size_of(full.dtype);
-      if (full.dtype != DType::kFloat64) {
-        reduce_sum_fp32(&source, 1, full.dtype, count, block);
-        source = block;
-      }
-      op_.sink->consume(i, begin, source, count);
-    }
-  }
-}
-
 std::byte* Exchange::place_of(int rank, size_t segment) const {
   const size_t part = op_.collective == Collective::kBroadcast ? 0 : static_cast<size_t>(rank);
   return static_cast<std::byte*>(op_.segments[segment].full.data) + part * op_.segments[segment].shard.size_bytes();
@@ -294,7 +252,7 @@ void Exchange::reduce_all() {
       for (int r = 0; r < team_.world(); ++r) {
         sources_[static_cast<size_t>(r)] = part_of(r, i);
       }
-      reduce(i, 0, op_.segments[i].shard.numel, sources_);
+      store_sums(op_, i, 0, op_.segments[i].shard.numel, sources_);
     }
   }
 }
@@ -308,43 +266,7 @@ void Exchange::reduce_chunk(uint64_t chunk) {
                                              ? part_of(r, piece->segment) + begin_bytes
                                              : slot + window_of(r, team_.rank()) + piece->offset_bytes;
     }
-    reduce(piece->segment, piece->begin, piece->numel, sources_);
-  }
-}
-
-// `sources` point at element `begin` and are moved on.
-void Exchange::reduce(size_t index, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources) {
-  const View& shard = op_.segments[index].shard;
-  const size_t element_bytes = size_of(shard.dtype);
-  std::byte* const out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes;
-  const bool is_double = shard.dtype == DType::kFloat64;
-  if (!op_.sink && (op_.reduction.op == ReduceOp::kSum || is_double)) {
-    reduce_sum(reinterpret_cast<const void* const*>(sources.data()), team_.world(), shard.dtype, numel, out);
-    if (is_double) {
-      scale(op_.reduction, team_.world(), reinterpret_cast<double*>(out), numel);
-    }
-    return;
-  }
-  alignas(kCacheLineBytes) std::byte room[kSinkBlockNumel * sizeof(double)];
-  for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {
-    const int64_t count = std::min(kSinkBlockNumel, numel - done);
-    const auto* const from = reinterpret_cast<const void* const*>(sources.data());
-    if (is_double) {
-      reduce_sum(from, team_.world(), shard.dtype, count, room);
-    } else {
-      auto* const sum = reinterpret_cast<float*>(room);
-      reduce_sum_fp32(from, team_.world(), shard.dtype, count, sum);
-      scale(op_.reduction, team_.world(), sum, count);
-    }
-    if (op_.sink) {
-      op_.sink->consume(index, begin + done, room, count);
-    } else {
-      store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, reinterpret_cast<const float*>(room),
-                 count);
-    }
-    for (const std::byte*& source : sources) {
-      source += static_cast<size_t>(count) * element_bytes;
-    }
+    store_sums(op_, piece->segment, piece->begin, piece->numel, sources_);
   }
 }
 

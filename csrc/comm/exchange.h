@@ -4,9 +4,6 @@
 // Inputs that peers can map are read where they are (direct). Other inputs go through two staging buffers per rank:
 // while peers read chunk c, the owner copies chunk c + 1 into the other buffer. Whether a rank's inputs are direct or
 // staged is its own affair, operation by operation, and told in its descriptor.
-//
-// A reduction adds in rank order 0 ... world - 1, in float, and rounds once: the result does not depend on who arrived
-// first, nor on direct or staged, and is the same bits on every backend.
 #pragma once
 
 #include <vector>
@@ -37,15 +34,12 @@ class Exchange {
   [[noreturn]] void throw_mismatch();
   void pass_chunks();  // everything that is staged
   void finish();
-  void feed_gathered();  // the sink of an all-gather
 
   void stage(uint64_t chunk);
-  void gather_own();
   void gather_direct(int rank);
   void gather_staged(int rank, uint64_t chunk);
   void reduce_all();
   void reduce_chunk(uint64_t chunk);
-  void reduce(size_t segment, int64_t begin, int64_t numel, std::vector<const std::byte*>& sources);
 
   bool copies() const { return op_.collective != Collective::kReduceScatter; }
   bool has_input(int rank) const { return op_.collective != Collective::kBroadcast || rank == op_.root; }

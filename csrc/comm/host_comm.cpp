@@ -11,7 +11,7 @@ namespace bucketwheel {
 namespace {
 
 // How long the destructor waits for operations in flight.
-constexpr std::chrono::seconds kDestructorGrace{5};
+constexpr std::chrono::seconds kHostGrace{5};
 
 }  // namespace
 
@@ -19,11 +19,10 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
                    std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
       health_(options_.name, options_.rank, control.world()),
-      who_(std::make_shared<const std::string>(health_.who())),
       control_owner_(std::move(control_owner)),
       team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
-      stream_(cpu_device().new_stream("bw-" + options_.name)),
-      flight_({options_.name, options_.rank, control.world(), team_->transport().backend()}) {
+      flight_({options_.name, options_.rank, control.world(), team_->transport().backend()}),
+      order_(health_, flight_, [this](const Operation& op, const char* name) { return execute(op, name); }) {
   if (world() > 1) {
     watch_ = watch([this] { look(); });
   }
@@ -39,42 +38,13 @@ HostComm::~HostComm() {
     watch_->stop();
   }
   try {
-    close(Clock::now() + kDestructorGrace);
+    close(Clock::now() + kHostGrace);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
     team_->transport().leave();
   }
 }
 
-HandleRef HostComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
-  auto state = std::make_shared<Handle::State>();
-  state->op = name_of(op->collective);
-  state->who = who_;
-  state->size_bytes = op->size_bytes;
-  state->keepalive = std::move(options.keepalive);
-  std::lock_guard lock(issue_mutex_);
-  expect_usable();
-  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
-  const bool is_own_stream = &stream == stream_.get();
-  for (const EventRef& event : options.after) {
-    stream.wait(event);
-  }
-  // One stream runs its tasks in order; across streams the order of operations needs an edge.
-  if (last_done_ && !(is_own_stream && last_was_own_stream_)) {
-    stream.wait(last_done_);
-  }
-  op->seq = state->seq = seq_ + 1;
-  flight_.issued(*op, Clock::now());
-  stream.run([this, op = std::move(op), state] { execute(*op, *state); });
-  seq_ = state->seq;
-  health_.set_last_seq(state->seq);
-  state->done = stream.record(options.timing);
-  last_done_ = state->done;
-  last_was_own_stream_ = is_own_stream;
-  return std::make_shared<Handle>(std::move(state));
-}
-
-void HostComm::execute(const Operation& op, Handle::State& state) {
-  flight_.started(op.seq);
+std::exception_ptr HostComm::execute(const Operation& op, const char* name) {
   std::exception_ptr error;
   try {
     if (health_.has_failed()) {
@@ -83,16 +53,14 @@ void HostComm::execute(const Operation& op, Handle::State& state) {
       Exchange(*team_, op, timeout_from_now()).run();
     }
   } catch (const Failure& failure) {
-    error = fail(failure, {op.seq, state.op, ""});
+    error = fail(failure, {op.seq, name, ""});
   } catch (const std::exception& failure) {
-    error = fail(failure_of(failure, rank(), op.seq), {op.seq, state.op, ""});
+    error = fail(failure_of(failure, rank(), op.seq), {op.seq, name, ""});
   }
-  flight_.finished(op.seq, !error);
   if (error) {
     team_->await_readers(op.seq);  // before the inputs are freed
   }
-  state.error = std::move(error);
-  std::exchange(state.keepalive, {}).clear();
+  return error;
 }
 
 void HostComm::post(std::span<const std::byte> payload) {
@@ -136,9 +104,10 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
     }
   } catch (const Failure& failure) {
     if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
-      throw CommTimeout(health_.prefix(seq_) + failure.text, {.seq = seq_, .last_seqs = *last_seqs(0)});
+      throw CommTimeout(health_.prefix(health_.last_seq()) + failure.text,
+                        {.seq = health_.last_seq(), .last_seqs = *last_seqs(0)});
     }
-    std::rethrow_exception(fail(failure, {.seq = seq_}));
+    std::rethrow_exception(fail(failure, {.seq = health_.last_seq()}));
   }
   collected_ = round;
   return payloads;
@@ -146,7 +115,8 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
 
 void HostComm::abort(const std::string& reason) noexcept {
   if (!health_.is_forked() && !is_closed_) {
-    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank()}, {.seq = seq_});
+    fail({FailureKind::kAborted, "aborted by rank " + std::to_string(rank()) + ": " + reason, rank()},
+         {.seq = health_.last_seq()});
   }
 }
 
@@ -158,22 +128,16 @@ void HostComm::close(Deadline deadline) {
   if (is_closed_) {
     return;
   }
-  EventRef last;
-  {
-    std::lock_guard issue_lock(issue_mutex_);
-    health_.start_closing();
-    last = last_done_;
-  }
-  if (last && !last->synchronize(deadline)) {
-    fail({FailureKind::kClosed, "closed while operations were in flight"}, {.seq = seq_});
-    last->synchronize();
-  }
+  health_.start_closing();
+  order_.stop(deadline, [this] {
+    fail({FailureKind::kClosed, "closed while operations were in flight"}, {.seq = health_.last_seq()});
+  });
   is_closed_ = true;
   team_->own().has_left = 1;
   team_->ring_peers();
   team_->stop({FailureKind::kClosed, "the communicator is closed"});
   team_->transport().leave();
-  stream_->close();
+  order_.stream()->close();
 }
 
 std::optional<Failure> HostComm::trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) {
@@ -231,7 +195,7 @@ void HostComm::look() {
     return;
   }
   if (const auto failure = trouble(0, [](int) { return false; }, nullptr)) {
-    flight_.write(health_.prefix(seq_) + "(not noticed yet) " + failure->text);
+    flight_.write(health_.prefix(health_.last_seq()) + "(not noticed yet) " + failure->text);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "comm/comm.h"
 #include "comm/flight.h"
 #include "comm/health.h"
+#include "comm/issue_order.h"
 #include "comm/peers.h"
 #include "comm/team.h"
 #include "comm/watchdog.h"
@@ -36,9 +37,11 @@ class HostComm final : public Comm, public Peers {
   const std::string& name() const override { return health_.name(); }
   const char* backend() const override { return team_->transport().backend(); }
   const PoolRef& pool() const override { return team_->transport().pool(); }
-  StreamRef stream() const override { return stream_; }
+  StreamRef stream() const override { return order_.stream(); }
 
-  HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
+  HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override {
+    return order_.issue(std::move(op), std::move(options));
+  }
   void expect_usable() const override { health_.expect_usable(); }
   Peers& peers() override { return *this; }
   void post(std::span<const std::byte> payload) override;
@@ -62,23 +65,18 @@ class HostComm final : public Comm, public Peers {
 
  private:
   void leave(Deadline deadline) override { close(deadline); }
-  void execute(const Operation& op, Handle::State& state);
+  std::exception_ptr execute(const Operation& op, const char* name);
   std::string describe(int rank) const override { return team_->transport().describe_peer(rank); }
   void look();
 
   const HostCommOptions options_;
   Health health_;
-  const std::shared_ptr<const std::string> who_;  // of messages
   const std::shared_ptr<void> control_owner_;
   std::unique_ptr<Team> team_;
-  StreamRef stream_;
   FlightRing flight_;
   std::atomic<bool> has_flight_{true};
 
-  std::mutex issue_mutex_;  // seq order is issue order; also guards the four below
-  std::atomic<uint64_t> seq_{0};
-  EventRef last_done_;
-  bool last_was_own_stream_ = true;
+  IssueOrder order_;
 
   std::mutex payload_mutex_;
   uint64_t posted_ = 0;

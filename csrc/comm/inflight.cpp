@@ -7,7 +7,7 @@
 namespace bucketwheel {
 namespace {
 
-constexpr std::chrono::microseconds kPoll{100};
+constexpr std::chrono::microseconds kDevicePoll{100};
 
 }  // namespace
 
@@ -102,7 +102,7 @@ void Inflight::await_device(Deadline deadline) noexcept {
       if (has_passed(deadline)) {
         break;
       }
-      std::this_thread::sleep_for(kPoll);
+      std::this_thread::sleep_for(kDevicePoll);
     }
   } catch (const std::exception&) {  // the device is in trouble
   }

@@ -19,7 +19,7 @@ namespace {
 
 // How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
 constexpr std::chrono::seconds kAbortPatience{1};
-constexpr std::chrono::microseconds kPoll{100};
+constexpr std::chrono::microseconds kSessionPoll{100};
 
 // [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
 // when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
@@ -140,7 +140,7 @@ void expect_ended(const NcclApi& api, NcclCall call, int result) {
 std::unique_lock<std::mutex> try_lock_until(std::mutex& mutex, Clock::time_point deadline) {
   std::unique_lock lock(mutex, std::try_to_lock);
   while (!lock && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kPoll);
+    std::this_thread::sleep_for(kSessionPoll);
     (void)lock.try_lock();
   }
   return lock;
@@ -149,7 +149,7 @@ std::unique_lock<std::mutex> try_lock_until(std::mutex& mutex, Clock::time_point
 // `look` says how the call goes.
 int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
   while (result == kNcclInProgress && !has_passed(deadline)) {
-    std::this_thread::sleep_for(kPoll);
+    std::this_thread::sleep_for(kSessionPoll);
     result = look();
   }
   return result;

@@ -19,8 +19,9 @@ void check_reduction(const Operation& op) {
   BW_EXPECTS(std::isfinite(reduction.factor), "the factor of op 'premul' is " + std::to_string(reduction.factor));
   for (size_t i = 0; i < op.segments.size(); ++i) {
     const DType dtype = op.segments[i].full.dtype;
-    BW_EXPECTS(is_float(dtype), at(i) + name_of(op.collective) + " of " + name_of(dtype) +
-                                    " is not supported: float32, bfloat16, float16 and float64 are");
+    BW_EXPECTS(is_float(dtype) || reduction.op == ReduceOp::kSum, at(i) + "op '" + name_of(reduction.op) + "' of " +
+                                                                      name_of(dtype) +
+                                                                      " is not supported: of integers only 'sum' is");
     BW_EXPECTS(!op.sink || op.sink->takes(dtype), at(i) + name_of(op.collective) + " of " + name_of(dtype) +
                                                       " into a sink that does not take it: a float64 shard " +
                                                       "takes float64, any other float32, bfloat16 and float16");

@@ -126,8 +126,9 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
         return;
       }
       throw Failure{FailureKind::kPeer,
-                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" +
-                        (has_left ? " has closed the communicator" : " died") + "; needed for " + text_of_wait(wait),
+                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + " " +
+                        (has_left ? "has closed the communicator" : transport_->end_of(r)) + "; needed for " +
+                        text_of_wait(wait),
                     r, wait.seq};
     }
   }

@@ -32,6 +32,8 @@ class Transport {
   virtual bool shares_inputs() const = 0;
   // Ended without leave(). The doorbell rings when this turns true.
   virtual bool is_dead(int peer) const = 0;
+  // For messages: how a dead peer ended.
+  virtual std::string end_of(int) const { return "died"; }
   // For messages: "pid 1234".
   virtual std::string describe_peer(int peer) const = 0;
   // Says goodbye; no memory of ours is announced to peers any more.

@@ -31,10 +31,10 @@ from ._build import native
 from .errors import CommError, CommTimeout, Error
 from .meeting import Meeting
 
-__all__ = ["make_peers"]
+__all__ = ["NO_TIMEOUT", "connect", "give_up", "make_peers", "start"]
 
 # gloo gives a group up for good when a time limit of its own passes; ours are kept in `_await`.
-_NO_TIMEOUT = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
@@ -75,12 +75,12 @@ class _Agreement:
         self._work: Any = None
         self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
-        self._group = _connect(meeting)
+        self._group = connect(meeting, "gloo")
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect)
         ring = _Ring(self._group, self._rank, self._size)
-        _start(ring, _carry_failures, self.peers, _own_connection(meeting.store), ring, self._size)
-        _start(ring, _watch, self.peers, ring)
-        _start(ring, _say_goodbye, self.peers, ring)
+        start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size, ring=ring)
+        start(_watch, self.peers, ring, ring=ring)
+        start(_say_goodbye, self.peers, ring, ring=ring)
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
@@ -164,15 +164,16 @@ def _own_connection(store: dist.Store) -> dist.Store:
     return store.clone() if hasattr(store, "clone") else store
 
 
-_threads: dict[threading.Thread, weakref.ref[_Ring]] = {}
+_threads: dict[threading.Thread, weakref.ref[_Ring] | None] = {}
 
 
-def _start(ring: _Ring, run: Callable[..., None], *args: Any) -> None:
+def start(run: Callable[..., None], *args: Any, ring: _Ring | None = None) -> None:
+    """A thread that ends when its communicator is closed, and is waited for at the end of the process."""
     thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
     thread.start()
     for ended in [other for other in list(_threads) if not other.is_alive()]:
         _threads.pop(ended, None)
-    _threads[thread] = weakref.ref(ring)
+    _threads[thread] = None if ring is None else weakref.ref(ring)
 
 
 @atexit.register
@@ -181,14 +182,15 @@ def _join_threads() -> None:
     process by SIGABRT. Runs after communicators have been closed: what is registered first runs last."""
     until = time.monotonic() + _EXIT_S
     for thread, its_ring in list(_threads.items()):
-        if thread.is_alive() and (ring := its_ring()) is not None:
+        if its_ring is not None and thread.is_alive() and (ring := its_ring()) is not None:
             ring.stop_receiving()
         thread.join(max(until - time.monotonic(), 0.0))
 
 
-def _connect(meeting: Meeting) -> Any:
-    """The process group of the payloads. `CommTimeout` naming the ranks that have not come by the meeting's deadline."""
-    store = dist.PrefixStore("gloo", meeting.store)
+def connect(meeting: Meeting, name: str) -> Any:
+    """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
+    the ranks that have not come by the meeting's deadline."""
+    store = dist.PrefixStore(name, meeting.store)
     left_s = max(meeting.deadline - time.monotonic(), 0.1)
     try:
         store.set(f"came/{meeting.rank}", "")
@@ -202,8 +204,16 @@ def _connect(meeting: Meeting) -> Any:
                 f"the communicator was not made within {meeting.timeout_s} s: ranks {missing} have not come"
             ) from error
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
-    group._set_default_timeout(_NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
+    group._set_default_timeout(NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
     return group
+
+
+def give_up(group: Any, peer: int) -> None:
+    """Whatever waits in the gloo group ends with a RuntimeError, here and then on the other ranks. A time limit that passes
+    is the one way to have gloo do that. ``peer``: any other rank."""
+    with contextlib.suppress(RuntimeError):
+        nothing = torch.empty(0, dtype=torch.uint8)
+        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class _Ring:
@@ -218,7 +228,7 @@ class _Ring:
 
     def receive(self) -> tuple[int, _Report]:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-        self._group.recv([message], self.following, _RING_TAG).wait(_NO_TIMEOUT)
+        self._group.recv([message], self.following, _RING_TAG).wait(NO_TIMEOUT)
         what, report = json.loads(message.numpy().tobytes().rstrip(b"\0"))
         return what, report
 
@@ -237,11 +247,9 @@ class _Ring:
             self._send(what, _NO_REPORT)
 
     def stop_receiving(self) -> None:
-        """Once this rank leaves. A time limit that passes is the one way to have gloo give up what waits in a group."""
+        """Once this rank leaves."""
         if self._is_leaving:
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(0, dtype=torch.uint8)
-                self._group.recv([nothing], self.following, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            give_up(self._group, self.following)
 
     def _send(self, what: int, report: _Report) -> None:
         data = _packed(what, report).ljust(_MESSAGE_BYTES, b"\0")

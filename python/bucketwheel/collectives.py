@@ -116,10 +116,11 @@ def reduce_scatter(
     and rounding are NCCL's. Lists, streams, ordering and errors are as in `all_gather`.
 
     Args:
-        outputs: contiguous tensors, float32, bfloat16, float16 or float64, on the communicator's device.
+        outputs: contiguous tensors, float32, bfloat16, float16 or float64, on the communicator's device; on the CPU also
+            int64, int32, int16 and uint8, whose sums wrap around.
         inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
-        op: ``"sum"``; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.
+        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.
     """
     outs = outputs if type(outputs) is list else listed(outputs)
     ins = inputs if type(inputs) is list else listed(inputs)

@@ -40,9 +40,11 @@ class Communicator:
         group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default
             process group if there is one, else a world of one rank.
         backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"nccl"``,
-            CUDA tensors of processes on any number of hosts, each with a GPU; ``"auto"``, ``"local"`` for a `LocalRank`
-            and a world of one, else ``"shm"`` on the CPU and ``"nccl"`` on CUDA. Whether all ranks share a host is
-            found by trying, and all ranks come to the same result.
+            CUDA tensors of processes on any number of hosts, each with a GPU; ``"c10d"``, CPU tensors of processes on any
+            hosts, over a process group of torch's that is this communicator's alone: of the backend that ``group`` has
+            for the CPU if it was registered with torch, else gloo; ``"auto"``, ``"local"`` for a `LocalRank` and a
+            world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
+            memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
             `CommTimeout`. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
@@ -55,7 +57,7 @@ class Communicator:
 
     Making one is collective. Raises `ValueError` for bad arguments, `BuildError` when CUDA is asked for and its module
     neither is there nor can be built, `DeviceError` when there is no NCCL to use, `CommError` or `CommTimeout` when it
-    cannot be made on all ranks, `NotImplementedError` when CPU ranks do not share a host. NCCL's communicators have the
+    cannot be made on all ranks (``"shm"``: also when they cannot share memory). NCCL's communicators have the
     library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of torch's own NCCL process groups must come
     from the same thread as ours, in the same order on all ranks.
 
@@ -79,17 +81,21 @@ class Communicator:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         _expect_arguments(group, backend, timeout_s)
+        _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+        native()  # a first use builds it, before the others' time runs
         index = device_index(device)
-        _expect_device(backend, index)
+        if backend == "nccl":
+            _expect_cuda(index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         place = Place.of(group, backend, timeout_s)
         kind = place.backend(backend, index)
         if kind != "nccl" and choices != NcclChoices():
             raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
-        self._finish(place.make(kind, index, name, choices), place, choices)
+        self._finish(place.make(kind, index, name, choices), place, choices, is_tried=kind == "auto")
 
-    def _finish(self, native_comm: Any, place: Place, choices: NcclChoices) -> Communicator:
+    def _finish(self, native_comm: Any, place: Place, choices: NcclChoices, *, is_tried: bool = False) -> Communicator:
         self._native = native_comm
+        self._is_tried = is_tried  # what backend CPU ranks can have; their parts may have another
         self._place = place
         self._choices = choices
         self._gathers: Communicator | None = None
@@ -126,7 +132,7 @@ class Communicator:
         """
         _expect_arguments(group, "nccl", timeout_s)
         index = device_index(device)
-        _expect_device("nccl", index)
+        _expect_cuda(index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         if choices.options.get("split_share"):
             raise ValueError(
@@ -159,7 +165,7 @@ class Communicator:
         """
         _expect_arguments(group, "nccl", timeout_s)
         index = device_index(device)
-        _expect_device("nccl", index)
+        _expect_cuda(index)
         place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
         return cls.__new__(cls)._finish(comm_nccl.borrow(making, group), place, making.choices)
@@ -168,7 +174,8 @@ class Communicator:
         """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
 
         New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
-        one's. Nothing else is shared, unless the option ``split_share`` has NCCL share its resources.
+        one's; but of hosts that ``"auto"`` found apart, those of one may share memory again. Nothing else is shared,
+        unless the option ``split_share`` has NCCL share its resources.
         """
         number = next(self._place.splits)
         token = secrets.token_hex(8)
@@ -180,11 +187,13 @@ class Communicator:
         if self.backend == "nccl":
             made = self._split_nccl(place, color, ranks.index(self.rank), name)
         else:
+            is_tried = self._is_tried and self.backend == "c10d"
             with self._aborting_when_interrupted("split"):
-                made = place.make(self.backend, self.device, name, self._choices) if place is not None else None
+                kind = place.backend("auto", self.device) if is_tried and place is not None else self.backend
+                made = place.make(kind, self.device, name, self._choices) if place is not None else None
         if made is None or place is None:
             return None
-        return type(self).__new__(type(self))._finish(made, place, self._choices)
+        return type(self).__new__(type(self))._finish(made, place, self._choices, is_tried=self._is_tried)
 
     def _split_nccl(self, place: Place | None, color: int, key: int, name: str) -> Any:
         meeting = place.meeting if place is not None else None
@@ -210,7 +219,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """``"shm"``, ``"local"`` or ``"nccl"``."""
+        """``"shm"``, ``"local"``, ``"nccl"`` or ``"c10d"``."""
         return self._native.backend
 
     @property
@@ -363,21 +372,25 @@ def _natives(handles: Sequence[Handle]) -> list[Any]:
 
 
 def _expect_arguments(group: Any, backend: str, timeout_s: float) -> None:
-    if backend not in ("auto", "shm", "local", "nccl"):
-        raise ValueError(f"backend must be 'auto', 'shm', 'local' or 'nccl', got {backend!r}")
+    if backend not in ("auto", "shm", "local", "nccl", "c10d"):
+        raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if isinstance(group, LocalRank):
-        if backend in ("shm", "nccl"):
+        if backend in ("shm", "nccl", "c10d"):
             raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
     elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
 
 
-def _expect_device(backend: str, device: int) -> None:
-    if backend == "shm" and device != CPU:
-        raise ValueError("backend 'shm' is for CPU tensors")
-    if backend == "nccl" and device == CPU:
+def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:
+    is_cpu = device is None or torch.device(device).type == "cpu"
+    if backend in ("shm", "c10d") and not is_cpu:
+        raise ValueError(f"backend {backend!r} is for CPU tensors, not device {str(device)!r}")
+
+
+def _expect_cuda(index: int) -> None:
+    if index == CPU:
         raise ValueError("backend 'nccl' is for CUDA tensors: pass device='cuda'")
 
 

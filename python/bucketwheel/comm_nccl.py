@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import agreement, comm_shm, nccl
+from . import _env, agreement, comm_shm, nccl
 from ._build import native
 from .device import torch_device
 from .errors import CommError, DeviceError, Error
@@ -209,9 +209,13 @@ def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> 
     if making.meeting is None:
         return making.options(serialises=serialises)
     made: list[Any] = []
-    checks = os.environ.get("BW_COMM_CHECK") == "1"
-    wishes = _on_all_ranks(making, lambda: made.append(making.options(serialises=serialises)), checks)
-    if any(wishes):
+    checks: list[bool] = []
+
+    def prepare() -> None:
+        checks.append(_env.flag("BW_COMM_CHECK"))
+        made.append(making.options(serialises=serialises))
+
+    if any(map(any, _on_all_ranks(making, prepare, checks))):
         made[0].set_check(_Check(making.meeting, peers))
     return made[0]
 

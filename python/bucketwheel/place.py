@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from bucketwheel import comm_nccl, comm_shm
+from bucketwheel import comm_c10d, comm_nccl, comm_shm
 from bucketwheel._build import native
 from bucketwheel.comm_nccl import Making, NcclChoices
 from bucketwheel.device import CPU, torch_device
+from bucketwheel.errors import CommError
 from bucketwheel.meeting import Meeting
 from bucketwheel.pool import Pool
 
@@ -61,6 +63,7 @@ class Place:
     timeout_s: float
     meeting: Meeting | None = None
     local: LocalRank | None = None
+    wire: str = "gloo"  # the backend of torch.distributed that carries the data of c10d
     # Numbers the splits: two communicators of a pair have one place, and their parts meet in one Store.
     splits: Iterator[int] = field(default_factory=itertools.count)
 
@@ -72,25 +75,40 @@ class Place:
             return cls(timeout_s)
         if backend == "local":
             raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
-        return cls(timeout_s, Meeting.of_group(group, timeout_s))
+        return cls(timeout_s, Meeting.of_group(group, timeout_s), wire=comm_c10d.backend_of(group))
 
     def backend(self, asked: str, device: int) -> str:
+        """What is to be made; ``"auto"``: whatever connects CPU ranks."""
         if asked != "auto":
             return asked
         if self.meeting is None:
             return "local"
-        return "shm" if device == CPU else "nccl"
+        return "auto" if device == CPU else "nccl"
 
     def make(self, backend: str, device: int, name: str | None, choices: NcclChoices) -> Any:
         """The native communicator. Collective."""
         if backend == "local":
             return _join_local(self.local or LocalWorld(1).rank(0), device, self.timeout_s, name)
-        agreed = self.agreed_name(name, backend)
+        agreed = self.agreed_name(name, "shm" if backend == "auto" else backend)
         if backend == "nccl":
             return comm_nccl.make(Making(self.meeting, device, agreed, self.timeout_s, choices))
+        if backend == "c10d":
+            return comm_c10d.make(self.meeting, self.wire, agreed, self.timeout_s)
         if self.meeting is None:
             return native().make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
-        return _connect_shm(self.meeting, agreed, self.timeout_s)
+        try:
+            return comm_shm.connect(self.meeting, agreed, self.timeout_s)
+        except comm_shm.NotOneHost as error:
+            if backend == "shm":
+                raise CommError(
+                    f"the ranks cannot share memory, which backend 'shm' needs; 'auto' or 'c10d' work without{error}"
+                ) from None
+            if isinstance(error, comm_shm.NoSharedMemory):
+                warnings.warn(
+                    f"ranks talk over {self.wire}, which is slower, for they cannot share memory{error}", stacklevel=3
+                )
+        agreed = agreed if name else agreed.replace("shm", "c10d")
+        return comm_c10d.make(self.meeting, self.wire, agreed, self.timeout_s)
 
     def agreed_name(self, name: str | None, backend: str) -> str:
         if self.meeting is None:
@@ -105,7 +123,8 @@ class Place:
             if not ranks:
                 return None
             alone = self.meeting is None or len(ranks) == 1
-            return Place(self.timeout_s, None if alone else self.meeting.part(f"split/{name}", mine, len(ranks)))  # type: ignore[union-attr]
+            meeting = None if alone else self.meeting.part(f"split/{name}", mine, len(ranks))  # type: ignore[union-attr]
+            return Place(self.timeout_s, meeting, wire=self.wire)
         # Threads: the first of the new ranks makes the world, the others find it.
         if mine == 0:
             _worlds[token] = LocalWorld(len(ranks))
@@ -125,16 +144,6 @@ def _join_local(place: LocalRank, device: int, timeout_s: float, name: str | Non
         pool = Pool(device=torch_device(device))
         return place.world._native.join_cuda(place.rank, name or "local", timeout_s, pool._native)
     return place.world._native.join(place.rank, name or "local", timeout_s)
-
-
-def _connect_shm(meeting: Meeting, name: str, timeout_s: float) -> Any:
-    try:
-        return comm_shm.connect(meeting, name, timeout_s)
-    except comm_shm.NotOneHost as error:
-        raise NotImplementedError(
-            "the ranks do not all share a host (or its network and process namespaces), which backend 'shm' needs; "
-            f"the c10d backend, for any process group, comes later{error}"
-        ) from None
 
 
 def _agreed_name(meeting: Meeting, name: str | None, backend: str) -> str:

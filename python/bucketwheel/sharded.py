@@ -7,7 +7,6 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import gather, inspection
+from . import _env, gather, inspection
 from .answers import GradSync
 from .arguments import group_texts
 from .captured import expect_unedited, is_capturing
@@ -77,7 +76,7 @@ class ShardedEngine:
         self.options = options
         self.precision = options.precision
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._is_debugging = os.environ.get("BW_DEBUG") == "1"
+        self._is_debugging = _env.flag("BW_DEBUG")
         self._newcomers = Newcomers(_weakly(self))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))

@@ -323,7 +323,8 @@ def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str,
     if backend is not None:
         import torch.distributed as dist
 
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a test may have destroyed it
+            dist.destroy_process_group()
 
 
 def _join_group(rank: int, world_size: int, directory: str, backend: str | None) -> None:

@@ -1,0 +1,66 @@
+#include "comm/issue_order.h"
+
+#include <utility>
+
+namespace bucketwheel {
+
+IssueOrder::IssueOrder(Health& health, FlightRing& flight, Execute execute)
+    : health_(health),
+      flight_(flight),
+      execute_(std::move(execute)),
+      who_(std::make_shared<const std::string>(health.who())),
+      stream_(cpu_device().new_stream("bw-" + health.name())) {}
+
+HandleRef IssueOrder::issue(std::shared_ptr<Operation> op, IssueOptions options) {
+  auto state = std::make_shared<Handle::State>();
+  state->op = name_of(op->collective);
+  state->who = who_;
+  state->size_bytes = op->size_bytes;
+  state->keepalive = std::move(options.keepalive);
+  std::lock_guard lock(mutex_);
+  health_.expect_usable();
+  if (is_stopped_) {
+    throw ClosedError(health_.prefix(seq_) + "the communicator is closed", {.seq = seq_});
+  }
+  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
+  const bool is_own_stream = &stream == stream_.get();
+  for (const EventRef& event : options.after) {
+    stream.wait(event);
+  }
+  // One stream runs its tasks in order; across streams the order of operations needs an edge.
+  if (last_done_ && !(is_own_stream && last_was_own_stream_)) {
+    stream.wait(last_done_);
+  }
+  op->seq = state->seq = seq_ + 1;
+  flight_.issued(*op, Clock::now());
+  stream.run([this, op = std::move(op), state] { run(*op, *state); });
+  seq_ = state->seq;
+  health_.set_last_seq(state->seq);
+  state->done = stream.record(options.timing);
+  last_done_ = state->done;
+  last_was_own_stream_ = is_own_stream;
+  return std::make_shared<Handle>(std::move(state));
+}
+
+void IssueOrder::run(const Operation& op, Handle::State& state) {
+  flight_.started(op.seq);
+  std::exception_ptr error = execute_(op, state.op);
+  flight_.finished(op.seq, !error);
+  state.error = std::move(error);
+  std::exchange(state.keepalive, {}).clear();
+}
+
+void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up) {
+  EventRef last;
+  {
+    std::lock_guard lock(mutex_);
+    is_stopped_ = true;
+    last = last_done_;
+  }
+  if (last && !last->synchronize(deadline)) {
+    give_up();
+    last->synchronize();
+  }
+}
+
+}  // namespace bucketwheel

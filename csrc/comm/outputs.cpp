@@ -1,0 +1,94 @@
+#include "comm/outputs.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/control.h"
+#include "kernels/reduce.h"
+
+namespace bucketwheel {
+namespace {
+
+// What a reduction does to a sum before it is rounded to its dtype.
+template <class Float>
+void scale(const Reduction& reduction, int world, Float* sum, int64_t numel) {
+  switch (reduction.op) {
+    case ReduceOp::kSum:
+      return;
+    case ReduceOp::kAvg:
+      std::transform(sum, sum + numel, sum, [divisor = static_cast<Float>(world)](Float x) { return x / divisor; });
+      return;
+    case ReduceOp::kPreMul:
+      std::transform(sum, sum + numel, sum,
+                     [factor = static_cast<Float>(reduction.factor)](Float x) { return x * factor; });
+      return;
+  }
+}
+
+}  // namespace
+
+void copy_own_part(const Operation& op, int rank) {
+  for (const Segment& segment : op.segments) {
+    const size_t bytes = segment.shard.size_bytes();
+    std::byte* to = static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * bytes;
+    if (bytes != 0 && to != segment.shard.data) {
+      std::memcpy(to, segment.shard.data, bytes);
+    }
+  }
+}
+
+void store_sums(const Operation& op, size_t segment, int64_t begin, int64_t numel,
+                std::span<const std::byte*> sources) {
+  const int world = static_cast<int>(sources.size());
+  const View& shard = op.segments[segment].shard;
+  const size_t element_bytes = size_of(shard.dtype);
+  std::byte* const out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes;
+  const bool is_double = shard.dtype == DType::kFloat64;
+  if (!op.sink && (op.reduction.op == ReduceOp::kSum || is_double)) {  // all that there is for integers
+    reduce_sum(reinterpret_cast<const void* const*>(sources.data()), world, shard.dtype, numel, out);
+    if (is_double) {
+      scale(op.reduction, world, reinterpret_cast<double*>(out), numel);
+    }
+    return;
+  }
+  alignas(kCacheLineBytes) std::byte room[kSinkBlockNumel * sizeof(double)];
+  for (int64_t done = 0; done < numel; done += kSinkBlockNumel) {
+    const int64_t count = std::min(kSinkBlockNumel, numel - done);
+    const auto* const from = reinterpret_cast<const void* const*>(sources.data());
+    if (is_double) {
+      reduce_sum(from, world, shard.dtype, count, room);
+    } else {
+      auto* const sum = reinterpret_cast<float*>(room);
+      reduce_sum_fp32(from, world, shard.dtype, count, sum);
+      scale(op.reduction, world, sum, count);
+    }
+    if (op.sink) {
+      op.sink->consume(segment, begin + done, room, count);
+    } else {
+      store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, reinterpret_cast<const float*>(room),
+                 count);
+    }
+    for (const std::byte*& source : sources) {
+      source += static_cast<size_t>(count) * element_bytes;
+    }
+  }
+}
+
+void feed_gathered(const Operation& op) {
+  for (size_t i = 0; i < op.segments.size(); ++i) {
+    const View& full = op.segments[i].full;
+    const auto* from = static_cast<const std::byte*>(full.data);
+    alignas(kCacheLineBytes) float block[kSinkBlockNumel];
+    for (int64_t begin = 0; begin < full.numel; begin += kSinkBlockNumel) {
+      const int64_t count = std::min(kSinkBlockNumel, full.numel - begin);
+      const void* source = from + static_cast<size_t>(begin) * size_of(full.dtype);
+      if (full.dtype != DType::kFloat64) {
+        reduce_sum_fp32(&source, 1, full.dtype, count, block);
+        source = block;
+      }
+      op.sink->consume(i, begin, source, count);
+    }
+  }
+}
+
+}  // namespace bucketwheel

@@ -1,0 +1,40 @@
+// Wire: how bytes travel between ranks that share no memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+
+namespace bucketwheel {
+
+// A connection broke, or was interrupted: whose, and what the transport says of it. Thrown inside comm/ only.
+struct WireBroken {
+  int peer;
+  std::string text;
+};
+
+class Wire {
+ public:
+  struct Message {
+    int peer;
+    bool is_sent;  // else received
+    std::byte* data;
+    size_t size_bytes;  // not 0; both sides know it
+  };
+  // Messages on their way. What they read and write lives until finish() has returned, or the transfer is gone, which
+  // is safe at any time.
+  class Transfer {
+   public:
+    virtual ~Transfer() = default;
+    // Blocks until all messages have been received, and what was sent may be overwritten. Throws WireBroken.
+    virtual void finish() = 0;
+  };
+
+  virtual ~Wire() = default;
+  // Never waits for a peer. Between two ranks, messages arrive in the order in which they were started. Throws
+  // WireBroken.
+  virtual std::unique_ptr<Transfer> start(std::span<const Message> messages) = 0;
+};
+
+}  // namespace bucketwheel

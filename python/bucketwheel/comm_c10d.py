@@ -1,0 +1,139 @@
+"""How the ranks of the c10d backend get connected: by a process group of their own, whose sends and receives carry the data.
+
+Not its collectives. gloo's all-gather and reduce-scatter take two to ten times as long as sending every peer what it needs,
+and add in the tensors' dtype, in an order of their own (docs/numerics.md); a handle of its reduce-scatter never tells by
+itself that it is over.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import agreement
+from ._build import native
+from .agreement import make_peers
+from .errors import CommError
+from .meeting import Meeting
+
+__all__ = ["backend_of", "make"]
+
+_TAG = 1
+_PAUSE_S = 0.01
+_LATE_S = 10.0  # behind the time limit of an operation
+
+
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """The name of the backend that carries our data for ``group``: its own for the CPU if that was registered with torch
+    (``Backend.register_backend``), else gloo, which every torch has and any Store can connect."""
+    for entry in str(dist.get_backend_config(group)).split(","):
+        device, _, name = entry.rpartition(":")
+        if device in ("", "cpu") and name.upper() in dist.Backend._plugins:
+            return name
+    return "gloo"
+
+
+def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> Any:
+    """The native communicator of the ranks that meet, on all of them or on none: `CommError`, `CommTimeout`."""
+    if meeting is None:
+        alone = native().LocalWorld(1).join(0, name, timeout_s)
+        return native().make_c10d_comm(native().peers_of(alone), _no_wire, _no_wire)
+    wires: list[_Wire] = []
+    peers: list[Any] = []
+
+    def connect() -> None:
+        wires.append(_wire_of(meeting, backend))
+        peers.append(make_peers(meeting, name, timeout_s))
+
+    try:
+        failures = meeting.failures(meeting.attempt(connect))
+        if failures:
+            raise CommError(f"the communicator could not be made on all ranks{failures}")
+    except BaseException:
+        for one in peers:
+            one.leave(0.0)
+        raise
+    agreement.start(_interrupt, peers[0], wires[0])
+    return native().make_c10d_comm(peers[0], wires[0].start, wires[0].wait)
+
+
+class _Wire:
+    """A process group that is this communicator's alone. Called by the thread of its stream."""
+
+    def __init__(self, group: Any, limit: timedelta) -> None:
+        self._group = group
+        self._limit = limit
+        self._is_interrupted = self._is_waiting = False
+
+    def start(self, peer: int, is_sent: bool, memory: memoryview) -> Any:
+        self._expect_going_on()
+        call = self._group.send if is_sent else self._group.recv
+        return call([torch.frombuffer(memory, dtype=torch.uint8)], peer, _TAG)
+
+    def wait(self, work: Any) -> None:
+        self._is_waiting = True
+        try:
+            self._expect_going_on()
+            if work.wait(self._limit) is False:
+                raise RuntimeError("given up")
+        finally:
+            self._is_waiting = False
+
+    def _expect_going_on(self) -> None:
+        if self._is_interrupted:
+            raise RuntimeError("interrupted")
+
+    def interrupt(self) -> None:
+        """What waits ends soon, with a RuntimeError; nothing waits afterwards."""
+        self._is_interrupted = True
+        self._give_up()
+        while self._is_waiting:  # it may have begun to wait meanwhile
+            time.sleep(_PAUSE_S)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._group.abort()
+
+
+class _GlooWire(_Wire):
+    def __init__(self, meeting: Meeting) -> None:
+        # gloo's own limits would give the group up without a word to the other ranks: ours come first. But it may lose a
+        # send to a peer that dies, and then nothing else ends the wait.
+        limit = timedelta(seconds=meeting.timeout_s + _LATE_S)
+        super().__init__(agreement.connect(meeting, "wire"), limit)
+        self._peers = [rank for rank in range(meeting.size) if rank != meeting.rank]
+
+    def _give_up(self) -> None:
+        for peer in self._peers:  # each by itself: gloo gives up one connection at a time
+            agreement.give_up(self._group, peer)
+
+
+def _wire_of(meeting: Meeting, backend: str) -> _Wire:
+    if backend == "gloo":
+        return _GlooWire(meeting)
+    limit = timedelta(seconds=meeting.timeout_s)
+    store = dist.PrefixStore("wire", meeting.store)
+    plugin = dist.Backend._plugins[backend.upper()]
+    try:
+        if not plugin.extended_api:
+            return _Wire(plugin.creator_fn(store, meeting.rank, meeting.size, limit), limit)
+        options = dist.distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, meeting.rank, meeting.size
+        options.timeout, options.group_id = limit, "bucketwheel"
+        options.global_ranks_in_group = list(range(meeting.size))
+        return _Wire(plugin.creator_fn(options, None), limit)
+    except RuntimeError as error:
+        raise CommError(f"backend {backend!r} of torch.distributed could not connect the ranks: {error}") from error
+
+
+def _interrupt(peers: Any, wire: _Wire) -> None:
+    if peers.await_failure():
+        wire.interrupt()
+
+
+def _no_wire(*_: Any) -> None:
+    raise AssertionError("one rank sends nothing")

@@ -1,0 +1,279 @@
+"""The c10d backend: how it comes to be chosen, process groups of other kinds, hosts that share nothing but a network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_cases import check_all_gather, check_reduce_scatter, check_usable
+from failure_cases import SOON_S, error_of, expect_prefix, gather
+from network_hosts import Hosts, enter, network_hosts
+from requirements import slow_case
+
+from bucketwheel import comm_c10d, comm_shm
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.dist.test_train_shm import Job, train_ddp, train_sharded
+
+pytestmark = pytest.mark.dist
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+@contextlib.contextmanager
+def hosts_apart(rank: int) -> Iterator[None]:
+    """Rank 1 claims another process: the ranks cannot have found each other, and all say so."""
+    pid = os.getpid() + (1_000_000 if rank == 1 else 0)
+    with mock.patch.object(comm_shm.os, "getpid", return_value=pid):
+        yield
+
+
+def chosen(rank: int, size: int) -> str:
+    with hosts_apart(rank), pytest.raises(CommError) as caught:
+        Communicator(backend="shm", timeout_s=30)
+    for name in (None, "mine"):
+        with hosts_apart(rank):
+            comm = Communicator(timeout_s=30, name=name)
+        with comm:
+            assert comm.backend == "c10d" and comm.name.startswith(name or "c10d")
+            check_usable(comm)
+            halves = comm.split(rank % 2)  # who shares a host again may share memory
+            assert halves is not None and halves.backend in ("local", "shm")
+            with halves:
+                check_usable(halves)
+    with Communicator(backend="c10d", timeout_s=30) as comm, comm.split(rank // 2) as pair:
+        assert pair.backend == "c10d"
+        check_usable(pair)
+    with pytest.raises(ValueError, match="'c10d' is for CPU tensors"):
+        Communicator(backend="c10d", device="cuda")
+    with Communicator() as comm:
+        assert comm.backend == "shm"
+        check_usable(comm)
+    return str(caught.value)
+
+
+def test_auto_takes_it_where_ranks_cannot_share_memory(rank_pool):
+    texts = rank_pool(3).run(chosen)
+    assert len(set(texts)) == 1
+    assert "'auto' or 'c10d' work without" in texts[0] and "belongs to another process" in texts[0]
+
+
+def test_alone():
+    with Communicator(backend="c10d") as comm:
+        assert (comm.rank, comm.size, comm.backend) == (0, 1, "c10d")
+        check_usable(comm)
+
+
+# -------------------------------------------------------------------------------------------- other backends of torch
+
+
+class Post(dist.ProcessGroup):
+    """A backend that somebody registered: gloo, but counted."""
+
+    sent_bytes = 0
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        Post.sent_bytes += tensors[0].nbytes
+        return self.gloo.send(tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self.gloo.recv(tensors, source, tag)
+
+    def barrier(self, options: Any) -> Any:
+        return self.gloo.barrier(options)
+
+    def getBackendName(self) -> str:
+        return "post"
+
+
+def make_post(store: dist.Store, rank: int, size: int, timeout: Any) -> Post:
+    return Post(store, rank, size, timeout)
+
+
+def make_extended(options: Any, _: Any) -> Post:
+    return Post(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def over_registered(rank: int, size: int) -> None:
+    dist.Backend.register_backend("post", make_post, devices=["cpu"])
+    dist.Backend.register_backend("extended_post", make_extended, extended_api=True, devices=["cpu"])
+    for name in ("post", "cpu:extended_post"):
+        group = dist.new_group(backend=name)
+        with Communicator(group, backend="c10d", timeout_s=30) as comm:
+            before = Post.sent_bytes
+            check_all_gather(comm, [(torch.float32, 5000)], "foreign")
+            check_reduce_scatter(comm, [(torch.bfloat16, 5000)], "foreign")
+            assert Post.sent_bytes - before > (size - 1) * (5000 * 4 + 5000 * 2)
+
+
+def test_a_registered_backend_carries_the_data():
+    with RankPool(3, forked=True) as pool:
+        pool.run(over_registered)
+
+
+# ------------------------------------------------------------------------------------------------------------ lifetime
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bw_")]
+
+
+def expect_no_threads() -> None:
+    until = time.monotonic() + 5
+    while threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threads() == []
+
+
+def after_failure(rank: int, size: int) -> None:
+    """Nothing of a communicator that has failed is left, and the next one works."""
+    for _ in range(3):
+        comm = Communicator(backend="c10d", timeout_s=30)
+        check_usable(comm)
+        held = gather(comm, 1_000_000)[1] if rank != 0 else None
+        if rank == 0:
+            time.sleep(0.1)
+            comm.abort("enough")
+        kind, text, _ = error_of(held.wait if held else functools.partial(gather, comm))
+        assert kind == ("PeerError" if rank else "CommError") and "enough" in text
+        comm.close()
+        assert error_of(functools.partial(gather, comm))[0] == "ClosedError"
+    del comm, held
+    expect_no_threads()
+    with Communicator(backend="c10d", timeout_s=30) as comm:
+        check_usable(comm)
+
+
+def test_a_new_communicator_works_after_a_failure(rank_pool):
+    rank_pool(3).run(after_failure)
+
+
+def cannot_be_made(rank: int, size: int, part: str) -> tuple[str, str, int | None]:
+    refused = mock.patch.object(comm_c10d, part, side_effect=CommError("no socket is left"))
+    with refused if rank == 1 else contextlib.nullcontext():
+        error = error_of(lambda: Communicator(backend="c10d", timeout_s=2.0))
+    expect_no_threads()
+    with Communicator(backend="c10d", timeout_s=30) as comm:
+        check_usable(comm)
+    return error
+
+
+@pytest.mark.parametrize("part", ["_wire_of", slow_case("make_peers")])
+def test_all_ranks_are_told_when_one_cannot_make_its_part(rank_pool, part):
+    for kind, text, _ in rank_pool(3).run(cannot_be_made, part):
+        assert kind == "CommError" and "rank 1: CommError: no socket is left" in text, text
+
+
+def leaves_at_once(rank: int, size: int) -> None:
+    """The last operation reaches every rank, whoever closes first."""
+    for turn in range(30):
+        with Communicator(backend="c10d", timeout_s=30, name=f"turn {turn}") as comm:
+            full, handle = gather(comm, 100_000)
+            if rank == turn % size:
+                handle.wait()
+            else:
+                time.sleep(0.01)
+            handle.synchronize(20)
+            assert full.view(size, -1)[:, -1].tolist() == [float(r) for r in range(size)]
+
+
+def test_closing_loses_nothing(rank_pool):
+    rank_pool(3).run(leaves_at_once, timeout_s=90)
+
+
+def without_group(rank: int, size: int) -> None:
+    """Its process group is its own: the caller's may go before."""
+    comm = Communicator(backend="c10d", timeout_s=30)
+    dist.destroy_process_group()
+    check_usable(comm)
+    comm.close()
+
+
+def test_the_callers_process_group_may_go_first():
+    with RankPool(2, forked=True) as pool:
+        pool.run(without_group)
+
+
+# --------------------------------------------------------------------------------------------------------------- hosts
+
+
+def train_apart(rank: int, world: int, hosts: Hosts) -> Any:
+    enter(hosts, rank, world)
+    with Communicator() as comm:
+        assert comm.backend == "c10d"
+        check_usable(comm)
+    job = Job(steps=4)
+    result = train_sharded(rank, job), train_ddp(rank, job)
+    dist.barrier()  # rank 0 has the Store
+    dist.destroy_process_group()
+    return result
+
+
+def train_together(rank: int, world: int) -> Any:
+    return train_sharded(rank, Job(steps=4))
+
+
+@pytest.mark.timeout_s(180)
+def test_four_hosts_train_like_one(rank_pool):
+    together = rank_pool(4).run(train_together)
+    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
+        apart = pool.run(train_apart, hosts, timeout_s=120)
+    for rank, (ours, peer) in enumerate(apart):
+        assert_bitwise_equal(ours, together[rank], f"rank {rank}")  # losses, norms and parameters
+        for mine, theirs in zip(ours[0], peer, strict=True):
+            assert abs(mine - theirs) <= 1e-5 * abs(theirs)
+
+
+LIMIT_S = 1.0
+
+
+def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, str, float]:
+    enter(hosts, rank, world)
+    comm = Communicator(timeout_s=LIMIT_S, name="cut")
+    check_usable(comm)
+    comm.exchange(b"")
+    if rank == 0:
+        hosts.cut(2)
+    else:
+        time.sleep(0.5)
+    begin = time.monotonic()
+    full, shard = torch.ones(world << 18), torch.ones(1 << 18)
+    calls = {
+        "all_gather": lambda: all_gather(full, shard, comm).wait(),
+        "reduce_scatter": lambda: reduce_scatter(shard, full, comm).wait(),
+        "exchange": lambda: comm.exchange(b"anybody?"),
+    }
+    kind, text, _ = error_of(calls[call])
+    took_s = time.monotonic() - begin
+    comm.close(0.5)
+    assert error_of(lambda: gather(comm))[0] in (kind, "ClosedError")
+    return kind, text, took_s
+
+
+@pytest.mark.parametrize("call", ["all_gather", slow_case("reduce_scatter"), slow_case("exchange")])
+def test_a_cut_link_is_a_named_error(call):
+    with network_hosts(3) as hosts, RankPool(3, backend=None, forked=True) as pool:
+        results = pool.run(loses_a_link, hosts, call)
+    for rank, (kind, text, took_s) in enumerate(results):
+        assert kind in ("CommTimeout", "PeerError"), text
+        expect_prefix(text, rank, 3, "cut")
+        # Its own limit, and the time for the others' answers, of whom one cannot answer.
+        assert took_s < LIMIT_S + 3.0 + 2 * SOON_S
+    kinds = [kind for kind, _, _ in results]
+    assert kinds.count("CommTimeout") >= 2, results

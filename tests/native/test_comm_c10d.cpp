@@ -1,0 +1,390 @@
+// comm/comm_c10d, wire_exchange, outputs: values, packing, failures, over a wire between threads. Run by test_native.py.
+// needs: base device kernels pool comm
+// slow: thread
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "check.h"
+#include "comm/comm_c10d.h"
+#include "comm/peers_store.h"
+#include "comm/wire_exchange.h"
+#include "gate.h"
+
+using namespace bucketwheel;
+using namespace std::chrono_literals;
+
+namespace {
+
+// Between the ranks of a test: what is sent is read where it is when it is received, as late as a transfer may.
+class PostOffice {
+ public:
+  struct Letter {
+    const Wire::Message* sent;
+    bool is_taken = false;
+  };
+
+  std::shared_ptr<Letter> send(int from, const Wire::Message& message) {
+    std::lock_guard lock(mutex_);
+    sent_bytes += message.size_bytes;
+    auto letter = std::make_shared<Letter>(Letter{&message});
+    on_the_way_[{from, message.peer}].push_back(letter);
+    changed_.notify_all();
+    return letter;
+  }
+  void await_taken(const Letter& letter) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return letter.is_taken || is_broken_; });
+    expect_whole(letter.sent->peer);
+  }
+  void receive(int to, const Wire::Message& message) {
+    std::unique_lock lock(mutex_);
+    auto& letters = on_the_way_[{message.peer, to}];
+    changed_.wait(lock, [&] { return !letters.empty() || is_broken_; });
+    expect_whole(message.peer);
+    CHECK(letters.front()->sent->size_bytes == message.size_bytes);
+    std::memcpy(message.data, letters.front()->sent->data, message.size_bytes);
+    letters.front()->is_taken = true;
+    letters.pop_front();
+    changed_.notify_all();
+  }
+  void break_all() {
+    std::lock_guard lock(mutex_);
+    is_broken_ = true;
+    changed_.notify_all();
+  }
+
+  size_t sent_bytes = 0;
+
+ private:
+  void expect_whole(int peer) const {
+    if (is_broken_) {
+      throw WireBroken{peer, "cut"};
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::pair<int, int>, std::deque<std::shared_ptr<Letter>>> on_the_way_;
+  bool is_broken_ = false;
+};
+
+class ThreadWire final : public Wire {
+ public:
+  ThreadWire(std::shared_ptr<PostOffice> office, int rank) : office_(std::move(office)), rank_(rank) {}
+
+  std::unique_ptr<Transfer> start(std::span<const Message> messages) override {
+    auto transfer = std::make_unique<ThreadTransfer>(*office_, rank_);
+    transfer->messages.assign(messages.begin(), messages.end());
+    for (const Message& message : transfer->messages) {
+      CHECK(message.size_bytes != 0);
+      if (message.is_sent) {
+        transfer->letters.push_back(office_->send(rank_, message));
+      }
+    }
+    return transfer;
+  }
+
+ private:
+  struct ThreadTransfer final : Transfer {
+    ThreadTransfer(PostOffice& office, int rank) : office(office), rank(rank) {}
+    void finish() override {
+      for (const Message& message : messages) {
+        if (!message.is_sent) {
+          office.receive(rank, message);
+        }
+      }
+      for (const auto& letter : letters) {
+        office.await_taken(*letter);
+      }
+    }
+    PostOffice& office;
+    const int rank;
+    std::vector<Message> messages;
+    std::vector<std::shared_ptr<PostOffice::Letter>> letters;
+  };
+
+  const std::shared_ptr<PostOffice> office_;
+  const int rank_;
+};
+
+// Ranks that are threads, and tell each other at once what they failed with.
+class Ranks {
+ public:
+  Ranks(int world, std::chrono::nanoseconds timeout) : office(std::make_shared<PostOffice>()) {
+    for (int rank = 0; rank < world; ++rank) {
+      StorePeers::Agreement none{[](auto) {}, [](auto, const auto&) { return StorePeers::Payloads(); }};
+      peers.push_back(std::make_shared<StorePeers>("wire", rank, world, timeout, none));
+      comms.push_back(std::make_shared<C10dComm>(peers.back(), std::make_unique<ThreadWire>(office, rank),
+                                                 Pool::make(cpu_device(), make_host_upstream())));
+    }
+    for (int rank = 0; rank < world; ++rank) {
+      carriers_.emplace_back([this, rank] { carry(rank); });
+      breakers_.emplace_back([this, rank] {
+        if (peers[static_cast<size_t>(rank)]->await_failure()) {
+          office->break_all();
+        }
+      });
+    }
+  }
+  ~Ranks() {
+    for (auto& comm : comms) {
+      comm->close({});
+    }
+    for (std::thread& thread : carriers_) {
+      thread.join();
+    }
+    for (std::thread& thread : breakers_) {
+      thread.join();
+    }
+  }
+  void run(const std::function<void(Comm&)>& body) {
+    std::vector<std::thread> threads;
+    for (auto& comm : comms) {
+      threads.emplace_back([&body, comm] { body(*comm); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+
+  const std::shared_ptr<PostOffice> office;
+  std::vector<std::shared_ptr<StorePeers>> peers;
+  std::vector<std::shared_ptr<C10dComm>> comms;
+
+ private:
+  void carry(int rank) {
+    StorePeers& own = *peers[static_cast<size_t>(rank)];
+    while (!own.has_left()) {
+      const auto report = own.take_report(Clock::now() + 10ms);
+      for (size_t other = 0; report && other < peers.size(); ++other) {
+        if (static_cast<int>(other) != rank) {
+          peers[other]->deliver(*report);
+        }
+      }
+      if (own.take_question()) {
+        StorePeers::Answers answers;
+        for (const auto& each : peers) {
+          answers.push_back(each->progress());
+        }
+        own.answer(std::move(answers));
+      }
+    }
+    own.finish();
+    own.finish();
+  }
+
+  std::vector<std::thread> carriers_;
+  std::vector<std::thread> breakers_;
+};
+
+float value(int rank, int64_t i) { return static_cast<float>((i * 7 + rank * 13) % 101) * (rank == 1 ? 1e6f : 0.37f); }
+
+Segment segment(std::vector<float>& full, std::vector<float>& shard) {
+  return {{full.data(), static_cast<int64_t>(full.size()), DType::kFloat32},
+          {shard.data(), static_cast<int64_t>(shard.size()), DType::kFloat32}};
+}
+
+struct Tensors {
+  Tensors(const std::vector<int64_t>& sizes, int world) {
+    for (const int64_t numel : sizes) {
+      shards.emplace_back(static_cast<size_t>(numel));
+      fulls.emplace_back(static_cast<size_t>(numel * world));
+    }
+  }
+  std::vector<Segment> segments() {
+    std::vector<Segment> all;
+    for (size_t i = 0; i < shards.size(); ++i) {
+      all.push_back(segment(fulls[i], shards[i]));
+    }
+    return all;
+  }
+  std::vector<std::vector<float>> shards;
+  std::vector<std::vector<float>> fulls;
+};
+
+void check_values(Comm& comm, const std::vector<int64_t>& sizes) {
+  const int world = comm.world();
+  const int rank = comm.rank();
+  Tensors tensors(sizes, world);
+  for (auto& shard : tensors.shards) {
+    for (size_t i = 0; i < shard.size(); ++i) {
+      shard[i] = value(rank, static_cast<int64_t>(i));
+    }
+  }
+  comm.all_gather(tensors.segments(), {})->synchronize();
+  for (size_t t = 0; t < sizes.size(); ++t) {
+    for (int r = 0; r < world; ++r) {
+      for (int64_t i = 0; i < sizes[t]; ++i) {
+        CHECK(tensors.fulls[t][static_cast<size_t>(r * sizes[t] + i)] == value(r, i));
+      }
+    }
+    for (size_t i = 0; i < tensors.fulls[t].size(); ++i) {
+      tensors.fulls[t][i] = value(rank, static_cast<int64_t>(i));
+    }
+  }
+  const HandleRef first = comm.reduce_scatter(tensors.segments(), {}, nullptr, {});
+  first->synchronize();
+  for (size_t t = 0; t < sizes.size(); ++t) {
+    for (int64_t i = 0; i < sizes[t]; ++i) {
+      float sum = value(0, rank * sizes[t] + i);
+      for (int r = 1; r < world; ++r) {
+        sum += value(r, rank * sizes[t] + i);
+      }
+      CHECK(tensors.shards[t][static_cast<size_t>(i)] == sum);
+    }
+  }
+  for (int root = 0; root < world; ++root) {
+    std::vector<float>& tensor = tensors.fulls.back();
+    for (size_t i = 0; i < tensor.size(); ++i) {
+      tensor[i] = value(rank, static_cast<int64_t>(i));
+    }
+    comm.broadcast({tensor.data(), static_cast<int64_t>(tensor.size()), DType::kFloat32}, root, {})->synchronize();
+    for (size_t i = 0; i < tensor.size(); ++i) {
+      CHECK(tensor[i] == value(root, static_cast<int64_t>(i)));
+    }
+  }
+}
+
+TEST(c10d_values) {
+  for (const int world : {2, 3, 5}) {
+    Ranks ranks(world, 30s);
+    ranks.run([](Comm& comm) {
+      check_values(comm, {0});
+      check_values(comm, {1});
+      check_values(comm, {1, 0, 4097, 3, 70'000, 5});  // packed, with gaps
+      check_values(comm, {1'500'000});                 // several messages, from where the tensor is
+      check_values(comm, {600'001, 700'003, 9});       // both: chunks that end inside of a tensor
+    });
+  }
+}
+
+// What a rank sends is what its peers lack, and a little.
+TEST(c10d_traffic) {
+  Ranks ranks(3, 30s);
+  ranks.run([](Comm& comm) {
+    Tensors tensors({400'000}, 3);
+    comm.all_gather(tensors.segments(), {})->synchronize();
+    comm.reduce_scatter(tensors.segments(), {}, nullptr, {})->synchronize();
+  });
+  const size_t moved = 2 * 3 * 2 * 400'000 * sizeof(float);
+  CHECK(ranks.office->sent_bytes >= moved && ranks.office->sent_bytes < moved + 10'000);
+}
+
+// An operation in another stream than the communicator's own keeps the order of issue.
+TEST(c10d_streams) {
+  Ranks ranks(2, 30s);
+  ranks.run([](Comm& comm) {
+    Tensors first({50'000}, 2);
+    Tensors second({50'000}, 2);
+    const StreamRef other = cpu_device().new_stream("other");
+    std::fill(first.shards[0].begin(), first.shards[0].end(), 1.0f + static_cast<float>(comm.rank()));
+    other->run([] { std::this_thread::sleep_for(20ms); });
+    IssueOptions options;
+    options.stream = other;
+    comm.all_gather(first.segments(), std::move(options));
+    second.shards[0] = first.shards[0];
+    comm.all_gather(second.segments(), {})->synchronize();
+    CHECK(first.fulls[0][0] == 1.0f && first.fulls[0].back() == 2.0f && second.fulls[0].back() == 2.0f);
+    other->close();
+  });
+}
+
+TEST(c10d_mismatch) {
+  Ranks ranks(3, 30s);
+  ranks.run([](Comm& comm) {
+    Tensors tensors({comm.rank() == 2 ? 1'000 : 2'000}, 3);
+    const HandleRef handle = comm.all_gather(tensors.segments(), {});
+    CHECK_THROWS(MismatchError, "rank 2: all_gather of 1 tensor, 12000 bytes: float32[3000]", handle->synchronize());
+    CHECK_THROWS(MismatchError, "rank 0: all_gather", comm.all_gather(tensors.segments(), {}));
+  });
+}
+
+TEST(c10d_timeout) {
+  Ranks ranks(3, 300ms);
+  ranks.run([](Comm& comm) {
+    Tensors tensors({1'000}, 3);
+    comm.all_gather(tensors.segments(), {})->synchronize();
+    if (comm.rank() != 1) {
+      const HandleRef handle = comm.all_gather(tensors.segments(), {});
+      CHECK_THROWS(CommTimeout, "Not arrived: rank 1 (last begun 1)", handle->synchronize());
+    }
+  });
+}
+
+TEST(c10d_abort_and_close) {
+  Ranks ranks(2, 30s);
+  ranks.run([](Comm& comm) {
+    Tensors tensors({1'000'000}, 2);
+    if (comm.rank() == 0) {
+      std::this_thread::sleep_for(50ms);
+      comm.abort("enough");
+      CHECK_THROWS(CommError, "aborted by rank 0: enough", comm.all_gather(tensors.segments(), {}));
+    } else {
+      const HandleRef handle = comm.all_gather(tensors.segments(), {});
+      CHECK_THROWS(PeerError, "aborted by rank 0: enough", handle->synchronize());
+    }
+    comm.close({});
+    CHECK_THROWS(ClosedError, "closed", comm.all_gather(tensors.segments(), {}));
+  });
+}
+
+TEST(c10d_close_in_flight) {
+  if (is_inline()) {
+    return;  // nothing is in flight behind a call
+  }
+  Ranks ranks(2, 30s);
+  Tensors tensors({1'000}, 2);
+  const HandleRef handle = ranks.comms[0]->all_gather(tensors.segments(), {});
+  ranks.comms[0]->close(Clock::now() + 50ms);
+  CHECK_THROWS(ClosedError, "closed while operations were in flight", handle->synchronize());
+  sleep_until([&] { return ranks.peers[1]->trouble(0, [](int) { return false; }, "").has_value(); });
+  CHECK_THROWS(PeerError, "rank 0 closed while operations were in flight",
+               ranks.comms[1]->all_gather(tensors.segments(), {})->synchronize());
+}
+
+// A connection that breaks while nobody says why.
+TEST(c10d_broken_wire) {
+  if (is_inline()) {
+    return;  // nothing is in flight behind a call
+  }
+  Ranks ranks(2, 30s);
+  Tensors tensors({1'000}, 2);
+  const HandleRef handle = ranks.comms[0]->all_gather(tensors.segments(), {});
+  ranks.office->break_all();
+  CHECK_THROWS(PeerError, "the connection to rank 1 broke in all_gather", handle->synchronize());
+}
+
+struct ThrowingSink final : ReduceSink {
+  bool takes(DType) const override { return true; }
+  void consume(size_t, int64_t, const void*, int64_t) override { throw ValueError("no more room"); }
+};
+
+TEST(c10d_throwing_sink) {
+  Ranks ranks(2, 30s);
+  ranks.run([](Comm& comm) {
+    Tensors tensors({10'000}, 2);
+    const auto sink = comm.rank() == 0 ? std::make_shared<ThrowingSink>() : nullptr;
+    const HandleRef handle = comm.reduce_scatter(tensors.segments(), {}, sink, {});
+    if (comm.rank() == 0) {
+      CHECK_THROWS(CommError, "no more room", handle->synchronize());
+    } else {
+      sleep_until([&] { return comm.peers().trouble(0, [](int) { return false; }, "").has_value(); });
+      CHECK_THROWS(CommError, "no more room", comm.all_gather(tensors.segments(), {})->synchronize());
+    }
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
