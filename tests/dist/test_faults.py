@@ -1,0 +1,47 @@
+"""Faults at random: every rank that is left gets the right error in time, leaves nothing behind, and can go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import ACTIONS, Plan, expect, live
+
+from bucketwheel.testing import RankPool
+
+pytestmark = pytest.mark.dist
+RUNS = 200
+BLOCKS = 20
+
+
+def run(plan: Plan) -> None:
+    Path(plan.folder).mkdir()
+    expect_dead = [plan.victim] if plan.dies else []
+    with RankPool(plan.world, backend=None, forked=True) as pool:
+        stories = pool.run(live, plan, timeout_s=60, expect_dead=expect_dead)
+    expect(plan, stories)
+
+
+@pytest.mark.timeout_s(120)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_some_faults(seed: int, tmp_path: Path) -> None:
+    run(Plan.random(seed, f"{tmp_path}/{seed}"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(900)
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_many_faults(block: int, tmp_path: Path) -> None:
+    for seed in range(block * RUNS // BLOCKS, (block + 1) * RUNS // BLOCKS):
+        run(Plan.random(seed, f"{tmp_path}/{seed}"))
+
+
+def test_the_plans_are_of_every_kind() -> None:
+    plans = [Plan.random(seed, "") for seed in range(RUNS)]
+    for backend in ("shm", "c10d"):
+        for action in ACTIONS:
+            alike = [plan for plan in plans if (plan.backend, plan.action) == (backend, action)]
+            assert len(alike) >= 2, (backend, action)
+            assert len({plan.at for plan in alike}) > 1
+    assert {plan.world for plan in plans} == {2, 3, 4}
+    assert {(plan.in_flight, plan.trains) for plan in plans} == {(a, b) for a in (False, True) for b in (False, True)}
