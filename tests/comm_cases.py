@@ -71,6 +71,8 @@ def expected_reduce(
     tensors' dtype."""
     dtype, numel = spec
     parts = [data_of(r, spec, index, world * numel)[rank * numel : (rank + 1) * numel] for r in range(world)]
+    if not dtype.is_floating_point:
+        return torch.stack([part.to(torch.int64) for part in parts]).sum(0).to(dtype)  # modulo its range
     arrays = [_widened(part) for part in parts]
     with np.errstate(over="ignore", invalid="ignore"):  # infinities are values like others
         if isinstance(op, PreMulSum) and backend == "nccl":
@@ -232,6 +234,13 @@ def on_shm(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
         return case(comm, *args)
 
 
+def on_c10d(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `RankPool.run`: the same over a gloo group."""
+    with Communicator(backend="c10d", timeout_s=TIMEOUT_S, name=case.__name__) as comm:
+        assert (comm.rank, comm.size, comm.backend) == (rank, world, "c10d")
+        return case(comm, *args)
+
+
 def on_nccl(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
     """For `RankPool.run`: the same over the fake NCCL, on a simulated CUDA device."""
     simulated_nccl.install()
@@ -268,7 +277,7 @@ def run_cuda(world: int, case: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 # By backend: what a rank of a `RankPool` runs; what runs threads of this process.
-ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm, "nccl": on_nccl}
+ON_PROCESSES: dict[str, Callable[..., Any]] = {"shm": on_shm, "c10d": on_c10d, "nccl": on_nccl}
 ON_THREADS: dict[str, Callable[..., list[Any]]] = {"local": run_local, "staged": run_staged, "cuda": run_cuda}
 _BACKENDS = (*ON_PROCESSES, *ON_THREADS)
 

@@ -24,7 +24,8 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 SIZES = (0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001)
 SUMMED = (F32, BF16, F16, F64)
 NATIVE = (*SUMMED, torch.int64, torch.int32, torch.uint8)
-ANY = (*NATIVE, torch.bool, torch.int8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+ANY = (*NATIVE, torch.bool, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
 
 
 def every_size_in_every_memory(comm: Communicator) -> None:
@@ -40,6 +41,26 @@ def sums(comm: Communicator) -> None:
     for op in ("sum", "avg", PreMulSum(1 / 3), PreMulSum(-3)):
         for kind in ("foreign", "pool", "offset", "in_place"):
             check_reduce_scatter(comm, [(dtype, numel) for numel in (1, 0, 4099) for dtype in SUMMED], kind, op)
+
+
+def integer_sums(comm: Communicator) -> None:
+    """They wrap around. On the CPU, and nothing but sums."""
+    specs = [(dtype, numel) for numel in (1, 0, 4099, 70_000) for dtype in INTEGERS]
+    if comm.device >= 0:
+        with pytest.raises(ValueError, match="reduce_scatter of int64 on a CUDA device"):
+            check_reduce_scatter(comm, specs[:1], "foreign")
+        return
+    for kind in ("foreign", "pool", "offset", "in_place"):
+        check_reduce_scatter(comm, specs, kind)
+    large = torch.full((comm.size * 3,), 2**62, dtype=torch.int64)
+    out = torch.empty(3, dtype=torch.int64)
+    reduce_scatter(out, large, comm).wait()
+    assert out.tolist() == [(comm.size * 2**62 + 2**63) % 2**64 - 2**63] * 3
+    for op in ("avg", PreMulSum(2.0)):
+        with pytest.raises(ValueError, match="of integers only 'sum' is"):
+            reduce_scatter(out, large, comm, op=op)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(comm.size, dtype=torch.bool), comm)
 
 
 def exact(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -168,13 +189,14 @@ def gathered_to_a_sink(comm: Communicator) -> None:
                 lease.release()
     with pytest.raises(ValueError, match="full has"):
         comm.all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
-    with pytest.raises(ValueError, match="all_gather of int32 is not supported"):
+    with pytest.raises(ValueError, match="all_gather of int32 into a sink that does not take it"):
         comm.all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
 
 
 CASES = (
     every_size_in_every_memory,
     sums,
+    integer_sums,
     exact_sums,
     coalesced,
     empty_lists,

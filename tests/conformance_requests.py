@@ -160,7 +160,7 @@ def bad_arguments(comm: Communicator) -> None:
         (lambda: AllGatherRequest([full, full], [shard, shard], comm), ValueError, "the output overlaps"),
         (lambda: AllGatherRequest(full, gaps, comm), ValueError, r"inputs\[0\] is not contiguous"),
         (lambda: ReduceScatterRequest(gaps, full, comm), ValueError, r"outputs\[0\] is not contiguous"),
-        (lambda: ReduceScatterRequest(shard.long(), full.long(), comm), ValueError, "int64 is not supported"),
+        (lambda: ReduceScatterRequest(shard.long(), full.long(), comm, op="avg"), ValueError, "integers only 'sum' is"),
         (lambda: ReduceScatterRequest(shard, full, comm, op="max"), ValueError, "op 'max' is not supported"),
         (lambda: ReduceScatterRequest(shard, full, comm, op=2.0), TypeError, "op is 2.0, expected"),
         (lambda: AllGatherRequest(full, shard, comm).start(stream="s"), TypeError, "stream"),

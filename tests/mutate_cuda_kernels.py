@@ -94,7 +94,7 @@ MUTANTS = {
     "the sum of the first rank": ("norm_fold_cuda.cu", "rank < launch.world", "rank < 1", NORM),
     "the norm without its factors": ("norm_fold_cuda.cu", "sum * (factor * factor)", "sum", NORM),
     "norms after clipping": ("norm_fold_cuda.cu", "__builtin_fabs(factor)", "factor", NORM),
-    "clipping divides": ("norm_fold_cuda.cu", "Real{1} / (norm + Real{1e-6}) * static_cast<Real>(launch.max_norm)", "static_cast<Real>(launch.max_norm) / (norm + Real{1e-6})", NORM),
+    "clipping divides": ("norm_fold_cuda.cu", "Real{1} / (norm + static_cast<Real>(1e-6)) * static_cast<Real>(launch.max_norm)", "static_cast<Real>(launch.max_norm) / (norm + static_cast<Real>(1e-6))", NORM),
     "a NaN coefficient becomes 1": ("norm_fold_cuda.cu", "coefficient > Real{1} ? Real{1} : coefficient", "coefficient < Real{1} ? coefficient : Real{1}", NORM),
     "clipping scales what was not chosen": ("norm_fold_cuda.cu", "is_chosen ? factor * coefficient : factor", "factor * coefficient", NORM),
     "factors are not reset before the norm": ("norm_fold_cuda.cu", "launch.factors == nullptr || launch.resets ? 1.0", "launch.factors == nullptr ? 1.0", NORM),

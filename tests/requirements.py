@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu", "nccl")
+NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind")
 
 
 def required() -> set[str]:
@@ -49,6 +51,23 @@ def need_nccl() -> Path:
         if (folder / "include" / "nccl.h").is_file() and (folder / "lib" / "libnccl.so.2").is_file():
             return folder
     unmet("nccl", "the package nvidia-nccl-cu13 is not installed")
+
+
+def need_aarch64() -> list[str]:
+    """What to put in front of a program for aarch64 to run it here."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if compiler is None or emulator is None:
+        unmet(
+            "aarch64", "no aarch64-linux-gnu-g++ or qemu-aarch64 (Debian: apt install g++-aarch64-linux-gnu qemu-user)"
+        )
+    asked = [compiler, "-print-file-name=libc.so.6"]
+    libc = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return [emulator, "-L", str(Path(libc).resolve().parents[1])]
+
+
+def need_valgrind() -> str:
+    return shutil.which("valgrind") or unmet("valgrind", "it is not installed (Debian: apt install valgrind libc6-dbg)")
 
 
 def slow_case(*values: Any) -> Any:

@@ -35,9 +35,9 @@ MAY_INCLUDE = {
 # A module may import modules of its own line and of the lines above it, in no circle.
 PYTHON_LAYERS = [
     ["_version", "errors"],
-    ["_toolchain", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
+    ["_env", "_toolchain", "_trust", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
     ["device", "nccl", "precision", "master"],
-    ["plan", "memory", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_nccl", "place", "comm"],
+    ["plan", "memory", "handle", "pool", "meeting", "agreement", "comm_shm", "comm_c10d", "comm_nccl", "place", "comm"],
     ["collectives", "ops", "ops_cuda", "request"],
     [
         "captured",
@@ -63,7 +63,7 @@ PYTHON_LAYERS = [
     ["foreign_step", "grad", "grad_owner", "newcomers", "hooks", "answers"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members", "scope"],
     ["optim", "shard", "state_dict"],
-    ["_bitwise", "_fork_server", "report", "testing", "doctor", "flight"],
+    ["_bitwise", "_fork_server", "report", "testing", "_cache_command", "doctor", "flight"],
     ["__init__", "__main__"],
 ]
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
@@ -73,7 +73,9 @@ PURE = {
     "plan",
     "memory",
     "forward_order",
+    "_env",
     "_toolchain",
+    "_trust",
     "_nvcc",
     "_compile",
     "_cache",
@@ -137,6 +139,19 @@ def test_includes_go_one_way() -> None:
     report(problems)
 
 
+def test_names_of_a_folder_do_not_clash() -> None:
+    """Sources of a folder are compiled several in one unit, which ones depends on how many there are."""
+    problems = []
+    for folder in sorted({path.parent for path in CSRC.rglob("*.cpp")}):
+        seen: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.cpp")):
+            for name in re.findall(r"^constexpr [\w:<>]+ (k\w+)", path.read_text(), re.MULTILINE):
+                if name in seen:
+                    problems.append(f"{path}: {name} is in {seen[name].name} too")
+                seen[name] = path
+    report(problems)
+
+
 def test_python_stays_in_bindings_and_torch_outside() -> None:
     problems = []
     for path in native_files():
@@ -179,13 +194,15 @@ def headers_compile(headers: list[Path]) -> None:
     toolchain = _toolchain.find_toolchain()
     recipe = _toolchain.read_recipe(CSRC)
     own = {Path(source.path).stem: source.flags for source in recipe.sources}
-    # Headers of kernels need CUDA's; the tests' emulation stands in for it.
+    # Headers of kernels need CUDA's, and have pragmas of nvcc; the tests' emulation stands in for it.
     folders = [*toolchain.includes, str(ROOT / "tests" / "native" / "fake_cuda")]
     include = [word for folder in folders for word in ("-isystem", folder)]
 
     def compile_alone(header: Path) -> str:
-        flags = [*recipe.flags, *own.get(header.stem, ()), "-O0", "-Wno-pragma-once-outside-header", "-fsyntax-only"]
-        command = [*toolchain.cxx, *flags, "-I.", *include, "-x", "c++", str(header.relative_to(CSRC))]
+        flags = [*recipe.flags, "-Werror", "-Wno-unknown-pragmas", *own.get(header.stem, ()), "-O0", "-fsyntax-only"]
+        # The header is included, by a source that is empty: as a source it would be one with `#pragma once`.
+        header_flags = ["-include", str(header.relative_to(CSRC)), "-x", "c++", os.devnull]
+        command = [*toolchain.cxx, *flags, "-I.", *include, *header_flags]
         done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, timeout=100, check=False)
         return "" if done.returncode == 0 else f"{header} does not compile alone:\n{done.stderr[:2000]}"
 

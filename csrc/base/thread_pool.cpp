@@ -77,8 +77,8 @@ class Loop {
     }
   }
 
-  std::atomic<int> helpers{0};  // changed under Pool::mutex_
-  Loop* following = nullptr;    // in Pool::loops_, under Pool::mutex_
+  std::atomic<int> helpers{0};  // changed under ThreadPool::mutex_
+  Loop* following = nullptr;    // in ThreadPool::loops_, under ThreadPool::mutex_
 
  private:
   static constexpr int64_t kMaxHomes = 64;
@@ -98,7 +98,7 @@ class Loop {
   std::array<Home, kMaxHomes> home_;
 };
 
-class Pool {
+class ThreadPool {
  public:
   // Reads the wanted size under the lock: of several concurrent callers the last one sees the last value.
   void resize() {
@@ -194,12 +194,12 @@ class Pool {
 
 // Never destroyed: helpers may outlive every static destructor. A forked child leaves its parent's pool alone too,
 // whose helpers do not exist there and whose mutex may be locked for ever.
-std::atomic<Pool*> current_pool{nullptr};
+std::atomic<ThreadPool*> current_pool{nullptr};
 
-Pool& pool() {
-  Pool* existing = current_pool.load(std::memory_order_acquire);
+ThreadPool& pool() {
+  ThreadPool* existing = current_pool.load(std::memory_order_acquire);
   while (existing == nullptr || existing->generation() != fork_generation()) {
-    Pool* fresh = new Pool();
+    ThreadPool* fresh = new ThreadPool();
     if (current_pool.compare_exchange_strong(existing, fresh)) {
       fresh->resize();
       return *fresh;
@@ -216,7 +216,7 @@ void set_num_threads(int threads) {
   if (wanted_threads.exchange(threads) == threads) {
     return;
   }
-  Pool* existing = current_pool.load();
+  ThreadPool* existing = current_pool.load();
   if (existing != nullptr && existing->generation() == fork_generation()) {
     existing->resize();
   }

@@ -46,7 +46,8 @@ struct CpuKernels {
   void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);
 
   // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float (float64: in double); rounded once to to_dtype,
-  // which is from_dtype, or kFloat32 for sources of 16 bits. `to` may be one of `from` where the types are equal.
+  // which is from_dtype, or kFloat32 for floats of 16 bits; integers wrap around. `to` may be one of `from` where the
+  // types are equal.
   void (*sum)(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n);
 
   // Copies past the cache: the target is not read first, so a copy that outgrows the cache moves two thirds of the

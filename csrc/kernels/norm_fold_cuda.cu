@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlockThreads) rank_sums_kernel(const __grid_c
 template <class Real>
 __device__ __forceinline__ double coefficient_of(const ClipLaunch& launch, double square) {
   const auto norm = static_cast<Real>(square_root(square) * launch.average);
-  const Real coefficient = Real{1} / (norm + Real{1e-6}) * static_cast<Real>(launch.max_norm);
+  const Real coefficient = Real{1} / (norm + static_cast<Real>(1e-6)) * static_cast<Real>(launch.max_norm);
   *static_cast<Real*>(launch.norm) = norm;
   return coefficient > Real{1} ? Real{1} : coefficient;
 }

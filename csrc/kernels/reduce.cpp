@@ -9,32 +9,28 @@
 namespace bucketwheel {
 namespace {
 
-void expect_summable(DType dtype, bool takes_float64) {
-  const bool is_known = dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 ||
-                        (dtype == DType::kFloat64 && takes_float64);
-  if (!is_known) {
-    throw TypeError(std::string("cannot sum ") + name_of(dtype) +
-                    (takes_float64 ? ": float32, bfloat16, float16 and float64 are supported"
-                                   : " into float32: float32, bfloat16 and float16 are supported"));
+void expect_summable(bool can, const char* what, DType dtype, const char* known) {
+  if (!can) {
+    throw TypeError(std::string("cannot ") + what + " " + name_of(dtype) + ": " + known + " are supported");
   }
 }
 
 }  // namespace
 
 void reduce_sum_fp32(const void* const* from, int world, DType dtype, int64_t numel, float* out) {
-  expect_summable(dtype, false);
+  expect_summable(is_float(dtype) && dtype != DType::kFloat64, "sum into float32", dtype,
+                  "float32, bfloat16 and float16");
   IeeeFloats ieee;
   cpu_kernels().sum(out, DType::kFloat32, from, dtype, world, numel);
 }
 
 void reduce_sum(const void* const* from, int world, DType dtype, int64_t numel, void* out) {
-  expect_summable(dtype, true);
   IeeeFloats ieee;
   cpu_kernels().sum(out, dtype, from, dtype, world, numel);
 }
 
 void store_fp32(void* to, DType dtype, const float* from, int64_t numel) {
-  expect_summable(dtype, true);
+  expect_summable(is_float(dtype), "round float32 to", dtype, "float32, bfloat16, float16 and float64");
   if (dtype == DType::kFloat32) {
     std::memcpy(to, from, static_cast<size_t>(numel) * sizeof(float));
   } else {

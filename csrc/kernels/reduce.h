@@ -1,7 +1,8 @@
 // Sums over ranks of one host, in fixed rank order: what the shm and local communicators run on each block.
 //
 // Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32, whatever the
-// dtype; of float64 in float64. TypeError for other dtypes than are named here.
+// dtype; of float64 in float64, of integers in arithmetic that wraps around. TypeError for other dtypes than are named
+// here.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace bucketwheel {
 // kFloat32, kBFloat16 or kFloat16. `out` may be one of the inputs if they are float32; no other overlap.
 void reduce_sum_fp32(const void* const* from, int world, DType dtype, int64_t numel, float* out);
 
-// The same, rounded once (nearest even) to `dtype`, which may be kFloat64 too. `out` may be one of the inputs.
+// The same, rounded once (nearest even) to `dtype`, which may be any. `out` may be one of the inputs.
 void reduce_sum(const void* const* from, int world, DType dtype, int64_t numel, void* out);
 
 // to[i] = from[i], rounded to nearest even where `dtype`, that of `to`, needs it; a copy if it is kFloat32.

@@ -10,6 +10,16 @@
 namespace bucketwheel {
 namespace {
 
+// Integers, in arithmetic that wraps around, the same for signed ones.
+BW_HD uint64_t widened(uint64_t x) { return x; }
+BW_HD uint32_t widened(uint32_t x) { return x; }
+BW_HD uint32_t widened(uint16_t x) { return x; }
+BW_HD uint32_t widened(uint8_t x) { return x; }
+BW_HD void put(uint64_t& to, uint64_t value) { to = value; }
+BW_HD void put(uint32_t& to, uint32_t value) { to = value; }
+BW_HD void put(uint16_t& to, uint32_t value) { to = static_cast<uint16_t>(value); }
+BW_HD void put(uint8_t& to, uint32_t value) { to = static_cast<uint8_t>(value); }
+
 template <class To, class From, int kWorld>
 void sum_few(To* to, const void* const* from, int64_t n) {
   const From* a = static_cast<const From*>(from[0]);
@@ -72,14 +82,24 @@ void sum_typed(void* out, const void* const* from, int world, int64_t n) {
 
 void sum(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n) {
   const bool to_float = to_dtype == DType::kFloat32;
-  if (from_dtype == DType::kFloat32) {
-    sum_typed<float, float>(to, from, world, n);
-  } else if (from_dtype == DType::kBFloat16) {
-    to_float ? sum_typed<float, BFloat16>(to, from, world, n) : sum_typed<BFloat16, BFloat16>(to, from, world, n);
-  } else if (from_dtype == DType::kFloat16) {
-    to_float ? sum_typed<float, Float16>(to, from, world, n) : sum_typed<Float16, Float16>(to, from, world, n);
-  } else {
-    sum_typed<double, double>(to, from, world, n);
+  switch (from_dtype) {
+    case DType::kFloat32:
+      return sum_typed<float, float>(to, from, world, n);
+    case DType::kBFloat16:
+      return to_float ? sum_typed<float, BFloat16>(to, from, world, n)
+                      : sum_typed<BFloat16, BFloat16>(to, from, world, n);
+    case DType::kFloat16:
+      return to_float ? sum_typed<float, Float16>(to, from, world, n) : sum_typed<Float16, Float16>(to, from, world, n);
+    case DType::kFloat64:
+      return sum_typed<double, double>(to, from, world, n);
+    case DType::kInt64:
+      return sum_typed<uint64_t, uint64_t>(to, from, world, n);
+    case DType::kInt32:
+      return sum_typed<uint32_t, uint32_t>(to, from, world, n);
+    case DType::kInt16:
+      return sum_typed<uint16_t, uint16_t>(to, from, world, n);
+    case DType::kUInt8:
+      return sum_typed<uint8_t, uint8_t>(to, from, world, n);
   }
 }
 

@@ -1,6 +1,5 @@
 #include "pool/upstream.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,6 +10,7 @@
 
 #include "base/align.h"
 #include "base/error.h"
+#include "base/memfd.h"
 
 namespace bucketwheel {
 namespace {
@@ -42,7 +42,7 @@ const char* descriptor_remedy(int error) {
     case EPERM:
       return "the kernel or a seccomp profile refuses memfd_create: allow it, or use the 'host' upstream";
     default:
-      return "see memfd_create(2)";
+      return "see memfd_create(2), ftruncate(2) and fcntl(2)";
   }
 }
 
@@ -107,16 +107,11 @@ class ShmUpstream final : public Upstream {
   SlabRef allocate(size_t size_bytes) override {
     auto slab = std::make_shared<MappedSlab>();
     const size_t mapped = round_up(size_bytes, page_bytes());
-    slab->fd = memfd_create("bucketwheel", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (slab->fd < 0) {
-      refuse("memfd_create", size_bytes, errno, descriptor_remedy(errno));
-    }
-    if (ftruncate(slab->fd, static_cast<off_t>(mapped)) != 0) {
-      refuse("ftruncate", size_bytes, errno, "see ftruncate(2)");
-    }
     // The size is final: a peer that maps the slab cannot be made to fault by cutting it.
-    if (fcntl(slab->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-      refuse("fcntl(F_ADD_SEALS)", size_bytes, errno, "see fcntl(2)");
+    const char* failed = nullptr;
+    slab->fd = try_make_memfd("bucketwheel", mapped, failed).release();
+    if (failed != nullptr) {
+      refuse(failed, size_bytes, errno, descriptor_remedy(errno));
     }
     slab->data = map(mapped, MAP_SHARED, slab->fd);
     slab->size_bytes = mapped;

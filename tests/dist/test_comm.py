@@ -15,12 +15,16 @@ from comm_cases import (
     check_reduce_scatter,
     check_usable,
     in_few_places,
+    memory_of,
+    on_c10d,
+    on_shm,
     run_local,
 )
 from requirements import slow_case
 
 from bucketwheel.comm import Communicator
-from bucketwheel.ops import all_gather
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.testing import RankPool
 
 pytestmark = pytest.mark.dist
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -35,6 +39,50 @@ def some_sizes(comm: Communicator) -> None:
 @pytest.mark.parametrize("world", range(5, 9))
 def test_more_ranks(world):
     run_local(world, some_sizes)
+
+
+def many_processes(comm: Communicator) -> None:
+    """More ranks than processors: those that wait sleep."""
+    for kind in ("foreign", "pool", "in_place_pool", "by_rank"):
+        specs = [(F32, 1), (BF16, 5000), (torch.int32, 70_000), (F64, 0)]
+        check_all_gather(comm, specs, kind)
+        check_reduce_scatter(comm, specs, kind)
+    check_broadcast(comm, [(F32, 100_000)], "foreign", comm.size - 1)
+    for number in range(20):
+        assert comm.exchange(bytes([comm.rank, number])) == [bytes([rank, number]) for rank in range(comm.size)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("on", [on_shm, on_c10d])
+@pytest.mark.parametrize("world", [5, 8, 11, 16])
+def test_more_processes(on, world):
+    with RankPool(world, forked=True) as pool:
+        pool.run(on, many_processes, timeout_s=120)
+
+
+def one_gib(comm: Communicator, kind: str) -> None:
+    """Offsets in elements and bytes that no 32 bits hold, in both places that count them."""
+    numel = (1 << 30) // 4 // comm.size + 1
+    whole = torch.arange(comm.size * numel, dtype=torch.int64)
+    with memory_of(comm, kind) as memory:
+        full, shard = memory.pair(F32, numel)
+        full.zero_()
+        shard.copy_(whole[comm.rank * numel : (comm.rank + 1) * numel] % 8191)
+        all_gather(full, shard, comm).wait()
+        assert torch.equal(full, (whole % 8191).float())
+        full.copy_(whole % 8191 + comm.rank)
+        reduce_scatter(shard, full, comm).wait()
+        mine = whole[comm.rank * numel : (comm.rank + 1) * numel] % 8191
+        assert torch.equal(shard, (comm.size * mine + sum(range(comm.size))).float())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize(("on", "kind"), [(on_shm, "foreign"), (on_shm, "in_place_pool"), (on_c10d, "foreign")])
+def test_one_gib(on, kind):
+    with RankPool(2, forked=True) as pool:
+        pool.run(on, one_gib, kind, timeout_s=200)
 
 
 def longer_than_staging(comm: Communicator) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comm_cases import check_all_gather, run_local
+from comm_cases import check_all_gather, on_c10d, run_local
 from failure_cases import SOON_S, error_of, expect_prefix, gather
 from requirements import slow_case
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.dist
 # --------------------------------------------------------------------------------------------------------------- death
 
 
-def victim_dies(rank: int, size: int, victim: int, moment: str) -> tuple[list[str], float, bool]:
+def victim_dies(rank: int, size: int, backend: str, victim: int, moment: str) -> tuple[list[str], float, bool]:
     """The messages that a survivor gets, how long the first took, and whether its earlier result stayed good."""
-    with Communicator(backend="shm", name="doomed", timeout_s=60) as comm:
+    with Communicator(backend=backend, name="doomed", timeout_s=60) as comm:
         before, handle = gather(comm)
         handle.wait()
         comm.exchange(b"")
@@ -64,17 +64,20 @@ def victim_dies(rank: int, size: int, victim: int, moment: str) -> tuple[list[st
 
 
 @pytest.mark.parametrize("moment", ["idle", "waiting", "in operation", "in exchange"])
-@pytest.mark.parametrize(("size", "victim"), [slow_case(2, 0), (4, 1)])
-def test_a_killed_rank_is_told_to_every_other_within_two_seconds(size, victim, moment):
+@pytest.mark.parametrize(
+    ("backend", "size", "victim"),
+    [slow_case("shm", 2, 0), ("shm", 4, 1), slow_case("c10d", 2, 0), ("c10d", 3, 1), slow_case("c10d", 4, 3)],
+)
+def test_a_killed_rank_is_told_to_every_other_within_two_seconds(backend, size, victim, moment):
     with RankPool(size, forked=True) as pool:
-        results = pool.run(victim_dies, victim, moment, expect_dead=[victim])
+        results = pool.run(victim_dies, backend, victim, moment, expect_dead=[victim])
     for rank, result in enumerate(results):
         if rank == victim:
             continue
         messages, took_s, is_good = result
         assert took_s < SOON_S
         assert is_good, "a complete result was lost"
-        assert f"rank {victim} (pid" in messages[0] and "died" in messages[0]
+        assert f"rank {victim} {'(pid' if backend == 'shm' else 'died'}" in messages[0] and "died" in messages[0]
         assert messages[1] == messages[0], "later calls raise the same error"
 
 
@@ -111,8 +114,8 @@ def test_nothing_stays_behind_in_the_system():
 # ------------------------------------------------------------------------------------------------------------- leaving
 
 
-def one_leaves(rank: int, size: int) -> tuple[str, str, int | None] | None:
-    comm = Communicator(backend="shm", name="party")
+def one_leaves(rank: int, size: int, backend: str) -> tuple[str, str, int | None] | None:
+    comm = Communicator(backend=backend, name="party")
     full, handle = gather(comm)
     handle.wait()
     if rank == 0:
@@ -131,10 +134,14 @@ def one_leaves(rank: int, size: int) -> tuple[str, str, int | None] | None:
     return error
 
 
-def test_a_rank_that_has_left_and_is_needed(rank_pool):
-    for error in rank_pool(3).run(one_leaves)[1:]:
+of_processes = pytest.mark.parametrize("backend", ["shm", "c10d"])
+
+
+@of_processes
+def test_a_rank_that_has_left_and_is_needed(rank_pool, backend):
+    for error in rank_pool(3).run(one_leaves, backend)[1:]:
         kind, text, rank = error
-        assert (kind, rank) == ("PeerError", 0)
+        assert (kind, rank) == ("PeerError", 0), text
         assert "rank 0" in text and "has closed the communicator" in text
 
 
@@ -151,8 +158,12 @@ def test_closing_with_operations_in_flight():
     assert run_local(2, closes_in_flight) == ["ClosedError", "PeerError"]
 
 
-def drops_in_flight(rank: int, size: int) -> float:
-    comm = Communicator(backend="shm")
+def test_closing_with_operations_in_flight_over_c10d(rank_pool):
+    assert rank_pool(2).run(on_c10d, closes_in_flight) == ["ClosedError", "PeerError"]
+
+
+def drops_in_flight(rank: int, size: int, backend: str) -> float:
+    comm = Communicator(backend=backend)
     if rank == 1:
         time.sleep(0.3)
     full, handle = gather(comm, 100_000)
@@ -160,8 +171,9 @@ def drops_in_flight(rank: int, size: int) -> float:
     return 1.0
 
 
-def test_dropping_everything_in_flight(rank_pool):
-    assert rank_pool(2).run(drops_in_flight) == [1.0, 1.0]
+@of_processes
+def test_dropping_everything_in_flight(rank_pool, backend):
+    assert rank_pool(2).run(drops_in_flight, backend) == [1.0, 1.0]
 
 
 def test_exit_with_an_operation_in_flight():

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
 
 pytestmark = pytest.mark.dist
+
+
+of_processes = pytest.mark.parametrize("backend", ["shm", "c10d"])
+
+
+def on_backend(
+    rank: int, size: int, backend: str, case: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> Any:
+    with Communicator(backend=backend, name=case.__name__, timeout_s=timeout_s) as comm:
+        return case(comm, *args)
 
 
 # ------------------------------------------------------------------------------------------------- mismatch and timeout
@@ -70,13 +82,12 @@ def test_different_calls(difference):
         assert DIFFERENCES[difference] in text.split("rank 2: ")[1], text
 
 
-def different_calls_on_shm(rank: int, size: int) -> tuple[str, str, int | None]:
-    with Communicator(backend="shm", name="different_calls") as comm:
-        return different_calls(comm, "kind")
-
-
-def test_different_calls_of_processes(rank_pool):
-    assert [kind for kind, _, _ in rank_pool(2).run(different_calls_on_shm)] == ["MismatchError"] * 2
+@of_processes
+def test_different_calls_of_processes(rank_pool, backend):
+    for rank, (kind, text, _) in enumerate(rank_pool(3).run(on_backend, backend, different_calls, "kind")):
+        assert kind == "MismatchError", text
+        expect_prefix(text, rank, 3, "different_calls")
+        assert DIFFERENCES["kind"] in text.split("rank 2: ")[1], text
 
 
 def one_never_comes(comm: Communicator) -> tuple[str, str, int | None, float]:
@@ -115,6 +126,19 @@ def test_a_rank_that_never_comes():
     assert results[2][0] == "CommTimeout" and "failed first" in results[2][1]
 
 
+def never_comes_on_c10d(rank: int, size: int) -> tuple[str, str, int | None, float]:
+    return on_backend(rank, size, "c10d", one_never_comes, timeout_s=0.5)
+
+
+def test_a_rank_that_never_comes_over_c10d(rank_pool):
+    results = rank_pool(3).run(never_comes_on_c10d)
+    for rank, (kind, text, _, _) in enumerate(results):
+        expect_prefix(text, rank, 3, "one_never_comes", 2 if rank < 2 else None)
+        assert kind == "CommTimeout" and "timeout in all_gather of 1 tensor" in text
+        assert "Not arrived: rank 2 (last begun 1)" in text, text
+    assert all(took_s < 2 * SOON_S for _, _, _, took_s in results)  # they ask each other how far they have come
+
+
 def collects_alone(comm: Communicator) -> None:
     if comm.rank == 0:
         comm.post(b"early")
@@ -149,14 +173,9 @@ def one_aborts(comm: Communicator) -> tuple[str, str, int | None]:
     return error
 
 
-def one_aborts_on_shm(rank: int, size: int) -> tuple[str, str, int | None]:
-    with Communicator(backend="shm", name="one_aborts") as comm:
-        return one_aborts(comm)
-
-
-@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("kind", ["local", "shm", "c10d"])
 def test_abort_reaches_every_rank_with_its_reason(kind, rank_pool):
-    results = run_local(3, one_aborts) if kind == "local" else rank_pool(3).run(one_aborts_on_shm)
+    results = run_local(3, one_aborts) if kind == "local" else rank_pool(3).run(on_backend, kind, one_aborts)
     for rank, (name, text, who) in enumerate(results):
         assert (name, who) == ("CommError" if rank == 1 else "PeerError", 1)
         expect_prefix(text, rank, 3, "one_aborts")

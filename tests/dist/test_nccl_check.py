@@ -15,6 +15,7 @@ from nccl_failure_cases import die, facts_of, fresh_ranks, nccl_comm
 
 from bucketwheel import comm_nccl
 from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 
 pytestmark = pytest.mark.dist
@@ -174,6 +175,22 @@ def one_is_told(rank: int, size: int) -> Error:
 def test_all_check_if_one_is_told_to(rank_pool):
     for kind, text, _ in rank_pool(2).run(one_is_told, timeout_s=30):
         assert kind == "MismatchError" and "rank 0: all_gather" in text, text
+
+
+def one_is_told_nonsense(rank: int, size: int) -> tuple[str, str]:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="yes" if rank == 1 else ""):
+        try:
+            with nccl_comm("checked", timeout_s=20.0):
+                return "nothing", ""
+        except (ValueError, CommError) as error:
+            return type(error).__name__, str(error)
+
+
+def test_a_value_that_means_nothing_is_told_on_all_ranks(rank_pool):
+    """Whoever went on alone would wait for the others."""
+    theirs, mine = rank_pool(2).run(one_is_told_nonsense, timeout_s=30)
+    assert mine[0] == "ValueError" and "BW_COMM_CHECK='yes': expected 0 or 1" in mine[1]
+    assert theirs[0] == "CommError" and "BW_COMM_CHECK='yes': expected 0 or 1" in theirs[1]
 
 
 class GoneStore:

@@ -61,11 +61,11 @@ inline int async_error(NcclCommRef comm) {
   return error;
 }
 
-// A stream: a thread that runs what it is given, in order.
-class Stream {
+// What the fake takes for a stream: a thread that runs what it is given, in order.
+class Worker {
  public:
-  Stream() : thread_([this] { work(); }) {}
-  ~Stream() {
+  Worker() : thread_([this] { work(); }) {}
+  ~Worker() {
     push(nullptr);
     thread_.join();
   }
@@ -106,7 +106,7 @@ inline int launch(void* stream, void (*function)(void*), void* argument) {
   if (stream == nullptr) {
     function(argument);
   } else {
-    static_cast<Stream*>(stream)->push([=] { function(argument); });
+    static_cast<Worker*>(stream)->push([=] { function(argument); });
   }
   return 0;
 }

@@ -148,6 +148,9 @@ TEST(preconditions) {
 
 // In a forked child the parent's streams refuse and new ones work; the parent's go on.
 TEST(fork_child_refuses_the_parents_streams) {
+  if (!may_fork()) {
+    return;
+  }
   Gate gate;
   auto stream = cpu_device().new_stream("parent");
   stream->run([] {});
@@ -170,7 +173,7 @@ TEST(fork_child_refuses_the_parents_streams) {
       CHECK_THROWS(DeviceError, "belongs to the parent process", open_at_fork->query());
       CHECK_THROWS(DeviceError, "belongs to the parent process", open_at_fork->synchronize());
     }
-    if (kMayStartThreadsAfterFork) {
+    if (may_start_threads_after_fork()) {
       auto own = cpu_device().new_stream("child");
       if (!is_inline()) {
         CHECK_THROWS(DeviceError, "belongs to the parent process", own->wait(open_at_fork));
@@ -182,7 +185,7 @@ TEST(fork_child_refuses_the_parents_streams) {
     }
     stream.reset();
     open_at_fork.reset();
-    std::_Exit(0);
+    end_child();
   }
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child);

@@ -110,19 +110,20 @@ TEST(other_reductions) {
       BW_NCCL_TRY(api(), all_reduce, &in, &in, 1, type, op, comm, nullptr);
       return in;
     };
-    CHECK(reduced(rank + 2.0f, kNcclProd, NcclType::kFloat32) == 24.0f);
-    CHECK(reduced(rank - 7.0f, kNcclMax, NcclType::kFloat32) == -5.0f);
+    const auto mine = static_cast<float>(rank);
+    CHECK(reduced(mine + 2.0f, kNcclProd, NcclType::kFloat32) == 24.0f);
+    CHECK(reduced(mine - 7.0f, kNcclMax, NcclType::kFloat32) == -5.0f);
     CHECK(reduced(int64_t{rank} - 7, kNcclMin, NcclType::kInt64) == -7);
     CHECK(reduced(rank * 5, kNcclSum, NcclType::kInt32) == 15);
     // An average is divided before it is rounded: 1 + 2^-8 + 2^-8 + ... is not lost.
-    const uint16_t mean = reduced(round_to_bf16(1.0f + static_cast<float>(rank)), kNcclAvg, NcclType::kBFloat16);
+    const uint16_t mean = reduced(round_to_bf16(1.0f + mine), kNcclAvg, NcclType::kBFloat16);
     CHECK(widen_bf16(mean) == 2.0f);
 
     float factor = 0.3f;
     int op = -1;
     BW_NCCL_TRY(api(), red_op_create_pre_mul_sum, &op, &factor, NcclType::kFloat32, kNcclScalarHostImmediate, comm);
     factor = 100.0f;  // was read
-    CHECK(reduced(rank + 1.0f, op, NcclType::kFloat32) == (1.0f * 0.3f + 2.0f * 0.3f) + 3.0f * 0.3f);
+    CHECK(reduced(mine + 1.0f, op, NcclType::kFloat32) == (1.0f * 0.3f + 2.0f * 0.3f) + 3.0f * 0.3f);
     double wrong = 1;
     CHECK(BW_NCCL_CALL(api(), all_reduce, &wrong, &wrong, 1, NcclType::kFloat64, op, comm, nullptr) == 4);
     BW_NCCL_TRY(api(), red_op_destroy, op, comm);
@@ -136,13 +137,13 @@ TEST(other_reductions) {
 TEST(operations_of_a_communicator_run_as_they_were_issued) {
   const Streams streams;
   on_ranks(2, [](int rank, NcclCommRef comm) {
-    Stream slow, fast;
+    Worker slow, fast;
     int64_t first = 1, second = 10;
     std::atomic<bool> may_start{false};
     slow.push([&] { sleep_until([&] { return may_start.load(); }); });
     // Each in another stream; the second must not overtake the first, which would be a mismatch.
-    Stream* const of_first = rank == 0 ? &slow : &fast;
-    Stream* const of_second = rank == 0 ? &fast : &slow;
+    Worker* const of_first = rank == 0 ? &slow : &fast;
+    Worker* const of_second = rank == 0 ? &fast : &slow;
     BW_NCCL_TRY(api(), all_reduce, &first, &first, 1, NcclType::kInt64, kNcclSum, comm, of_first);
     BW_NCCL_TRY(api(), all_reduce, &second, &second, 1, NcclType::kInt64, kNcclMax, comm, of_second);
     std::this_thread::sleep_for(20ms);
@@ -164,7 +165,7 @@ TEST(two_communicators_run_at_one_time) {
       config.split_share = shares;
       BW_NCCL_TRY(api(), comm_split, whole, 0, rank, &comm, &config);  // the parent's word counts
       BW_NCCL_TRY(api(), comm_split, comm, 0, rank, &child, nullptr);
-      Stream one, other;
+      Worker one, other;
       int64_t a = 1, b = 2;
       // Rank 0 comes late to the first communicator's work: the second one's passes it, unless they share a queue.
       std::atomic<bool> may_start{rank == 1};
@@ -212,7 +213,7 @@ TEST(splits_have_their_colors_and_keys) {
 TEST(groups) {
   const Streams streams;
   on_ranks(2, [](int rank, NcclCommRef comm) {
-    Stream one, other;
+    Worker one, other;
     int64_t a = rank, b = 10, c = 100;
     BW_NCCL_TRY(api(), group_start);
     BW_NCCL_TRY(api(), group_start);

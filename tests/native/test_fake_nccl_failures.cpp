@@ -51,7 +51,7 @@ TEST(a_launch_that_fails_is_an_error_of_the_communicator) {
 TEST(an_abort_ends_what_hangs) {
   const Streams streams;
   on_ranks(2, [](int rank, NcclCommRef comm) {
-    Stream stream;
+    Worker stream;
     int64_t a = 1;
     if (rank == 0) {
       fake_nccl_hang(1);
@@ -77,7 +77,7 @@ TEST(an_abort_ends_what_hangs) {
 TEST(a_revoked_communicator_can_be_shrunk) {
   const Streams streams;
   on_ranks(3, [](int rank, NcclCommRef comm) {
-    Stream stream;
+    Worker stream;
     int64_t a = 1;
     if (rank == 1) {
       BW_NCCL_TRY(api(), comm_abort, comm);  // dies

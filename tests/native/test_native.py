@@ -1,10 +1,12 @@
-"""Builds and runs the C++ tests: plain, under sanitizers, and with the streams' test modes.
+"""Builds and runs the C++ tests: plain, under sanitizers, with the streams' test modes, under valgrind, and for
+aarch64 under qemu.
 
 Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``//
 with: fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with
 the emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs
-that say something about this test, and has them in the default run; ``// slow: thread`` leaves runs to `make test-all`. Objects and binaries are kept in build/native for
-as long as their sources do not change.
+that say something about this test, and has them in the default run; ``// slow: thread`` leaves runs to `make test-all`.
+valgrind and aarch64 run them all. Objects and binaries are kept in build/native for as long as their sources do not
+change.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ from pathlib import Path
 
 import pytest
 from native.objects import (
+    BUILDS,
     HERE,
     ROOT,
-    SANITIZERS,
+    compiler,
     in_parallel,
     module_objects,
     object_of,
     run_checked,
     stored,
-    toolchain,
 )
+
+from tests.requirements import need_aarch64, need_valgrind
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
 RUN_ENV = {
@@ -35,6 +39,15 @@ RUN_ENV = {
     "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
 }
 RUN_TIMEOUT_S = 100.0
+EMULATED_TIMEOUT_S = 400.0
+VALGRIND = [
+    "--quiet",
+    "--leak-check=full",
+    "--show-leak-kinds=definite,indirect",
+    "--errors-for-leak-kinds=definite,indirect",
+    "--error-exitcode=9",
+    "--fair-sched=yes",  # threads that wait for each other by spinning get their turns
+]
 
 
 def words(test: str, key: str) -> list[str]:
@@ -53,19 +66,21 @@ def for_tests_that_run(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("test", [pytest.param(test, marks=marks_of(test)) for test in chosen])
 
 
-def build(test: str, sanitizer: str) -> Path:
+def binary(test: str, build: str) -> Path:
     """The binary of one test, from build/native or compiled now."""
     folders = words(test, "needs")
     assert folders, f"{test}.cpp does not say what it needs"
     extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
-    objects = in_parallel(lambda path: object_of(path, sanitizer=sanitizer), [HERE / f"{test}.cpp", *extra])
-    objects += module_objects(folders, sanitizer)
-    argv = [*toolchain().cxx, *SANITIZERS[sanitizer], "-pthread", *map(str, objects)]
-    return stored(f"run_{test}-{sanitizer}", objects, [*argv, *words(test, "link"), "-ldl"])
+    objects = in_parallel(lambda path: object_of(path, build=build), [HERE / f"{test}.cpp", *extra])
+    objects += module_objects(folders, build)
+    argv = [*compiler(build), *BUILDS[build].flags, "-pthread", *map(str, objects)]
+    return stored(f"run_{test}-{build}", objects, [*argv, *words(test, "link"), "-ldl"])
 
 
-def run(test: str, sanitizer: str, **env: str) -> None:
-    out = run_checked([str(build(test, sanitizer))], RUN_TIMEOUT_S, env={**os.environ, **RUN_ENV, **env})
+def run(test: str, build: str, *under: str, **env: str) -> None:
+    """Runs all of a test, ``under`` a program that runs or watches others."""
+    limit_s = EMULATED_TIMEOUT_S if under else RUN_TIMEOUT_S
+    out = run_checked([*under, str(binary(test, build))], limit_s, env={**os.environ, **RUN_ENV, **env})
     assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
 
 
@@ -88,6 +103,12 @@ def test_address(test: str) -> None:
 
 
 @pytest.mark.timeout_s(600)
+def test_bits_of_the_plain_kernels() -> None:
+    """And test_plain those of the best kernels that this processor runs, test_aarch64 those of another."""
+    run("test_bits", "plain", BW_CPU_ISA="plain")
+
+
+@pytest.mark.timeout_s(600)
 @for_tests_that_run("inline")
 def test_inline_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM="inline")
@@ -101,16 +122,33 @@ def test_fuzzed_streams(test: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(900)
+@pytest.mark.parametrize("test", TESTS)
+def test_aarch64(test: str) -> None:
+    """Without the kernels for AVX, and with the memory order and the system calls of another machine, as far as qemu
+    has them."""
+    run(test, "aarch64", *need_aarch64(), BW_TEST_EMULATOR="qemu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(900)
+@pytest.mark.parametrize("test", TESTS)
+def test_valgrind(test: str) -> None:
+    """No leak, and no decision by what was never written, which the sanitizers do not see."""
+    run(test, "plain", need_valgrind(), *VALGRIND, BW_CPU_ISA="avx2", BW_TEST_EMULATOR="valgrind")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(900)
 @pytest.mark.parametrize("seed", ["2", "3", "4"])
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("build", ["address", "thread"])
 @for_tests_that_run("fuzzed")
-def test_fuzzed_streams_under_sanitizers(test: str, sanitizer: str, seed: str) -> None:
-    run(test, sanitizer, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
+def test_fuzzed_streams_under_sanitizers(test: str, build: str, seed: str) -> None:
+    run(test, build, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
 
 
 def test_an_unknown_setting_is_refused() -> None:
     done = subprocess.run(
-        [build("test_device", "plain"), "preconditions"],
+        [binary("test_device", "plain"), "preconditions"],
         env={**os.environ, "BW_HOST_STREAM": "inlined"},
         capture_output=True,
         text=True,

@@ -59,12 +59,15 @@ namespace {
 
 template <class Function>
 void in_child(Function&& function) {
+  if (!may_fork()) {
+    return;
+  }
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
     alarm(20);
     function();
-    _exit(0);
+    end_child();
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
@@ -144,7 +147,7 @@ TEST(a_forked_child_uses_no_team) {
   use_openmp_team();
   CHECK(regions_of_a_loop() == 1);
   in_child([] {
-    set_num_threads(kMayStartThreadsAfterFork ? 3 : 1);
+    set_num_threads(may_start_threads_after_fork() ? 3 : 1);
     use_openmp_team();
     CHECK(regions_of_a_loop() == 0);
     CHECK(!run_on_openmp_team(2, [](void*, int) {}, nullptr));

@@ -171,10 +171,13 @@ TEST(idle_helpers_use_no_cpu) {
   nap(20);  // more than the time they spin
   const double before = cpu_seconds();
   nap(300);
-  CHECK(cpu_seconds() - before < 0.1);
+  CHECK(cpu_seconds() - before < 0.1 || !emulator().empty());  // whose own time counts too
 }
 
 TEST(a_forked_child_has_a_pool_of_its_own) {
+  if (!may_fork()) {
+    return;
+  }
 #if defined(__SANITIZE_THREAD__)
   std::fprintf(stderr,
                "skipped: the thread sanitizer takes the child's threads for the parent's (equal pthread ids)\n");
@@ -202,7 +205,7 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
         }
       });
       check_loop(100, 3);
-      _exit(0);
+      end_child();
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
@@ -226,7 +229,7 @@ TEST(ranges_compute_by_ieee_rules_on_every_thread) {
     CHECK(kept == 64);
   }
 #if BW_X86_64
-  CHECK(_mm_getcsr() == (before | 0x8040));
+  CHECK(_mm_getcsr() == (before | 0x8040) || emulator() == "valgrind");  // which does not keep it
   _mm_setcsr(before);
 #endif
 }

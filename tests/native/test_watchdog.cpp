@@ -1,6 +1,8 @@
 // comm/watchdog: who is looked after, when, and what stop() promises. Run by test_native.py.
 // needs: base device
 // with: comm/watchdog.cpp
+// runs: plain thread address
+// slow: address
 #include <dirent.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -222,7 +224,7 @@ TEST(the_thread_ends_when_nothing_is_watched_and_another_comes) {
 }
 
 TEST(a_forked_child_has_its_own) {
-  if (!kMayStartThreadsAfterFork) {
+  if (!may_fork() || !may_start_threads_after_fork()) {
     return;
   }
   std::atomic<int> looks{0};
@@ -238,11 +240,11 @@ TEST(a_forked_child_has_its_own) {
     sleep_until([&] { return own >= 3; });
     CHECK(looks == inherited);  // the parent's is not looked after here
     mine->stop();
-    std::_Exit(7);
+    end_child();
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   const int before = looks;
   sleep_until([&] { return looks >= before + 2; });  // and goes on here
   watching->stop();

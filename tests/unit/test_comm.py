@@ -91,12 +91,12 @@ BAD_REDUCTIONS = {
         r"inputs\[0\] has shape \[5\], expected world \(2\) x the 2 elements of outputs\[0\]",
     ),
     "other dtype": (zeros(2), zeros(4, dtype=BF16), "sum", TypeError, r"inputs\[0\] is bfloat16, expected float32"),
-    "unsupported dtype": (
+    "average of integers": (
         zeros(2, dtype=torch.int64),
         zeros(4, dtype=torch.int64),
-        "sum",
+        "avg",
         ValueError,
-        r"int64 is not supported: float32, bfloat16, float16 and float64 are",
+        r"op 'avg' of int64 is not supported: of integers only 'sum' is",
     ),
     "unknown dtype": (zeros(2, dtype=torch.int8), zeros(4, dtype=torch.int8), "sum", TypeError, r"unsupported dtype"),
     "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum', 'avg' and PreM"),
