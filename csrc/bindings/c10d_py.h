@@ -33,7 +33,7 @@ class PythonWire final : public Wire {
     for (const Message& message : messages) {
       const auto memory = py::memoryview::from_memory(message.data, static_cast<py::ssize_t>(message.size_bytes));
       try {
-        auto& works = message.is_sent ? transfer->sent : transfer->works;
+        auto& works = message.is_sent ? transfer->sent : transfer->received;
         works.emplace_back(message.peer, (*start_)(message.peer, message.is_sent, memory));
       } catch (const py::error_already_set& error) {
         throw broken_of(error, message.peer);
@@ -47,13 +47,15 @@ class PythonWire final : public Wire {
     explicit PythonTransfer(std::shared_ptr<const py::function> wait) : wait(std::move(wait)) {}
     ~PythonTransfer() override {
       const py::gil_scoped_acquire locked;
-      works.clear();
+      received.clear();
       sent.clear();
     }
-    // What is received first: of a peer that dies gloo may lose what was sent to it, and never say so.
-    void finish() override {
+    void receive() override { await_all(received); }
+    void settle() override { await_all(sent); }
+
+    using Works = std::vector<std::pair<int, py::object>>;
+    void await_all(Works& works) {
       const py::gil_scoped_acquire locked;
-      works.insert(works.end(), sent.begin(), sent.end());
       for (const auto& [peer, work] : works) {
         try {
           (*wait)(work);
@@ -62,12 +64,11 @@ class PythonWire final : public Wire {
         }
       }
       works.clear();
-      sent.clear();
     }
 
     const std::shared_ptr<const py::function> wait;
-    std::vector<std::pair<int, py::object>> works;
-    std::vector<std::pair<int, py::object>> sent;
+    Works received;
+    Works sent;
   };
 
   const std::shared_ptr<const py::function> start_;

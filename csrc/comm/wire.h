@@ -22,18 +22,21 @@ class Wire {
     std::byte* data;
     size_t size_bytes;  // not 0; both sides know it
   };
-  // Messages on their way. What they read and write lives until finish() has returned, or the transfer is gone, which
-  // is safe at any time.
+  // Messages on their way. What they read and write lives until settle() has returned, or the transfer is gone, which is
+  // safe at any time.
   class Transfer {
    public:
     virtual ~Transfer() = default;
-    // Blocks until all messages have been received, and what was sent may be overwritten. Throws WireBroken.
-    virtual void finish() = 0;
+    // Blocks until what the peers send has come. Throws WireBroken.
+    virtual void receive() = 0;
+    // What was sent may be overwritten. Only once it is known that the peers have received it: of a peer that dies gloo may
+    // lose what was sent, and would wait for ever. Throws WireBroken.
+    virtual void settle() = 0;
   };
 
   virtual ~Wire() = default;
-  // Never waits for a peer. Between two ranks, messages arrive in the order in which they were started. Throws
-  // WireBroken.
+  // Never waits for a peer. Between two ranks, messages arrive in the order in which they were started; those that are
+  // received are to be started first. Throws WireBroken.
   virtual std::unique_ptr<Transfer> start(std::span<const Message> messages) = 0;
 };
 

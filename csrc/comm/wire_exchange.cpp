@@ -11,13 +11,6 @@
 namespace bucketwheel {
 namespace {
 
-// What ranks tell each other first.
-struct Hello {
-  uint64_t seq;
-  uint64_t signature;
-  Description description;
-};
-
 // The chunks on their way have this many bytes at most, of all peers together: messages long enough that their cost does
 // not count, and room that is small beside a model. Never less than a sink's block of the largest dtype.
 constexpr size_t kRoomBytes = size_t{8} << 20;
@@ -34,7 +27,7 @@ WireRooms::WireRooms(int world) : world_(static_cast<size_t>(world)), window_byt
 
 std::byte* WireRooms::window(uint64_t room, int peer) {
   if (!memory_) {
-    memory_ = Mapping::anonymous(2 * kAhead * world_ * window_bytes_);
+    memory_ = Mapping::anonymous((kSent + kAhead) * world_ * window_bytes_);
   }
   return memory_->data() + (room * world_ + static_cast<size_t>(peer)) * window_bytes_;
 }
@@ -46,7 +39,8 @@ WireExchange::WireExchange(Wire& wire, WireRooms& rooms, const Operation& op, in
       rank_(rank),
       world_(world),
       chunks_(op, rooms.window_bytes()),
-      sources_(static_cast<size_t>(world)) {}
+      sources_(static_cast<size_t>(world)),
+      own_{op.seq, op.signature, op.description()} {}
 
 void WireExchange::run() {
   const IeeeFloats ieee;
@@ -60,35 +54,59 @@ void WireExchange::run() {
     while (next < chunks_.count() && next < chunk + WireRooms::kAhead) {
       under_way.push_back(start(next++));
     }
-    under_way.front()->finish();
+    under_way.front()->receive();
+    sent_.push_back(std::move(under_way.front()));
     under_way.pop_front();
+    settle_all_but(WireRooms::kAhead);
     take(chunk);
   }
+  part_from_peers();
   if (op_.sink && copies()) {
     feed_gathered(op_);
   }
 }
 
 void WireExchange::meet_peers() {
-  Hello own{op_.seq, op_.signature, op_.description()};
-  std::vector<Hello> hellos(static_cast<size_t>(world_), own);
+  std::vector<Hello> hellos(static_cast<size_t>(world_), own_);
   std::vector<Wire::Message> messages;
   for (int i = 1; i < world_; ++i) {
-    const int to = (rank_ + i) % world_;
-    const int from = (rank_ - i + world_) % world_;
-    messages.push_back({to, true, reinterpret_cast<std::byte*>(&own), sizeof(Hello)});
-    messages.push_back({from, false, reinterpret_cast<std::byte*>(&hellos[static_cast<size_t>(from)]), sizeof(Hello)});
+    const int peer = (rank_ + i) % world_;
+    messages.push_back({peer, false, reinterpret_cast<std::byte*>(&hellos[static_cast<size_t>(peer)]), sizeof(Hello)});
+    messages.push_back({peer, true, reinterpret_cast<std::byte*>(&own_), sizeof(Hello)});
   }
-  if (!messages.empty()) {
-    wire_.start(messages)->finish();
+  hello_ = wire_.start(messages);
+  hello_->receive();
+  if (rooms_.farewell()) {
+    rooms_.farewell()->settle();
+    rooms_.farewell().reset();
   }
-  const auto agrees = [&](const Hello& hello) { return hello.seq == own.seq && hello.signature == own.signature; };
+  const auto agrees = [&](const Hello& hello) { return hello.seq == own_.seq && hello.signature == own_.signature; };
   if (!std::ranges::all_of(hellos, agrees)) {
     std::string text = "ranks called different operations:";
     for (int r = 0; r < world_; ++r) {
       text += "\n  rank " + std::to_string(r) + ": " + text_of(hellos[static_cast<size_t>(r)].description);
     }
     throw Failure{FailureKind::kMismatch, std::move(text), -1, op_.seq};
+  }
+}
+
+void WireExchange::part_from_peers() {
+  std::vector<Wire::Message> messages;
+  for (int i = 1; i < world_; ++i) {
+    const int peer = (rank_ + i) % world_;
+    messages.push_back({peer, false, rooms_.token(false), 1});
+    messages.push_back({peer, true, rooms_.token(true), 1});
+  }
+  auto farewell = wire_.start(messages);
+  farewell->receive();
+  hello_->settle();
+  settle_all_but(0);
+  rooms_.farewell() = std::move(farewell);
+}
+
+void WireExchange::settle_all_but(size_t last) {
+  for (; sent_.size() > last; sent_.pop_front()) {
+    sent_.front()->settle();
   }
 }
 
@@ -107,6 +125,12 @@ std::unique_ptr<Wire::Transfer> WireExchange::start(uint64_t chunk) {
 void WireExchange::add_messages(uint64_t chunk, int peer, std::vector<Wire::Message>& messages) {
   const size_t bytes = bytes_of(chunk);
   const Piece& first = *chunks_.begin(chunk);
+  if (receives_from(peer)) {
+    const bool is_direct = copies() && !is_packed(chunk);
+    messages.push_back({peer, false, is_direct ? output_from(peer, first) : rooms_.received(chunk, peer), bytes});
+  } else if (sends()) {
+    messages.push_back({peer, false, rooms_.token(false), 1});
+  }
   if (sends()) {
     auto* data = const_cast<std::byte*>(input_for(peer, first));
     if (is_packed(chunk)) {
@@ -116,10 +140,8 @@ void WireExchange::add_messages(uint64_t chunk, int peer, std::vector<Wire::Mess
       pack(chunk, peer);
     }
     messages.push_back({peer, true, data, bytes});
-  }
-  if (receives_from(peer)) {
-    const bool is_direct = copies() && !is_packed(chunk);
-    messages.push_back({peer, false, is_direct ? output_from(peer, first) : rooms_.received(chunk, peer), bytes});
+  } else if (receives_from(peer)) {
+    messages.push_back({peer, true, rooms_.token(true), 1});
   }
 }
 

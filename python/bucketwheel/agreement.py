@@ -28,17 +28,16 @@ import torch
 import torch.distributed as dist
 
 from ._build import native
-from .errors import CommError, CommTimeout, Error
+from .errors import CommTimeout, Error
+from .gloo import NO_TIMEOUT, connect, give_up, receive, send
 from .meeting import Meeting
 
-__all__ = ["NO_TIMEOUT", "connect", "give_up", "make_peers", "start"]
+__all__ = ["make_peers", "start"]
 
-# gloo gives a group up for good when a time limit of its own passes; ours are kept in `_await`.
-NO_TIMEOUT = timedelta(days=365)
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
-_RING_TAG, _UNUSED_TAG = 7, 8
+_RING_TAG = 7
 # What a message of the ring is: a goodbye, after which nothing comes (after a failure peers are to hear of that), or a
 # failure, with its report.
 _IN_ORDER, _AFTER_FAILURE, _FAILURE = 1, 2, 3
@@ -187,35 +186,6 @@ def _join_threads() -> None:
         thread.join(max(until - time.monotonic(), 0.0))
 
 
-def connect(meeting: Meeting, name: str) -> Any:
-    """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
-    the ranks that have not come by the meeting's deadline."""
-    store = dist.PrefixStore(name, meeting.store)
-    left_s = max(meeting.deadline - time.monotonic(), 0.1)
-    try:
-        store.set(f"came/{meeting.rank}", "")
-        group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=left_s))
-    except RuntimeError as error:
-        missing: list[int] = []
-        with contextlib.suppress(RuntimeError):  # of a Store that is gone
-            missing = [rank for rank in range(meeting.size) if not store.check([f"came/{rank}"])]
-        if missing:
-            raise CommTimeout(
-                f"the communicator was not made within {meeting.timeout_s} s: ranks {missing} have not come"
-            ) from error
-        raise CommError(f"the ranks could not connect by gloo: {error}") from error
-    group._set_default_timeout(NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
-    return group
-
-
-def give_up(group: Any, peer: int) -> None:
-    """Whatever waits in the gloo group ends with a RuntimeError, here and then on the other ranks. A time limit that passes
-    is the one way to have gloo do that. ``peer``: any other rank."""
-    with contextlib.suppress(RuntimeError):
-        nothing = torch.empty(0, dtype=torch.uint8)
-        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-
 class _Ring:
     """Messages from the rank that follows, and to the one before. Thread-safe but for `receive`."""
 
@@ -228,7 +198,7 @@ class _Ring:
 
     def receive(self) -> tuple[int, _Report]:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-        self._group.recv([message], self.following, _RING_TAG).wait(NO_TIMEOUT)
+        receive(self._group, message, self.following, _RING_TAG).wait(NO_TIMEOUT)
         what, report = json.loads(message.numpy().tobytes().rstrip(b"\0"))
         return what, report
 
@@ -255,7 +225,7 @@ class _Ring:
         data = _packed(what, report).ljust(_MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # that one has gone before
-            self._group.send([message], self._before, _RING_TAG).wait(timedelta(seconds=_SENT_S))
+            send(self._group, message, self._before, _RING_TAG).wait(timedelta(seconds=_SENT_S))
 
 
 def _packed(what: int, report: _Report) -> bytes:

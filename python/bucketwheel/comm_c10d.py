@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import agreement
+from . import agreement, gloo
 from ._build import native
 from .agreement import make_peers
 from .errors import CommError
@@ -71,8 +71,11 @@ class _Wire:
 
     def start(self, peer: int, is_sent: bool, memory: memoryview) -> Any:
         self._expect_going_on()
+        return self._start(peer, is_sent, torch.frombuffer(memory, dtype=torch.uint8))
+
+    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor) -> Any:
         call = self._group.send if is_sent else self._group.recv
-        return call([torch.frombuffer(memory, dtype=torch.uint8)], peer, _TAG)
+        return call([memory], peer, _TAG)
 
     def wait(self, work: Any) -> None:
         self._is_waiting = True
@@ -101,15 +104,19 @@ class _Wire:
 
 class _GlooWire(_Wire):
     def __init__(self, meeting: Meeting) -> None:
-        # gloo's own limits would give the group up without a word to the other ranks: ours come first. But it may lose a
-        # send to a peer that dies, and then nothing else ends the wait.
+        # gloo's own limit gives the group up without a word to the other ranks: ours comes first, and this one is for what
+        # gloo has lost.
         limit = timedelta(seconds=meeting.timeout_s + _LATE_S)
-        super().__init__(agreement.connect(meeting, "wire"), limit)
+        super().__init__(gloo.connect(meeting, "wire"), limit)
         self._peers = [rank for rank in range(meeting.size) if rank != meeting.rank]
+
+    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor) -> Any:
+        call = gloo.send if is_sent else gloo.receive
+        return call(self._group, memory, peer, _TAG)
 
     def _give_up(self) -> None:
         for peer in self._peers:  # each by itself: gloo gives up one connection at a time
-            agreement.give_up(self._group, peer)
+            gloo.give_up(self._group, peer)
 
 
 def _wire_of(meeting: Meeting, backend: str) -> _Wire:

@@ -26,11 +26,12 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Between the ranks of a test: what is sent is read where it is when it is received, as late as a transfer may.
+// Between the ranks of a test: what is sent is read where it is when it is received, as late as a transfer may. Who settles
+// what has not been received yet is told.
 class PostOffice {
  public:
   struct Letter {
-    const Wire::Message* sent;
+    const Wire::Message* sent;  // nothing: withdrawn, and will never come
     bool is_taken = false;
   };
 
@@ -42,15 +43,19 @@ class PostOffice {
     changed_.notify_all();
     return letter;
   }
-  void await_taken(const Letter& letter) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return letter.is_taken || is_broken_; });
+  void withdraw(Letter& letter) {
+    std::lock_guard lock(mutex_);
+    letter.sent = nullptr;
+  }
+  void expect_taken(const Letter& letter) {
+    std::lock_guard lock(mutex_);
     expect_whole(letter.sent->peer);
+    CHECK(letter.is_taken);
   }
   void receive(int to, const Wire::Message& message) {
     std::unique_lock lock(mutex_);
     auto& letters = on_the_way_[{message.peer, to}];
-    changed_.wait(lock, [&] { return !letters.empty() || is_broken_; });
+    changed_.wait(lock, [&] { return (!letters.empty() && letters.front()->sent) || is_broken_; });
     expect_whole(message.peer);
     CHECK(letters.front()->sent->size_bytes == message.size_bytes);
     std::memcpy(message.data, letters.front()->sent->data, message.size_bytes);
@@ -98,14 +103,21 @@ class ThreadWire final : public Wire {
  private:
   struct ThreadTransfer final : Transfer {
     ThreadTransfer(PostOffice& office, int rank) : office(office), rank(rank) {}
-    void finish() override {
+    ~ThreadTransfer() override {
+      for (const auto& letter : letters) {
+        office.withdraw(*letter);
+      }
+    }
+    void receive() override {
       for (const Message& message : messages) {
         if (!message.is_sent) {
           office.receive(rank, message);
         }
       }
+    }
+    void settle() override {
       for (const auto& letter : letters) {
-        office.await_taken(*letter);
+        office.expect_taken(*letter);
       }
     }
     PostOffice& office;
