@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,3 +37,15 @@ def error_of(call: Callable[[], Any]) -> Error:
 def expect_prefix(text: str, rank: int, size: int, name: str, seq: int | None = None) -> None:
     number = r"\d+" if seq is None else str(seq)
     assert re.match(rf"\[bucketwheel rank {rank}/{size} comm '{re.escape(name)}' seq {number}\] ", text), text
+
+
+def threads_of_agreement() -> list[str]:
+    """And of wires: Python's, of communicators between hosts."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bw_")]
+
+
+def expect_no_threads() -> None:
+    until = time.monotonic() + 5
+    while threads_of_agreement() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threads_of_agreement() == []

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from . import agreement, gloo
 from ._build import native
-from .agreement import make_peers
 from .errors import CommError
 from .meeting import Meeting
 
@@ -42,23 +41,13 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
     if meeting is None:
         alone = native().LocalWorld(1).join(0, name, timeout_s)
         return native().make_c10d_comm(native().peers_of(alone), _no_wire, _no_wire)
-    wires: list[_Wire] = []
-    peers: list[Any] = []
 
-    def connect() -> None:
-        wires.append(_wire_of(meeting, backend))
-        peers.append(make_peers(meeting, name, timeout_s))
+    def connect() -> tuple[_Wire, Any]:
+        return _wire_of(meeting, backend), agreement.make_peers(meeting, name, timeout_s)
 
-    try:
-        failures = meeting.failures(meeting.attempt(connect))
-        if failures:
-            raise CommError(f"the communicator could not be made on all ranks{failures}")
-    except BaseException:
-        for one in peers:
-            one.leave(0.0)
-        raise
-    agreement.start(_interrupt, peers[0], wires[0])
-    return native().make_c10d_comm(peers[0], wires[0].start, wires[0].wait)
+    wire, peers = meeting.make(connect, lambda made: made[1].leave(0.0))
+    agreement.start(_interrupt, peers, wire)
+    return native().make_c10d_comm(peers, wire.start, wire.wait)
 
 
 class _Wire:

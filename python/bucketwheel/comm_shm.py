@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 from ._build import native
-from .errors import CommError
 from .meeting import Meeting
 
 __all__ = ["NoSharedMemory", "NotOneHost", "connect"]
@@ -70,17 +69,7 @@ class _Links:
             self._expect_reached(meeting.attempt(self._call_lower_ranks))
             self._expect_reached(acceptor.failure())
             self.sockets.update(acceptor.accepted)
-            made: list[Any] = []
-            failures = ""
-            try:
-                failures = meeting.failures(meeting.attempt(lambda: made.append(self._make(name, timeout_s))))
-                if failures:
-                    raise CommError(f"the communicator could not be made on all ranks{failures}")
-            except BaseException:
-                for comm in made:
-                    comm.close(0.0)
-                raise
-            return made[0]
+            return meeting.make(lambda: self._make(name, timeout_s), lambda comm: comm.close(0.0))
 
     def _close_sockets(self) -> None:
         for call in self.sockets.values():

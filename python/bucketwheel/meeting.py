@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import CommTimeout, Error
+from .errors import CommError, CommTimeout, Error
 
 __all__ = ["Meeting", "has_keys"]
 
@@ -85,6 +85,19 @@ class Meeting:
     def failures(self, mine: str) -> str:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
         return self.outcome(mine)[0]
+
+    def make(self, make: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
+        """What ``make`` returns, on all ranks or on none, where it is undone: `CommError` that lists what failed."""
+        made: list[Any] = []
+        try:
+            failures = self.failures(self.attempt(lambda: made.append(make())))
+            if failures:
+                raise CommError(f"the communicator could not be made on all ranks{failures}")
+        except BaseException:
+            for one in made:
+                undo(one)
+            raise
+        return made[0]
 
     def outcome(self, mine: str, note: Any = None) -> tuple[str, list[Any]]:
         """`failures`, and everybody's ``note``."""

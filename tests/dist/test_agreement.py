@@ -15,7 +15,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from comm_cases import check_usable
-from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from failure_cases import (
+    SOON_S,
+    Error,
+    error_of,
+    expect_no_threads,
+    expect_prefix,
+    gather,
+    threads_of_agreement,
+)
 from nccl_failure_cases import (
     apart,
     deaths,
@@ -37,17 +45,6 @@ from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
 
 pytestmark = pytest.mark.dist
-
-
-def threads_of_agreement() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bw_")]
-
-
-def expect_no_threads() -> None:
-    until = time.monotonic() + 5
-    while threads_of_agreement() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threads_of_agreement() == []
 
 
 # -------------------------------------------------------------------------------------------------------------- rounds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import check_all_gather, check_reduce_scatter, check_usable
-from failure_cases import SOON_S, error_of, expect_prefix, gather
+from failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
 from network_hosts import Hosts, enter, network_hosts
 from requirements import slow_case
 
-from bucketwheel import comm_c10d, comm_shm
+from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.ops import all_gather, reduce_scatter
@@ -130,17 +129,6 @@ def test_a_registered_backend_carries_the_data():
 # ------------------------------------------------------------------------------------------------------------ lifetime
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bw_")]
-
-
-def expect_no_threads() -> None:
-    until = time.monotonic() + 5
-    while threads() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threads() == []
-
-
 def after_failure(rank: int, size: int) -> None:
     """Nothing of a communicator that has failed is left, and the next one works."""
     for _ in range(3):
@@ -165,7 +153,7 @@ def test_a_new_communicator_works_after_a_failure(rank_pool):
 
 
 def cannot_be_made(rank: int, size: int, part: str) -> tuple[str, str, int | None]:
-    refused = mock.patch.object(comm_c10d, part, side_effect=CommError("no socket is left"))
+    refused = mock.patch(f"bucketwheel.{part}", side_effect=CommError("no socket is left"))
     with refused if rank == 1 else contextlib.nullcontext():
         error = error_of(lambda: Communicator(backend="c10d", timeout_s=2.0))
     expect_no_threads()
@@ -174,7 +162,7 @@ def cannot_be_made(rank: int, size: int, part: str) -> tuple[str, str, int | Non
     return error
 
 
-@pytest.mark.parametrize("part", ["_wire_of", slow_case("make_peers")])
+@pytest.mark.parametrize("part", ["comm_c10d._wire_of", slow_case("agreement.make_peers")])
 def test_all_ranks_are_told_when_one_cannot_make_its_part(rank_pool, part):
     for kind, text, _ in rank_pool(3).run(cannot_be_made, part):
         assert kind == "CommError" and "rank 1: CommError: no socket is left" in text, text

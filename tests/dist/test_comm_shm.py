@@ -193,9 +193,16 @@ def call_all(addresses: list[str]) -> str:
 
 
 def listening() -> list[str]:
-    """Names of our sockets in the abstract namespace."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return [line.split()[-1][1:] for line in lines if "@bucketwheel-" in line]
+    """Names of the sockets in the abstract namespace on which ranks of this test meet, and not another's that runs beside it:
+    all have one parent."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getppid():
+                held |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@bucketwheel-" in line]
+    return [line[-1][1:] for line in lines if f"socket:[{line[6]}]" in held]
 
 
 def called_by_others(rank: int, size: int, user: int | None) -> str:

@@ -351,7 +351,8 @@ def one_aborts(rank: int, size: int, moment: str) -> tuple[Error, float]:
             error = error_of(gather(comm)[1].synchronize)
         elif moment == "inside":
             script.fake_nccl_hang_call(b"ncclAllGather")
-            error = error_of(lambda: gather(comm))
+            # NCCL may have been aborted just before it is called, which makes it the handle that fails.
+            error = error_of(lambda: gather(comm)[1].synchronize())
         else:
             time.sleep(0.5)
             begin = time.monotonic()

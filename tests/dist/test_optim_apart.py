@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from dist.test_agreement import expect_no_threads, threads_of_agreement
 from dist.test_failures import loss_with, train_step
 from dist.test_optim_cuda import trained
 from dist.test_optim_nccl import simulated
-from failure_cases import SOON_S
+from failure_cases import SOON_S, expect_no_threads, threads_of_agreement
 from nccl_failure_cases import die, expect_gone, fresh_ranks, hosts_apart
 from optim_twins import SHAPES, TINY, Run, dyadic, loss_of, make_params
 from requirements import slow_case
