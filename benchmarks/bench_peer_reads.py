@@ -1,0 +1,111 @@
+"""Whether tensors of torch's own memory would travel faster if peers read them where they are (process_vm_readv).
+
+    python benchmarks/bench_peer_reads.py [--quick] [--json PATH]
+
+Two ranks, float32, sizes of the full buffer. Ours: all-gather and reduce-scatter of `shm`, through staging buffers, whole
+operations. Peer: the reads alone, without any order between the ranks, straight into the output, or into a block of the
+cache that is added from there: less than an operation would cost. A ratio below 1 means that reading would win.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import Rank, Results, Timing, measure, parse_args, run_ranks, slowest
+
+from bucketwheel.comm import Communicator
+from bucketwheel.ops import all_gather, reduce_scatter
+
+MIB = 1 << 20
+SIZES = {"1 MiB": (MIB, 40), "16 MiB": (16 * MIB, 4), "64 MiB": (64 * MIB, 2)}
+BLOCK_BYTES = 256 << 10  # of what is read and then added: it stays in a core's cache
+_PR_SET_PTRACER, _PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <linux/prctl.h>; without it only root may read
+
+
+class _Span(ctypes.Structure):
+    """struct iovec of <sys/uio.h>."""
+
+    _fields_ = (("begin", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def read(pid: int, target: int, source: int, size_bytes: int) -> None:
+    ours, theirs = _Span(target, size_bytes), _Span(source, size_bytes)
+    got = _libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+    if got != size_bytes:
+        raise OSError(
+            ctypes.get_errno(), f"process_vm_readv: {got} of {size_bytes} bytes, {os.strerror(ctypes.get_errno())}"
+        )
+
+
+def cases_of(comm: Communicator, size_bytes: int) -> dict[str, Callable[[], object]]:
+    numel, half = size_bytes // 4, size_bytes // 8
+    full, shard = torch.empty(numel), torch.full((half,), float(comm.rank + 1))
+    source, out = torch.full((numel,), float(comm.rank + 1)), torch.empty(half)
+    own, other = comm.rank, 1 - comm.rank
+    block = torch.empty(BLOCK_BYTES // 4)
+    mine = f"{os.getpid()} {shard.data_ptr()} {source.data_ptr()}".encode()
+    pid, their_shard, their_source = map(int, comm.exchange(mine)[other].split())
+
+    def gather_by_reads() -> None:
+        full[own * half : (own + 1) * half].copy_(shard)
+        read(pid, full.data_ptr() + other * half * 4, their_shard, half * 4)
+
+    def reduce_by_reads() -> None:
+        first = own * half
+        for begin in range(0, half, block.numel()):
+            some = min(block.numel(), half - begin)
+            read(pid, block.data_ptr(), their_source + (first + begin) * 4, some * 4)
+            torch.add(source[first + begin : first + begin + some], block[:some], out=out[begin : begin + some])
+
+    for gather in (gather_by_reads, lambda: all_gather(full, shard, comm).wait()):
+        gather()
+        assert full.view(2, half)[:, 0].tolist() == [1.0, 2.0] and full[-1] == 2.0
+    for reduce in (reduce_by_reads, lambda: reduce_scatter(out, source, comm).wait()):
+        out.zero_()
+        reduce()
+        assert bool((out == 3.0).all())
+    return {
+        "all-gather": lambda: all_gather(full, shard, comm).wait(),
+        "reduce-scatter": lambda: reduce_scatter(out, source, comm).wait(),
+        "all-gather by reads": gather_by_reads,
+        "reduce-scatter by reads": reduce_by_reads,
+    }
+
+
+def measure_rank(rank: Rank, sizes: list[str], repeats: int) -> dict[str, dict[str, Timing]]:
+    _libc.prctl(_PR_SET_PTRACER, _PTRACER_ANY, 0, 0, 0)
+    out = {}
+    with Communicator(backend="shm") as comm:
+        comm.exchange(b"")  # all may be read
+        for name in sizes:
+            size_bytes, inner = SIZES[name]
+            cases = cases_of(comm, size_bytes)
+            out[name] = measure(cases, repeats=repeats, inner=inner, before=lambda _: comm.exchange(b""))
+            comm.exchange(b"")  # nobody reads any more
+            del cases
+    return out
+
+
+def main() -> None:
+    args: Any = parse_args(__doc__)
+    results = Results("peer_reads", args.json)
+    sizes = ["16 MiB"] if args.quick else list(SIZES)
+    by_rank = run_ranks(2, measure_rank, sizes, 7 if args.quick else 21).values
+    for name in sizes:
+        timings = {case: slowest([each[name][case] for each in by_rank]) for case in by_rank[0][name]}
+        for case in ("all-gather", "reduce-scatter"):
+            by_reads = timings[f"{case} by reads"]
+            results.add(f"{name} {case}", timings[case], peer="process_vm_readv", peer_timing=by_reads)
+    results.print_table()
+
+
+if __name__ == "__main__":
+    main()
