@@ -23,7 +23,7 @@ constexpr std::chrono::seconds kLastGrace{5};
 C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
     : peers_(std::move(peers)),
       wire_(std::move(wire)),
-      rooms_(peers_->health().world()),
+      rooms_(std::make_unique<WireRooms>(peers_->health().world())),
       pool_(std::move(pool)),
       flight_({peers_->health().name(), peers_->health().rank(), peers_->health().world(), "c10d"}),
       order_(peers_->health(), flight_, [this](const Operation& op, const char* name) { return execute(op, name); }) {
@@ -34,6 +34,8 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
 C10dComm::~C10dComm() {
   if (peers_->health().is_forked()) {
     new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    (void)rooms_.release();                         // as may those of the transport
+    (void)wire_.release();
     return;
   }
   try {
@@ -78,7 +80,7 @@ std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
   peers_->note_issued(0, op.seq);
   std::exception_ptr error;
   try {
-    WireExchange(*wire_, rooms_, op, rank(), world()).run();
+    WireExchange(*wire_, *rooms_, op, rank(), world()).run();
   } catch (const WireBroken& broken) {
     error = lost(broken, op, name);
   } catch (Failure& failure) {
@@ -115,6 +117,15 @@ std::exception_ptr C10dComm::fail(Failure failure, const char* op) {
     flight_.write(peers_->health().message());
   }
   return error;
+}
+
+// The peers have what this rank has sent, unless they have failed, and who is told of that.
+void C10dComm::settle() {
+  try {
+    rooms_->settle();
+  } catch (const WireBroken&) {
+  }
+  rooms_->forget();
 }
 
 // Called by the watchdog.
@@ -171,9 +182,10 @@ void C10dComm::close(Deadline deadline) {
     return;
   }
   is_closing_ = true;
-  order_.stop(deadline, [this] {
+  const auto give_up = [this] {
     fail({FailureKind::kClosed, "closed while operations were in flight", -1, peers_->health().last_seq()});
-  });
+  };
+  order_.stop(deadline, give_up, [this] { settle(); });
   is_closed_ = true;
   peers_->part(deadline);
   order_.stream()->close();

@@ -45,12 +45,13 @@ class C10dComm final : public Comm {
   std::exception_ptr execute(const Operation& op, const char* name);
   std::exception_ptr lost(const WireBroken& broken, const Operation& op, const char* name);
   std::exception_ptr fail(Failure failure, const char* op = "");
+  void settle();
   void look() noexcept;
   void expect_progress();
 
   const PeersRef peers_;
-  const std::unique_ptr<Wire> wire_;
-  WireRooms rooms_;
+  std::unique_ptr<Wire> wire_;
+  std::unique_ptr<WireRooms> rooms_;
   const PoolRef pool_;
   FlightRing flight_;
   struct Running {

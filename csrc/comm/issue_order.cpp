@@ -50,16 +50,21 @@ void IssueOrder::run(const Operation& op, Handle::State& state) {
   std::exchange(state.keepalive, {}).clear();
 }
 
-void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up) {
-  EventRef last;
+void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up, std::function<void()> last) {
+  EventRef done;
   {
     std::lock_guard lock(mutex_);
     is_stopped_ = true;
-    last = last_done_;
+    done = last_done_;
   }
-  if (last && !last->synchronize(deadline)) {
+  if (done && last) {
+    stream_->wait(done);
+    stream_->run(std::move(last));
+    done = stream_->record();
+  }
+  if (done && !done->synchronize(deadline)) {
     give_up();
-    last->synchronize();
+    done->synchronize();
   }
 }
 

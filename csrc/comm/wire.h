@@ -20,10 +20,11 @@ class Wire {
     int peer;
     bool is_sent;  // else received
     std::byte* data;
-    size_t size_bytes;  // not 0; both sides know it
+    size_t size_bytes;  // both sides know it
   };
   // Messages on their way. What they read and write lives until settle() has returned, or the transfer is gone, which is
-  // safe at any time.
+  // safe at any time: what was sent may be lost then, unless the peer has started to receive it, and something has come
+  // that the peer has sent since.
   class Transfer {
    public:
     virtual ~Transfer() = default;

@@ -32,6 +32,36 @@ std::byte* WireRooms::window(uint64_t room, int peer) {
   return memory_->data() + (room * world_ + static_cast<size_t>(peer)) * window_bytes_;
 }
 
+void WireRooms::add_chunk(std::unique_ptr<Wire::Transfer> chunk) {
+  chunks_.push_back(std::move(chunk));
+  for (; chunks_.size() > kAhead; chunks_.pop_front()) {
+    chunks_.front()->settle();
+  }
+}
+
+void WireRooms::settle() {
+  if (!farewell_) {
+    return;
+  }
+  farewell_->receive();
+  hello_->settle();
+  for (; !chunks_.empty(); chunks_.pop_front()) {
+    chunks_.front()->settle();
+  }
+  if (last_farewell_) {
+    last_farewell_->settle();
+  }
+  hello_.reset();
+  last_farewell_ = std::move(farewell_);
+}
+
+void WireRooms::forget() {
+  hello_.reset();
+  chunks_.clear();
+  farewell_.reset();
+  last_farewell_.reset();
+}
+
 WireExchange::WireExchange(Wire& wire, WireRooms& rooms, const Operation& op, int rank, int world)
     : wire_(wire),
       rooms_(rooms),
@@ -39,8 +69,13 @@ WireExchange::WireExchange(Wire& wire, WireRooms& rooms, const Operation& op, in
       rank_(rank),
       world_(world),
       chunks_(op, rooms.window_bytes()),
-      sources_(static_cast<size_t>(world)),
-      own_{op.seq, op.signature, op.description()} {}
+      sources_(static_cast<size_t>(world)) {}
+
+WireExchange::~WireExchange() {
+  if (!is_over_) {
+    rooms_.forget();
+  }
+}
 
 void WireExchange::run() {
   const IeeeFloats ieee;
@@ -55,32 +90,33 @@ void WireExchange::run() {
       under_way.push_back(start(next++));
     }
     under_way.front()->receive();
-    sent_.push_back(std::move(under_way.front()));
+    rooms_.add_chunk(std::move(under_way.front()));
     under_way.pop_front();
-    settle_all_but(WireRooms::kAhead);
     take(chunk);
   }
   part_from_peers();
+  is_over_ = true;
   if (op_.sink && copies()) {
     feed_gathered(op_);
   }
 }
 
 void WireExchange::meet_peers() {
-  std::vector<Hello> hellos(static_cast<size_t>(world_), own_);
+  WireHello& own = rooms_.hello(op_.seq);
+  own = {op_.seq, op_.signature, op_.description()};
+  std::vector<WireHello> hellos(static_cast<size_t>(world_), own);
   std::vector<Wire::Message> messages;
   for (int i = 1; i < world_; ++i) {
     const int peer = (rank_ + i) % world_;
-    messages.push_back({peer, false, reinterpret_cast<std::byte*>(&hellos[static_cast<size_t>(peer)]), sizeof(Hello)});
-    messages.push_back({peer, true, reinterpret_cast<std::byte*>(&own_), sizeof(Hello)});
+    auto* theirs = reinterpret_cast<std::byte*>(&hellos[static_cast<size_t>(peer)]);
+    messages.push_back({peer, false, theirs, sizeof(WireHello)});
+    messages.push_back({peer, true, reinterpret_cast<std::byte*>(&own), sizeof(WireHello)});
   }
-  hello_ = wire_.start(messages);
-  hello_->receive();
-  if (rooms_.farewell()) {
-    rooms_.farewell()->settle();
-    rooms_.farewell().reset();
-  }
-  const auto agrees = [&](const Hello& hello) { return hello.seq == own_.seq && hello.signature == own_.signature; };
+  auto hello = wire_.start(messages);
+  rooms_.settle();
+  hello->receive();
+  rooms_.add_hello(std::move(hello));
+  const auto agrees = [&](const WireHello& one) { return one.seq == own.seq && one.signature == own.signature; };
   if (!std::ranges::all_of(hellos, agrees)) {
     std::string text = "ranks called different operations:";
     for (int r = 0; r < world_; ++r) {
@@ -94,19 +130,12 @@ void WireExchange::part_from_peers() {
   std::vector<Wire::Message> messages;
   for (int i = 1; i < world_; ++i) {
     const int peer = (rank_ + i) % world_;
-    messages.push_back({peer, false, rooms_.token(false), 1});
-    messages.push_back({peer, true, rooms_.token(true), 1});
+    messages.push_back({peer, false, nullptr, 0});
+    messages.push_back({peer, true, nullptr, 0});
   }
-  auto farewell = wire_.start(messages);
-  farewell->receive();
-  hello_->settle();
-  settle_all_but(0);
-  rooms_.farewell() = std::move(farewell);
-}
-
-void WireExchange::settle_all_but(size_t last) {
-  for (; sent_.size() > last; sent_.pop_front()) {
-    sent_.front()->settle();
+  rooms_.add_farewell(wire_.start(messages));
+  if (chunks_.count() > 1) {
+    rooms_.settle();
   }
 }
 
@@ -126,10 +155,10 @@ void WireExchange::add_messages(uint64_t chunk, int peer, std::vector<Wire::Mess
   const size_t bytes = bytes_of(chunk);
   const Piece& first = *chunks_.begin(chunk);
   if (receives_from(peer)) {
-    const bool is_direct = copies() && !is_packed(chunk);
+    const bool is_direct = copies() && is_whole(chunk);
     messages.push_back({peer, false, is_direct ? output_from(peer, first) : rooms_.received(chunk, peer), bytes});
   } else if (sends()) {
-    messages.push_back({peer, false, rooms_.token(false), 1});
+    messages.push_back({peer, false, nullptr, 0});
   }
   if (sends()) {
     auto* data = const_cast<std::byte*>(input_for(peer, first));
@@ -141,7 +170,7 @@ void WireExchange::add_messages(uint64_t chunk, int peer, std::vector<Wire::Mess
     }
     messages.push_back({peer, true, data, bytes});
   } else if (receives_from(peer)) {
-    messages.push_back({peer, true, rooms_.token(true), 1});
+    messages.push_back({peer, true, nullptr, 0});
   }
 }
 
@@ -157,7 +186,7 @@ void WireExchange::take(uint64_t chunk) {
     reduce(chunk);
     return;
   }
-  for (int peer = 0; is_packed(chunk) && peer < world_; ++peer) {
+  for (int peer = 0; !is_whole(chunk) && peer < world_; ++peer) {
     if (peer != rank_ && receives_from(peer)) {
       scatter(chunk, peer);
     }

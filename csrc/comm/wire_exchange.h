@@ -8,14 +8,15 @@
 // [Note: proof of receipt] Nobody waits for what it sends, only for what it receives, for that ends when the peer dies.
 // A message has arrived once its receiver says something that it says only after it: chunk c + kAhead is begun after
 // chunk c has come, and a farewell ends the operation once everything has. So every chunk brings a message from each
-// peer that it is sent to, if only of one byte, and inputs may be overwritten when all farewells have come. That the own
-// farewell has arrived is known when the next operation begins.
+// peer that it is sent to, if only an empty one. Where tensors are sent from where they are, the operation ends when all
+// farewells have come; one of a single chunk sends a copy, and does not wait: the next one does, or close().
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "comm/chunks.h"
@@ -25,8 +26,16 @@
 
 namespace bucketwheel {
 
-// Where the chunks of an operation lie that are on their way and are not sent from tensors, or received into them. Kept
-// from operation to operation; pages that are never written to take no memory.
+// What ranks tell each other first.
+struct WireHello {
+  uint64_t seq;
+  uint64_t signature;
+  Description description;
+};
+
+// Where the chunks of an operation lie that are on their way and are not sent from tensors, or received into them, and
+// what was sent that may not have arrived. Kept from operation to operation; pages that are never written to take no
+// memory.
 class WireRooms {
  public:
   // Chunks on their way at once: the next ones travel while one is summed.
@@ -38,9 +47,16 @@ class WireRooms {
   size_t window_bytes() const { return window_bytes_; }
   std::byte* sent(uint64_t chunk, int peer) { return window(chunk % kSent, peer); }
   std::byte* received(uint64_t chunk, int peer) { return window(kSent + chunk % kAhead, peer); }
-  // A message that says nothing: sent, or received.
-  std::byte* token(bool is_sent) { return &tokens_[is_sent ? 0 : 1]; }
-  std::unique_ptr<Wire::Transfer>& farewell() { return farewell_; }
+  WireHello& hello(uint64_t seq) { return hellos_[seq % hellos_.size()]; }
+
+  // What an operation has sent, in this order; all but the farewell have been received from the peers too.
+  void add_hello(std::unique_ptr<Wire::Transfer> hello) { hello_ = std::move(hello); }
+  void add_chunk(std::unique_ptr<Wire::Transfer> chunk);
+  void add_farewell(std::unique_ptr<Wire::Transfer> farewell) { farewell_ = std::move(farewell); }
+  // Blocks until the farewells of the peers have come: everything but the own farewell has arrived. Throws WireBroken.
+  void settle();
+  // It may never arrive; nobody reads it any more.
+  void forget();
 
  private:
   std::byte* window(uint64_t room, int peer);
@@ -48,28 +64,24 @@ class WireRooms {
   const size_t world_;
   const size_t window_bytes_;
   std::shared_ptr<Mapping> memory_;  // from the first use on
-  std::array<std::byte, 2> tokens_{};
-  std::unique_ptr<Wire::Transfer> farewell_;  // of the last operation
+  std::array<WireHello, 2> hellos_{};
+  std::unique_ptr<Wire::Transfer> hello_;
+  std::deque<std::unique_ptr<Wire::Transfer>> chunks_;
+  std::unique_ptr<Wire::Transfer> farewell_;
+  std::unique_ptr<Wire::Transfer> last_farewell_;  // of the operation before: it has come when the next farewells have
 };
 
 class WireExchange {
-  // What ranks tell each other first.
-  struct Hello {
-    uint64_t seq;
-    uint64_t signature;
-    Description description;
-  };
-
  public:
   WireExchange(Wire& wire, WireRooms& rooms, const Operation& op, int rank, int world);
-  // Returns when the outputs are complete and the inputs have arrived. Throws WireBroken, Failure (kMismatch), or what the
-  // sink throws.
+  ~WireExchange();
+  // Returns when the outputs are complete and the inputs have arrived, or been copied. Throws WireBroken, Failure
+  // (kMismatch), or what the sink throws.
   void run();
 
  private:
   void meet_peers();
   void part_from_peers();
-  void settle_all_but(size_t last);
   std::unique_ptr<Wire::Transfer> start(uint64_t chunk);
   void add_messages(uint64_t chunk, int peer, std::vector<Wire::Message>& messages);
   void pack(uint64_t chunk, int peer);
@@ -85,7 +97,8 @@ class WireExchange {
   std::byte* output_from(int peer, const Piece& piece) const;
   size_t bytes_of(const Piece& piece) const;
   size_t bytes_of(uint64_t chunk) const;
-  bool is_packed(uint64_t chunk) const { return chunks_.end(chunk) - chunks_.begin(chunk) > 1; }
+  bool is_whole(uint64_t chunk) const { return chunks_.end(chunk) - chunks_.begin(chunk) == 1; }  // of one tensor
+  bool is_packed(uint64_t chunk) const { return chunks_.count() == 1 || !is_whole(chunk); }
 
   Wire& wire_;
   WireRooms& rooms_;
@@ -94,9 +107,7 @@ class WireExchange {
   const int world_;
   const Chunks chunks_;
   std::vector<const std::byte*> sources_;
-  Hello own_;
-  std::unique_ptr<Wire::Transfer> hello_;
-  std::deque<std::unique_ptr<Wire::Transfer>> sent_;  // chunks that have come, of which what was sent may not have arrived
+  bool is_over_ = false;
 };
 
 }  // namespace bucketwheel

@@ -60,10 +60,12 @@ class _Wire:
 
     def start(self, peer: int, is_sent: bool, memory: memoryview) -> Any:
         self._expect_going_on()
-        return self._start(peer, is_sent, torch.frombuffer(memory, dtype=torch.uint8))
+        return self._start(peer, is_sent, torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else None)
 
-    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor) -> Any:
+    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor | None) -> Any:
         call = self._group.send if is_sent else self._group.recv
+        if memory is None:
+            memory = torch.zeros(1, dtype=torch.uint8)  # not every backend sends nothing
         return call([memory], peer, _TAG)
 
     def wait(self, work: Any) -> None:
@@ -99,7 +101,7 @@ class _GlooWire(_Wire):
         super().__init__(gloo.connect(meeting, "wire"), limit)
         self._peers = [rank for rank in range(meeting.size) if rank != meeting.rank]
 
-    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor) -> Any:
+    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor | None) -> Any:
         call = gloo.send if is_sent else gloo.receive
         return call(self._group, memory, peer, _TAG)
 

@@ -62,15 +62,17 @@ class Message:
 
     def wait(self, limit: timedelta) -> bool:
         """RuntimeError when the connection breaks, or gloo gives up because the limit has passed."""
-        return all(work.wait(limit) is not False for work in (self._end, self._work))
+        return all(work is None or work.wait(limit) is not False for work in (self._end, self._work))
 
 
-def receive(group: Any, memory: torch.Tensor, peer: int, tag: int) -> Message:
-    return Message(group.recv([memory], peer, tag), group.recv([_nothing()], peer, tag))
+def receive(group: Any, memory: torch.Tensor | None, peer: int, tag: int) -> Message:
+    """``memory``: the message's; nothing, for one that is empty."""
+    return Message(None if memory is None else group.recv([memory], peer, tag), group.recv([_nothing()], peer, tag))
 
 
-def send(group: Any, memory: torch.Tensor, peer: int, tag: int) -> Message:
-    return Message(group.send([memory], peer, tag), group.send([_nothing()], peer, tag))
+def send(group: Any, memory: torch.Tensor | None, peer: int, tag: int) -> Message:
+    """As `receive`."""
+    return Message(None if memory is None else group.send([memory], peer, tag), group.send([_nothing()], peer, tag))
 
 
 def _nothing() -> torch.Tensor:

@@ -1,14 +1,15 @@
 // comm/comm_c10d, wire_exchange, outputs: values, packing, failures, over a wire between threads. Run by test_native.py.
 // needs: base device kernels pool comm
 // slow: thread
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -31,21 +32,19 @@ namespace {
 class PostOffice {
  public:
   struct Letter {
-    const Wire::Message* sent;  // nothing: withdrawn, and will never come
+    const Wire::Message* sent;  // nothing: withdrawn
+    size_t number;              // between its two ranks
     bool is_taken = false;
+    std::optional<std::vector<std::byte>> left;  // by a transfer that is gone
   };
 
   std::shared_ptr<Letter> send(int from, const Wire::Message& message) {
     std::lock_guard lock(mutex_);
     sent_bytes += message.size_bytes;
-    auto letter = std::make_shared<Letter>(Letter{&message});
+    auto letter = std::make_shared<Letter>(Letter{&message, sent_[{from, message.peer}]++, false, {}});
     on_the_way_[{from, message.peer}].push_back(letter);
     changed_.notify_all();
     return letter;
-  }
-  void withdraw(Letter& letter) {
-    std::lock_guard lock(mutex_);
-    letter.sent = nullptr;
   }
   void expect_taken(const Letter& letter) {
     std::lock_guard lock(mutex_);
@@ -55,13 +54,28 @@ class PostOffice {
   void receive(int to, const Wire::Message& message) {
     std::unique_lock lock(mutex_);
     auto& letters = on_the_way_[{message.peer, to}];
-    changed_.wait(lock, [&] { return (!letters.empty() && letters.front()->sent) || is_broken_; });
+    const auto has_come = [&] { return !letters.empty() && (letters.front()->sent || letters.front()->left); };
+    changed_.wait(lock, [&] { return has_come() || is_broken_; });
     expect_whole(message.peer);
-    CHECK(letters.front()->sent->size_bytes == message.size_bytes);
-    std::memcpy(message.data, letters.front()->sent->data, message.size_bytes);
-    letters.front()->is_taken = true;
+    Letter& letter = *letters.front();
+    const std::vector<std::byte> data = letter.left ? *letter.left : contents(*letter.sent);
+    CHECK(data.size() == message.size_bytes);
+    std::copy(data.begin(), data.end(), message.data);
+    letter.is_taken = true;
     letters.pop_front();
     changed_.notify_all();
+  }
+  void start_to_receive(int to, const Wire::Message& message) {
+    std::lock_guard lock(mutex_);
+    ++started_[{message.peer, to}];
+  }
+  // It arrives all the same if the peer has started to receive it.
+  void withdraw(int from, Letter& letter) {
+    std::lock_guard lock(mutex_);
+    if (letter.number < started_[{from, letter.sent->peer}]) {
+      letter.left = contents(*letter.sent);
+    }
+    letter.sent = nullptr;
   }
   void break_all() {
     std::lock_guard lock(mutex_);
@@ -78,8 +92,14 @@ class PostOffice {
     }
   }
 
+  static std::vector<std::byte> contents(const Wire::Message& message) {
+    return {message.data, message.data + message.size_bytes};
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::map<std::pair<int, int>, size_t> sent_;
+  std::map<std::pair<int, int>, size_t> started_;
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Letter>>> on_the_way_;
   bool is_broken_ = false;
 };
@@ -92,9 +112,10 @@ class ThreadWire final : public Wire {
     auto transfer = std::make_unique<ThreadTransfer>(*office_, rank_);
     transfer->messages.assign(messages.begin(), messages.end());
     for (const Message& message : transfer->messages) {
-      CHECK(message.size_bytes != 0);
       if (message.is_sent) {
         transfer->letters.push_back(office_->send(rank_, message));
+      } else {
+        office_->start_to_receive(rank_, message);
       }
     }
     return transfer;
@@ -105,7 +126,7 @@ class ThreadWire final : public Wire {
     ThreadTransfer(PostOffice& office, int rank) : office(office), rank(rank) {}
     ~ThreadTransfer() override {
       for (const auto& letter : letters) {
-        office.withdraw(*letter);
+        office.withdraw(rank, *letter);
       }
     }
     void receive() override {
