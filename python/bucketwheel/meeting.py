@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,8 +41,10 @@ class Meeting:
         whole: Any = group if group is not None else dist.group.WORLD
         rank = dist.get_rank(group)
         store = dist.distributed_c10d._get_process_group_store(whole)
-        number = store.add(f"bucketwheel/meetings/{rank}", 1)
-        return cls(dist.PrefixStore(f"bucketwheel/{number}", store), rank, dist.get_world_size(group), timeout_s)
+        # torchrun may give restarted processes the Store of those that it ended, with what is in it.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
+        return cls(dist.PrefixStore(f"bucketwheel/{life}/{number}", store), rank, dist.get_world_size(group), timeout_s)
 
     def part(self, name: str, rank: int, size: int) -> Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""

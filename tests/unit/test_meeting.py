@@ -87,3 +87,20 @@ def test_failures_and_differences_are_told_to_all():
         return failures
 
     assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
+
+
+def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though torchrun gives them the same Store, where one rank of the ended ones had got further than another."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    found = {}
+    for life, ranks in (("0", [0, 1, 0]), ("1", [0, 1])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
+        for rank in ranks:
+            monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+            meeting = Meeting.of_group(object(), 20)  # type: ignore[arg-type]
+            meeting.store.set("who", f"{life} {rank}")
+            found[life, rank] = meeting
+    assert found["1", 0].store.get("who") == found["1", 1].store.get("who") == b"1 1"
+    assert found["0", 1].store.get("who") == b"0 1"
