@@ -1,6 +1,7 @@
 # make demo        train a small GPT on two CPU ranks, beside DDP        make test      the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
+# make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
 # make matrix      other Pythons and torches, minutes for each pair; MATRIX='--cell 3.12:2.13.0' runs one
 #
@@ -23,7 +24,7 @@ BUILT := $(VENV)/.built
 SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _env.py _toolchain.py _trust.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all gpu matrix lint format setup clean
+.PHONY: demo test test-all gpu matrix lint tidy format setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -47,6 +48,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+tidy: $(INSTALLED)
+	$(BIN)/python tests/tidy.py
 
 format: $(INSTALLED)
 	$(BIN)/clang-format -i $(CXX_FILES)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind")
+NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "clang-tidy")
 
 
 def required() -> set[str]:
@@ -68,6 +68,12 @@ def need_aarch64() -> list[str]:
 
 def need_valgrind() -> str:
     return shutil.which("valgrind") or unmet("valgrind", "it is not installed (Debian: apt install valgrind libc6-dbg)")
+
+
+def need_clang_tidy() -> str:
+    from tests import tidy
+
+    return tidy.find_tool() or unmet("clang-tidy", "it is not installed (pip install clang-tidy)")
 
 
 def slow_case(*values: Any) -> Any:

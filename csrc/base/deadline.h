@@ -1,6 +1,7 @@
 // Deadlines: absolute times on the monotonic clock, or none.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <ctime>
@@ -24,11 +25,8 @@ inline Deadline deadline_in(double seconds) {
 inline bool has_passed(const Deadline& deadline) { return deadline && Clock::now() >= *deadline; }
 
 // The earlier of the two.
-inline Deadline earlier(const Deadline& a, const Deadline& b) {
-  if (!a || !b) {
-    return a ? a : b;
-  }
-  return *a < *b ? a : b;
+inline Clock::time_point earlier(const Deadline& deadline, Clock::time_point time) {
+  return deadline ? std::min(*deadline, time) : time;
 }
 
 // As CLOCK_MONOTONIC time, the form the kernel takes.

@@ -13,7 +13,7 @@ namespace bucketwheel {
 namespace {
 
 std::string read(const char* name) {
-  const char* value = std::getenv(name);
+  const char* value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe): once, and nothing here ever sets one
   return value == nullptr ? std::string() : std::string(value);
 }
 
@@ -61,7 +61,7 @@ std::optional<Isa> read_isa(const char* name) {
 }
 
 std::string read_absolute_path(const char* name) {
-  const std::string value = read(name);
+  std::string value = read(name);
   if (!value.empty() && value.front() != '/') {
     throw bad_value(name, value, "expected an absolute path");
   }
@@ -70,7 +70,7 @@ std::string read_absolute_path(const char* name) {
 
 // Made if need be: when it is written to, something has failed already, and nothing else may.
 std::string read_writable_folder(const char* name) {
-  const std::string value = read(name);
+  std::string value = read(name);
   if (value.empty()) {
     return value;
   }

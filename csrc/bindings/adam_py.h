@@ -139,7 +139,8 @@ class AdamLists {
     const auto index = static_cast<int64_t>(i);
     py::object items[7];
     for (size_t k = 0; k < 7; ++k) {
-      items[k] = lists_[k].tensors ? py::object((*lists_[k].tensors)[i]) : py::none();
+      const std::optional<py::sequence>& tensors = lists_[k].tensors;
+      items[k] = tensors ? py::object((*tensors)[i]) : py::none();
     }
     const auto& [p, g, m, v, vmax, master, remainder] = items;
     const AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);

@@ -80,7 +80,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     BW_EXPECTS(py::len(params) == params_.size(), "look: other parameters than were added");
     for (size_t index = 0; index < params_.size(); ++index) {
       const py::object grad = py::object(params[index]).attr(name_grad());
-      found[index] = grad.is_none() ? 0 : grad.is(params_[index].placeholder) ? 1 : 2;
+      found[index] = grad.is_none() ? '\0' : grad.is(params_[index].placeholder) ? '\1' : '\2';
     }
     return found;
   }

@@ -45,7 +45,7 @@ class PythonWire final : public Wire {
  private:
   struct PythonTransfer final : Transfer {
     explicit PythonTransfer(std::shared_ptr<const py::function> wait) : wait(std::move(wait)) {}
-    ~PythonTransfer() override {
+    ~PythonTransfer() override {  // NOLINT(bugprone-exception-escape): no thread state to be had is the end
       const py::gil_scoped_acquire locked;
       received.clear();
       sent.clear();

@@ -320,7 +320,7 @@ inline void bind_handle(py::module_& m) {
 inline void bind_comm(py::module_& m) {
   using Unlocked = py::call_guard<WithoutGil>;
   bind_handle(m);
-  py::class_<ReduceSink, std::shared_ptr<ReduceSink>>(m, "ReduceSink");
+  const py::class_<ReduceSink, std::shared_ptr<ReduceSink>> sink(m, "ReduceSink");
   py::class_<Comm, CommRef>(m, "Comm")
       .def_property_readonly("rank", &Comm::rank)
       .def_property_readonly("world", &Comm::world)

@@ -307,7 +307,7 @@ inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shap
   if (torch_api().api->managed_to_object(&context->managed, &object) != 0) {
     throw py::error_already_set();
   }
-  context.release();  // the tensor owns it now
+  (void)context.release();  // the tensor owns it now
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 

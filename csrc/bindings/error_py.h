@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
@@ -50,7 +51,7 @@ inline void set_comm_error(const char* name, const CommError& error) {
 // Most derived first.
 inline void translate_error(std::exception_ptr pointer) {
   try {
-    std::rethrow_exception(pointer);
+    std::rethrow_exception(std::move(pointer));
   } catch (const PeerError& error) {
     set_comm_error("PeerError", error);
   } catch (const CommTimeout& error) {

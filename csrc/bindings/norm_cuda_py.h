@@ -15,6 +15,7 @@
 #include "bindings/device_py.h"
 #include "bindings/held_list.h"
 #include "bindings/layout.h"
+#include "bindings/norm_py.h"
 #include "comm/comm.h"
 #include "kernels/sums_cuda.h"
 
@@ -115,25 +116,25 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
 class PyShardAccumulatorCuda {
  public:
   PyShardAccumulatorCuda(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments, py::handle sums)
-      : shard_owner_(held(shard)), sums_owner_(held(sums)) {
+      : shard_owner_(held(shard)), sums_owner_(held(sums)), accumulator_(made(shard, segments, sums)) {}
+  ShardAccumulatorCuda& accumulator() { return accumulator_; }
+  int64_t span_of(size_t segment) const { return accumulator_.span_of(segment); }
+
+ private:
+  static ShardAccumulatorCuda made(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments,
+                                   py::handle sums) {
     const dlpack::Described values = dlpack::describe_on_any_device(shard, {"shard", 0});
     BW_EXPECTS(values.device.kind == DeviceId::Kind::kCuda, "shard is not on a CUDA device");
     BW_EXPECTS(values.is_contiguous(), "shard is not contiguous");
-    std::vector<ShardAccumulator::Segment> pieces;
-    for (const auto& [begin, end] : segments) {
-      pieces.push_back({begin, end});
-    }
+    const std::vector<ShardAccumulator::Segment> pieces = segments_of(segments);
     auto* const out = device_array<double>(sums, DType::kFloat64, values.device,
                                            ShardAccumulatorCuda::max_spans(pieces.size()), "sums");
-    accumulator_.emplace(CudaDevice::at(values.device.index), values.data, values.dtype, values.numel, pieces, out);
+    return {CudaDevice::at(values.device.index), values.data, values.dtype, values.numel, pieces, out};
   }
-  ShardAccumulatorCuda& accumulator() { return *accumulator_; }
-  int64_t span_of(size_t segment) const { return accumulator_->span_of(segment); }
 
- private:
   std::shared_ptr<void> shard_owner_;
   std::shared_ptr<void> sums_owner_;
-  std::optional<ShardAccumulatorCuda> accumulator_;
+  ShardAccumulatorCuda accumulator_;
 };
 
 // What connects a reduce-scatter on CUDA to the gradient shard it fills.

@@ -61,29 +61,36 @@ inline dlpack::Described block_of(py::handle object, std::optional<DType> dtype,
   return tensor;
 }
 
+inline std::vector<ShardAccumulator::Segment> segments_of(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
+  std::vector<ShardAccumulator::Segment> segments;
+  segments.reserve(pairs.size());
+  for (const auto& [begin, end] : pairs) {
+    segments.push_back({begin, end});
+  }
+  return segments;
+}
+
 class PyShardAccumulator {
  public:
-  PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
-    const dlpack::Described values = block_of(shard, std::nullopt, {"shard", 0});
-    owner_ = held(shard);
-    std::vector<ShardAccumulator::Segment> pieces;
-    for (const auto& [begin, end] : segments) {
-      pieces.push_back({begin, end});
-    }
-    accumulator_.emplace(values.data, values.dtype, values.numel, std::move(pieces));
-  }
-  ShardAccumulator& accumulator() { return *accumulator_; }
-  const ShardAccumulator& accumulator() const { return *accumulator_; }
-  void start(bool add) { accumulator_->start(add); }
+  PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments)
+      : owner_(held(shard)), accumulator_(made(shard, segments)) {}
+  ShardAccumulator& accumulator() { return accumulator_; }
+  const ShardAccumulator& accumulator() const { return accumulator_; }
+  void start(bool add) { accumulator_.start(add); }
   void consume(int64_t begin, py::handle values) {
-    const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_->dtype()), {"values", 0});
-    accumulator_->consume(begin, block.data, block.numel);
+    const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_.dtype()), {"values", 0});
+    accumulator_.consume(begin, block.data, block.numel);
   }
-  std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_->results()); }
+  std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_.results()); }
 
  private:
+  static ShardAccumulator made(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
+    const dlpack::Described values = block_of(shard, std::nullopt, {"shard", 0});
+    return {values.data, values.dtype, values.numel, segments_of(segments)};
+  }
+
   std::shared_ptr<void> owner_;
-  std::optional<ShardAccumulator> accumulator_;
+  ShardAccumulator accumulator_;
 };
 
 // The sums of squares of whole parameters, out of those of their pieces.

@@ -35,7 +35,7 @@ class TorchUpstream final : public Upstream {
  public:
   // `allocate(nbytes)` returns a contiguous uint8 tensor of zeros, or raises PoolError.
   explicit TorchUpstream(py::function allocate) : allocate_(std::move(allocate)) {}
-  ~TorchUpstream() override {
+  ~TorchUpstream() override {  // NOLINT(bugprone-exception-escape): no thread state to be had is the end
     py::gil_scoped_acquire locked;
     allocate_ = {};
   }

@@ -1,6 +1,7 @@
 #include "comm/comm_c10d.h"
 
 #include <chrono>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -33,8 +34,8 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
 
 C10dComm::~C10dComm() {
   if (peers_->health().is_forked()) {
-    new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
-    (void)rooms_.release();                         // as may those of the transport
+    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    (void)rooms_.release();                                        // as may those of the transport
     (void)wire_.release();
     return;
   }
@@ -83,8 +84,8 @@ std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
     WireExchange(*wire_, *rooms_, op, rank(), world()).run();
   } catch (const WireBroken& broken) {
     error = lost(broken, op, name);
-  } catch (Failure& failure) {
-    error = fail(std::move(failure), name);
+  } catch (const Failure& failure) {
+    error = fail(failure, name);
   } catch (const std::exception& failure) {
     error = fail(failure_of(failure, rank(), op.seq), name);
   }
@@ -101,7 +102,7 @@ std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op,
     }
     if (auto failure = peers_->trouble(0, [](int) { return true; }, what.c_str())) {
       failure->seq = op.seq;
-      return fail(std::move(*failure), name);
+      return fail(*failure, name);
     }
     std::this_thread::sleep_for(kNewsPeriod);
   } while (Clock::now() < until);
@@ -111,7 +112,7 @@ std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op,
               name);
 }
 
-std::exception_ptr C10dComm::fail(Failure failure, const char* op) {
+std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
   const std::exception_ptr error = peers_->fail(failure, {failure.seq, op, ""});
   if (!flight_.is_written()) {
     flight_.write(peers_->health().message());
@@ -156,12 +157,12 @@ void C10dComm::expect_progress() {
   }
   if (auto failure = peers_->trouble(0, [&](int) { return waited > kWirePatience; }, what.c_str())) {
     failure->seq = seq;
-    fail(std::move(*failure), name);
+    fail(*failure, name);
   } else if (waited > peers_->timeout()) {
     if (const auto last = peers_->last_seqs(0)) {  // else they are being asked
       Failure late{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "begun"), -1, seq};
       late.last_seqs = *last;
-      fail(std::move(late), name);
+      fail(late, name);
     }
   }
 }

@@ -44,7 +44,7 @@ class C10dComm final : public Comm {
  private:
   std::exception_ptr execute(const Operation& op, const char* name);
   std::exception_ptr lost(const WireBroken& broken, const Operation& op, const char* name);
-  std::exception_ptr fail(Failure failure, const char* op = "");
+  std::exception_ptr fail(const Failure& failure, const char* op = "");
   void settle();
   void look() noexcept;
   void expect_progress();

@@ -54,6 +54,7 @@ void LocalCudaBoard::leave(int rank) {
   std::vector<std::unique_ptr<Arrival>> forgotten;
   std::vector<Finished> finished;
   std::lock_guard lock(mutex_);
+  forgotten.reserve(meetings_.size());
   for (auto& [seq, meeting] : meetings_) {
     forgotten.push_back(std::move(meeting[static_cast<size_t>(rank)]));
   }
@@ -281,7 +282,7 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
                           std::move(options.keepalive), host_});
   host_->note_issued(0, seq);
   seq_ = seq;
-  last_done_ = done;
+  last_done_ = std::move(done);
   return std::make_shared<Handle>(std::move(state));
 }
 

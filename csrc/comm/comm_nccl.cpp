@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <thread>
 
 #include "base/error.h"
@@ -49,7 +50,7 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
 
 NcclComm::~NcclComm() {
   if (peers_->health().is_forked()) {
-    new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
     return;
   }
   try {

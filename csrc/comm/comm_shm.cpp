@@ -156,10 +156,7 @@ void expect_shared_memory() {
 }
 
 CommRef make_shm_comm(const ShmOptions& options) {
-  std::vector<FileDescriptor> sockets;
-  for (const int socket : options.sockets) {
-    sockets.emplace_back(socket);
-  }
+  std::vector<FileDescriptor> sockets(options.sockets.begin(), options.sockets.end());
   expect_options(options);
   const auto memory = share_control(options, sockets);
   const Control control(memory->data(), options.world);

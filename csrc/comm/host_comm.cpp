@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -30,8 +31,8 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
 
 HostComm::~HostComm() {
   if (health_.is_forked()) {
-    (void)team_.release();                          // its threads and locks are the parent's: leaked
-    new std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    (void)team_.release();                                         // its threads and locks are the parent's: leaked
+    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
     return;
   }
   if (watch_ != nullptr) {
@@ -88,7 +89,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
   BW_EXPECTS(posted_ == collected_ + 1, "collect: nothing is posted");
   const uint64_t round = posted_;
   const int slot = static_cast<int>(round % 2);
-  const Deadline own_deadline = timeout_from_now();
+  const Clock::time_point own_deadline = timeout_from_now();
   const auto is_missing = [&](int r) { return team_->record(r).posted < round; };
   std::vector<std::vector<std::byte>> payloads;
   try {
@@ -105,7 +106,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
   } catch (const Failure& failure) {
     if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
       throw CommTimeout(health_.prefix(health_.last_seq()) + failure.text,
-                        {.seq = health_.last_seq(), .last_seqs = *last_seqs(0)});
+                        {.seq = health_.last_seq(), .last_seqs = seqs_of_all(0)});
     }
     std::rethrow_exception(fail(failure, {.seq = health_.last_seq()}));
   }
@@ -159,7 +160,7 @@ bool HostComm::have_all_issued(int path, uint64_t seq) const {
 }
 
 // Of its own operations, a rank says only which ones its stream has reached.
-std::optional<LastSeqs> HostComm::last_seqs(int path) {
+LastSeqs HostComm::seqs_of_all(int path) const {
   LastSeqs last;
   for (int r = 0; r < world(); ++r) {
     const RankRecord& record = team_->record(r);
@@ -168,22 +169,22 @@ std::optional<LastSeqs> HostComm::last_seqs(int path) {
   return last;
 }
 
-std::exception_ptr HostComm::fail(const Failure& told, const FailedAt& at) {
-  Failure failure = told;
-  if (failure.kind == FailureKind::kTimeout && failure.last_seqs.empty()) {
-    failure.last_seqs = *last_seqs(0);
+std::exception_ptr HostComm::fail(const Failure& failure, const FailedAt& at) {
+  Failure told = failure;
+  if (told.kind == FailureKind::kTimeout && told.last_seqs.empty()) {
+    told.last_seqs = seqs_of_all(0);
   }
-  const Health::Verdict verdict = health_.fail(failure, at);
+  const Health::Verdict verdict = health_.fail(told, at);
   if (verdict.is_first) {
-    if (failure.kind == FailureKind::kClosed) {
-      team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + failure.text, rank(), failure.seq});
+    if (told.kind == FailureKind::kClosed) {
+      team_->publish({FailureKind::kPeer, "rank " + std::to_string(rank()) + " " + told.text, rank(), told.seq});
     } else {
-      team_->publish(failure);
+      team_->publish(told);
       if (has_flight_) {
         flight_.write(verdict.message);
       }
     }
-    team_->stop(failure);
+    team_->stop(std::move(told));
   }
   return verdict.error;
 }

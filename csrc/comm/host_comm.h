@@ -58,7 +58,7 @@ class HostComm final : public Comm, public Peers {
   void note_issued(int path, uint64_t seq) override { team_->own().issued[path] = seq; }
   bool sees_issued() const override { return true; }
   bool have_all_issued(int path, uint64_t seq) const override;
-  std::optional<LastSeqs> last_seqs(int path) override;
+  std::optional<LastSeqs> last_seqs(int path) override { return seqs_of_all(path); }
   FlightRing& flight() { return flight_; }
   // Another communicator has the operations, and writes them out.
   void leave_flight_to_another() { has_flight_ = false; }
@@ -66,6 +66,7 @@ class HostComm final : public Comm, public Peers {
  private:
   void leave(Deadline deadline) override { close(deadline); }
   std::exception_ptr execute(const Operation& op, const char* name);
+  LastSeqs seqs_of_all(int path) const;
   std::string describe(int rank) const override { return team_->transport().describe_peer(rank); }
   void look();
 

@@ -1,6 +1,7 @@
 #include "comm/inflight.h"
 
 #include <algorithm>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -107,7 +108,7 @@ void Inflight::await_device(Deadline deadline) noexcept {
   } catch (const std::exception&) {  // the device is in trouble
   }
   std::lock_guard lock(mutex_);
-  new std::deque<Running>(std::move(running_));
+  new (std::nothrow) std::deque<Running>(std::move(running_));
   running_.clear();
 }
 

@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
+#include <system_error>
 
 #include "base/align.h"
 #include "base/error.h"
@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 [[noreturn]] void throw_errno(const std::string& what, size_t size_bytes) {
-  const std::string reason = std::strerror(errno);
+  const std::string reason = std::generic_category().message(errno);
   throw CommError(what + " of " + std::to_string(size_bytes) + " bytes: " + reason);
 }
 

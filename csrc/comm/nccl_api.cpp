@@ -25,7 +25,7 @@ constexpr const char* kSymbols[] = {
 };
 
 std::string last_dl_error() {
-  const char* text = dlerror();
+  const char* text = dlerror();  // NOLINT(concurrency-mt-unsafe): of this thread, in glibc
   return text == nullptr ? "unknown error" : text;
 }
 

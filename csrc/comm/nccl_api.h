@@ -178,6 +178,7 @@ struct NcclFeatures {
 };
 
 struct NcclApi {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a declaration
 #define BW_NCCL_MEMBER(name, symbol, returns, parameters) returns(*name) parameters = nullptr;
   BW_NCCL_REQUIRED(BW_NCCL_MEMBER)
   BW_NCCL_OPTIONAL(BW_NCCL_MEMBER)
@@ -205,7 +206,7 @@ std::shared_ptr<const NcclApi> load_nccl(const std::string& path, const std::str
 const NcclApi& nccl_api();
 
 // Before the first nccl_api(), else without effect.
-void set_nccl_folders(std::vector<std::string> folders);
+void set_nccl_folders(std::vector<std::string> paths);
 
 // ---- calling
 

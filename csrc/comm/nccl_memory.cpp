@@ -1,7 +1,6 @@
 #include "comm/nccl_memory.h"
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -135,8 +134,11 @@ size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
   std::vector<Windows::Entry> fresh;
   {
     std::lock_guard lock(windows_->mutex);
-    std::ranges::copy_if(windows_->entries, std::back_inserter(fresh),
-                         [&](const Windows::Entry& entry) { return !entry.is_tried && count != 0 && count-- != 0; });
+    for (const Windows::Entry& entry : windows_->entries) {
+      if (!entry.is_tried && fresh.size() < count) {
+        fresh.push_back(entry);
+      }
+    }
   }
   size_t granted = 0;
   for (Windows::Entry& entry : fresh) {

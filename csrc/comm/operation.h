@@ -42,7 +42,7 @@ std::string text_of(const Description& description);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.
-std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> segments,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world);
 
 }  // namespace bucketwheel

@@ -1,5 +1,8 @@
 #include "comm/peers.h"
 
+#include <optional>
+#include <string>
+
 namespace bucketwheel {
 
 std::string Peers::late_text(const LastSeqs& last, uint64_t seq, const char* done) const {
@@ -7,12 +10,13 @@ std::string Peers::late_text(const LastSeqs& last, uint64_t seq, const char* don
   std::string silent;
   for (size_t r = 0; r < last.size(); ++r) {
     const std::string rank = "rank " + std::to_string(r);
-    if (!last[r]) {
+    const std::optional<uint64_t>& reached = last[r];
+    if (!reached) {
       silent += (silent.empty() ? "" : ", ") + rank;
-    } else if (*last[r] < seq) {
+    } else if (*reached < seq) {
       const std::string known = describe(static_cast<int>(r));
       late += (late.empty() ? "" : ", ") + rank + " (" + known + (known.empty() ? "" : ", ") + "last " + done + " " +
-              std::to_string(*last[r]) + ")";
+              std::to_string(*reached) + ")";
     }
   }
   if (late.empty() && silent.empty()) {

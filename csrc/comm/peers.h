@@ -26,7 +26,7 @@ class Peers {
   virtual Health& health() = 0;
   // Of an operation, and of a round of agreement.
   virtual std::chrono::nanoseconds timeout() const = 0;
-  Deadline timeout_from_now() const { return Clock::now() + timeout(); }
+  Clock::time_point timeout_from_now() const { return Clock::now() + timeout(); }
 
   // As Comm::post() and Comm::collect().
   virtual void post(std::span<const std::byte> payload) = 0;

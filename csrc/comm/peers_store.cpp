@@ -179,8 +179,7 @@ void StorePeers::leave(Deadline deadline) {
   std::unique_lock lock(mutex_);
   health_.start_closing();
   changed_.notify_all();
-  changed_.wait_until(lock, *earlier(deadline, Clock::now() + kLeavePatience),
-                      [this] { return finished_ == kThreads; });
+  changed_.wait_until(lock, earlier(deadline, Clock::now() + kLeavePatience), [this] { return finished_ == kThreads; });
   std::swap(agreement, agreement_);
 }
 

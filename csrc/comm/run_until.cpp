@@ -41,7 +41,7 @@ bool run_until(Deadline deadline, std::function<void()> task, const std::functio
   }).detach();
   std::unique_lock lock(run->mutex);
   const auto is_over = [&] { return run->is_over; };
-  while (!run->changed.wait_until(lock, *earlier(deadline, Clock::now() + kRunSlice), is_over)) {
+  while (!run->changed.wait_until(lock, earlier(deadline, Clock::now() + kRunSlice), is_over)) {
     if (has_passed(deadline)) {
       return false;
     }

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -62,6 +63,23 @@ void close_registered(FileDescriptor& file) {
   }
 }
 
+// The files of a message, all of them: more than were expected must not stay open.
+std::vector<FileDescriptor> passed_files(msghdr& header) {
+  std::vector<FileDescriptor> files;
+  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) {
+      continue;
+    }
+    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+      files.emplace_back(fd);
+    }
+  }
+  return files;
+}
+
 }  // namespace
 
 bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline) {
@@ -95,23 +113,6 @@ bool send_message(int socket, const LinkMessage& message, int file, Deadline dea
     pollfd writable{socket, POLLOUT, 0};
     poll(&writable, 1, 10);
   }
-}
-
-// All of them: more than were expected must not stay open.
-std::vector<FileDescriptor> passed_files(msghdr& header) {
-  std::vector<FileDescriptor> files;
-  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
-    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) {
-      continue;
-    }
-    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (size_t i = 0; i < count; ++i) {
-      int fd;
-      std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-      files.emplace_back(fd);
-    }
-  }
-  return files;
 }
 
 Received receive_message(int socket, LinkMessage& message, FileDescriptor& file) {
@@ -150,7 +151,7 @@ Received receive_message(int socket, LinkMessage& message, FileDescriptor& file)
 ShmLinks::ShmLinks(int rank, std::vector<FileDescriptor> sockets, std::vector<pid_t> pids, RankRecord& own)
     : rank_(rank), own_(own), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_.get() < 0) {
-    throw CommError(std::string("no eventfd: ") + std::strerror(errno));
+    throw CommError("no eventfd: " + std::generic_category().message(errno));
   }
   for (size_t r = 0; r < sockets.size(); ++r) {
     auto peer = std::make_unique<Peer>();

@@ -1,5 +1,6 @@
 #include "comm/tie.h"
 
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -64,7 +65,7 @@ Tie::Tie(CommRef one, CommRef other)
 
 Tie::~Tie() {
   if (fork_generation_ != fork_generation()) {
-    new std::shared_ptr<Watch>(std::move(watch_));  // leaked: its thread may hold a lock, in the parent
+    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // leaked: its thread may hold a lock, in the parent
     return;
   }
   watch_->stop();

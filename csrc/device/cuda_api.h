@@ -76,6 +76,7 @@ struct CudaApi {
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)
   const char* (*error_text)(int error) = nullptr;
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a declaration
 #define BW_CUDA_MEMBER(name, parameters) int(*name) parameters = nullptr;
   BW_CUDA_CALLS(BW_CUDA_MEMBER)
 #undef BW_CUDA_MEMBER
@@ -107,6 +108,7 @@ enum class CudaCall : uint8_t {
 #undef BW_CUDA_ENUMERATOR
 };
 inline constexpr size_t kCudaCallCount = 0
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a term of a sum
 #define BW_CUDA_ONE(name, parameters) +1
     BW_CUDA_CALLS(BW_CUDA_ONE);
 #undef BW_CUDA_ONE

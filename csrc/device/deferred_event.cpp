@@ -53,7 +53,7 @@ EventRef DeferredEvent::await(Deadline deadline) const {
     if (resolved() != nullptr || has_passed(deadline)) {
       break;
     }
-    changed_.wait_until(lock, *earlier(deadline, Clock::now() + kPoll));
+    changed_.wait_until(lock, earlier(deadline, Clock::now() + kPoll));
   }
   return event_;
 }

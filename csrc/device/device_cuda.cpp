@@ -31,6 +31,7 @@ CudaGuard::CudaGuard(int index) {
   }
 }
 
+// NOLINTNEXTLINE(bugprone-exception-escape): there is a table of calls, or there were no guard
 CudaGuard::~CudaGuard() {
   if (before_ >= 0) {
     (void)BW_CUDA_CALL(set_device, before_);  // a destructor tells nobody; the next call will fail and say so
@@ -39,6 +40,7 @@ CudaGuard::~CudaGuard() {
 
 RelaxedCapture::RelaxedCapture() { BW_CUDA_TRY(exchange_capture_mode, &mode_); }
 
+// NOLINTNEXTLINE(bugprone-exception-escape): likewise
 RelaxedCapture::~RelaxedCapture() { (void)BW_CUDA_CALL(exchange_capture_mode, &mode_); }
 
 uint64_t capture_id(Stream& stream) {
@@ -306,9 +308,9 @@ std::function<std::string(int)>*& reclaim() {
 
 }  // namespace
 
-void set_cuda_reclaim(std::function<std::string(int)> function) {
+void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches) {
   std::lock_guard lock(reclaim_mutex);
-  reclaim() = new std::function<std::string(int)>(std::move(function));
+  reclaim() = new std::function<std::string(int)>(std::move(reclaim_caches));
 }
 
 std::string reclaim_cuda_memory(int index) {

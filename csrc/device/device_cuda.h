@@ -99,7 +99,7 @@ class CudaDevice final : public Device {
 // Has caches give back what they hold of device `index`; says what they did, for messages.
 std::string reclaim_cuda_memory(int index);
 // Called, with the index of a device, when that has no memory left: to empty caches. Returns what it did, for messages.
-void set_cuda_reclaim(std::function<std::string(int)> reclaim);
+void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches);
 
 // Which CUDA graph capture a stream made above is part of: never the number of an earlier one; 0: of none.
 uint64_t capture_id(Stream& stream);

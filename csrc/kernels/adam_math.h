@@ -134,7 +134,7 @@ template <class T>
 BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
   adam_moments(p, g, m, v, s, decoupled);
   if (vmax != nullptr) {
-    *vmax = v > *vmax || v != v ? v : *vmax;  // 5
+    *vmax = v > *vmax || v != v ? v : *vmax;  // 5 NOLINT(misc-redundant-expression): NaN
   }
   p = adam_weight(p, m, vmax != nullptr ? *vmax : v, s, decoupled);
 }

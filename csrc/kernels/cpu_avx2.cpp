@@ -2,5 +2,5 @@
 #include "kernels/cpu_kernels_isa.h"
 
 namespace bucketwheel {
-const CpuKernels kCpuKernelsAvx2 = make_kernels(Isa::kAvx2);
+constinit const CpuKernels kCpuKernelsAvx2 = make_kernels(Isa::kAvx2);
 }  // namespace bucketwheel

@@ -2,5 +2,5 @@
 #include "kernels/cpu_kernels_isa.h"
 
 namespace bucketwheel {
-const CpuKernels kCpuKernelsAvx512 = make_kernels(Isa::kAvx512);
+constinit const CpuKernels kCpuKernelsAvx512 = make_kernels(Isa::kAvx512);
 }  // namespace bucketwheel

@@ -19,7 +19,7 @@
 namespace bucketwheel {
 namespace {
 
-constexpr CpuKernels make_kernels(Isa isa) {
+consteval CpuKernels make_kernels(Isa isa) noexcept {
   return {isa, adam, sumsq, store_sumsq, store, convert, sum, copy_past_cache};
 }
 

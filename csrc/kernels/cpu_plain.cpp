@@ -2,5 +2,5 @@
 #include "kernels/cpu_kernels_isa.h"
 
 namespace bucketwheel {
-const CpuKernels kCpuKernelsPlain = make_kernels(Isa::kPlain);
+constinit const CpuKernels kCpuKernelsPlain = make_kernels(Isa::kPlain);
 }  // namespace bucketwheel

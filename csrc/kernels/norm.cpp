@@ -14,7 +14,7 @@ namespace {
 
 static_assert(kNormChunkNumel % kNormLanes == 0, "a chunk ends with a full row of lanes");
 
-constexpr int kWarpThreads = 32;
+constexpr int64_t kWarpThreads = 32;
 constexpr int64_t kWarpLanes = 4 * kWarpThreads;
 static_assert(kNormLanes % kWarpLanes == 0, "lanes are whole warps");
 
@@ -46,11 +46,11 @@ double fold_lanes(const double* lanes, int64_t used) {
   for (int64_t begin = 0; begin < used; begin += kWarpLanes) {  // a warp of zeros adds nothing: skipped
     const double* warp = lanes + begin;
     double fours[kWarpThreads];
-    for (int t = 0; t < kWarpThreads; ++t) {
+    for (int64_t t = 0; t < kWarpThreads; ++t) {
       fours[t] = (warp[4 * t] + warp[4 * t + 1]) + (warp[4 * t + 2] + warp[4 * t + 3]);
     }
-    for (int half = kWarpThreads / 2; half > 0; half /= 2) {
-      for (int t = 0; t < half; ++t) {
+    for (int64_t half = kWarpThreads / 2; half > 0; half /= 2) {
+      for (int64_t t = 0; t < half; ++t) {
         fours[t] += fours[t + half];
       }
     }

@@ -24,11 +24,12 @@ using RandomLanes = uint64_t __attribute__((vector_size(kVectorBytes)));
 // The full products of the low halves.
 BW_HD RandomLanes multiply_low(RandomLanes a, RandomLanes b) {
 #if defined(__AVX512F__)
-  return (RandomLanes)_mm512_maskz_mul_epu32(0xff, (__m512i)a, (__m512i)b);
+  return reinterpret_cast<RandomLanes>(
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 #elif defined(__AVX2__)
-  return (RandomLanes)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+  return reinterpret_cast<RandomLanes>(_mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #elif defined(__SSE2__)
-  return (RandomLanes)_mm_mul_epu32((__m128i)a, (__m128i)b);
+  return reinterpret_cast<RandomLanes>(_mm_mul_epu32(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 #else
   return (a & 0xffffffffu) * (b & 0xffffffffu);
 #endif

@@ -76,8 +76,9 @@ void sum_typed(void* out, const void* const* from, int world, int64_t n) {
       return sum_few<To, From, 3>(to, from, n);
     case 4:
       return sum_few<To, From, 4>(to, from, n);
+    default:
+      return sum_many<To, From>(to, from, world, n);
   }
-  sum_many<To, From>(to, from, world, n);
 }
 
 void sum(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n) {

@@ -5,7 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "base/align.h"
@@ -24,7 +24,7 @@ size_t page_bytes() {
 
 [[noreturn]] void refuse(const char* what, size_t size_bytes, int error, const char* remedy) {
   throw PoolError(std::string("a slab of ") + std::to_string(size_bytes) + " bytes: " + what +
-                  " failed: " + std::strerror(error) + " (" + remedy + ")");
+                  " failed: " + std::generic_category().message(error) + " (" + remedy + ")");
 }
 
 const char* memory_remedy(int error) {
