@@ -93,8 +93,14 @@ struct Row {
     point();
   }
   Row(const Row& other)
-      : p(other.p), g(other.g), m(other.m), v(other.v), vmax(other.vmax), master(other.master), row(other.row) {
-    scalars = other.scalars;
+      : p(other.p),
+        g(other.g),
+        m(other.m),
+        v(other.v),
+        vmax(other.vmax),
+        master(other.master),
+        row(other.row),
+        scalars(other.scalars) {
     point();
   }
 

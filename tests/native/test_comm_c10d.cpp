@@ -80,7 +80,7 @@ class Ranks {
       if (own.take_question()) {
         StorePeers::Answers answers;
         for (const auto& each : peers) {
-          answers.push_back(each->progress());
+          answers.emplace_back(each->progress());
         }
         own.answer(std::move(answers));
       }

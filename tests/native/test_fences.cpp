@@ -251,10 +251,11 @@ TEST(threads_hammer_one_pool) {
           const auto value = std::byte(1 + t);
           if (on_stream) {
             // The lease is kept by what uses it; its bytes are this thread's until the event.
-            stream->run([lease, value] { std::memset(lease->data(), int(value), lease->size_bytes()); });
-            stream->run([lease, value] { CHECK(holds_only(lease->data(), lease->size_bytes(), int(value))); });
+            stream->run([lease, value] { std::memset(lease->data(), static_cast<int>(value), lease->size_bytes()); });
+            stream->run(
+                [lease, value] { CHECK(holds_only(lease->data(), lease->size_bytes(), static_cast<int>(value))); });
           } else {
-            std::memset(lease->data(), int(value), size);
+            std::memset(lease->data(), static_cast<int>(value), size);
           }
           live.push_back(std::move(lease));
         } else if (!live.empty()) {
@@ -266,7 +267,8 @@ TEST(threads_hammer_one_pool) {
           const size_t size = lease->size_bytes();
           const auto value = std::byte(1 + t);
           // The last use, on the stream; released before it has run.
-          stream->run([bytes, size, value, keep = lease->slab()] { CHECK(holds_only(bytes, size, int(value))); });
+          stream->run(
+              [bytes, size, value, keep = lease->slab()] { CHECK(holds_only(bytes, size, static_cast<int>(value))); });
           EventRef used = stream->record();
           if (random() % 2) {
             // Tasks above read lease->data(), which needs the lease live.
@@ -312,7 +314,7 @@ TEST(fenced_reuse_keeps_every_value) {
   for (int i = 0; i < kSteps; ++i) {
     LeaseRef lease = pool->acquire("", kWords * 8 * (1 + i % 3), write);
     auto* words = reinterpret_cast<uint64_t*>(lease->data());
-    write->run([words, i] { std::fill_n(words, kWords, uint64_t(i)); });
+    write->run([words, i] { std::fill_n(words, kWords, static_cast<uint64_t>(i)); });
     read->wait(write->record());
     sums.push_back(std::make_unique<uint64_t>(0));
     read->run([words, sum = sums.back().get(), i] {
@@ -327,7 +329,7 @@ TEST(fenced_reuse_keeps_every_value) {
   }
   read->synchronize();
   for (int i = 0; i < kSteps; ++i) {
-    CHECK(*sums[i] == kWords * uint64_t(i));
+    CHECK(*sums[i] == kWords * static_cast<uint64_t>(i));
   }
   const PoolStats stats = pool->stats();
   CHECK(stats.reuses > kSteps / 2 && (is_inline() || stats.waits > 50));

@@ -238,13 +238,13 @@ TEST(stream_may_be_dropped_by_a_task_it_waits_for) {
   auto b = std::make_shared<StreamRef>(cpu_device().new_stream("b"));
   a->run([b, &gate] {
     gate.wait();
-    b->reset();
+    *b = nullptr;
   });
   a->run([] {});
   (*b)->wait(a->record());
   (*b)->run([&] { is_over = true; });
   EventRef last = (*b)->record();
-  b.reset();
+  b = nullptr;
   gate.open();
   CHECK(a->synchronize(deadline_in(30)));
   CHECK(last->synchronize(deadline_in(30)));

@@ -72,7 +72,7 @@ TEST(sums_of_squares_equal_the_cpu) {
     }
     if (array.dtype() == DType::kFloat32 || array.dtype() == DType::kBFloat16) {
       const NormRow row = {array.data(), array.numel(), array.dtype()};
-      const auto chunks = static_cast<int64_t>((array.numel() + kNormChunkNumel - 1) / kNormChunkNumel);
+      const auto chunks = (array.numel() + kNormChunkNumel - 1) / kNormChunkNumel;
       const auto first = static_cast<int64_t>(expected.size()) - chunks;
       CHECK(same_bits(sumsq({&row, 1})[0].sumsq, fold(expected.data() + first, chunks)));
     }

@@ -97,7 +97,7 @@ struct Rank {
   // Whether earlier windows left something that nobody has dropped here.
   std::vector<uint8_t> older() const {
     std::vector<uint8_t> out(held.size());
-    std::transform(held.begin(), held.end(), content.begin(), out.begin(), std::bit_and<uint8_t>());
+    std::transform(held.begin(), held.end(), content.begin(), out.begin(), std::bit_and<>());
     return out;
   }
 
@@ -146,9 +146,7 @@ struct Rank {
 
 class Simulation {
  public:
-  explicit Simulation(uint32_t seed) : random_(seed) {
-    layout_ = random_layout();
-    is_static_ = chance(0.2);
+  explicit Simulation(uint32_t seed) : random_(seed), layout_(random_layout()), is_static_(chance(0.2)) {
     const int world = below(4) + 1;
     for (int rank = 0; rank < world; ++rank) {
       ranks_.emplace_back(layout_, is_static_);
@@ -200,7 +198,7 @@ class Simulation {
       layout.buckets_of.push_back(std::move(buckets));
     }
     if (chance(0.3)) {
-      layout.buckets_of.push_back({});  // a parameter without elements
+      layout.buckets_of.emplace_back();  // a parameter without elements
     }
     return layout;
   }

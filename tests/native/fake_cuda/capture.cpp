@@ -183,7 +183,7 @@ __attribute__((visibility("default"))) const char* fake_cuda_capture_error() {
 // there, in the order of the calls.
 __attribute__((visibility("default"))) size_t fake_cuda_capture_position() {
   std::lock_guard lock(capture().mutex);
-  return capture().graph->nodes.size();
+  return capture().graph == nullptr ? 0 : capture().graph->nodes.size();
 }
 __attribute__((visibility("default"))) void fake_cuda_replay_range(void* graph, size_t begin, size_t end) {
   for (size_t i = begin; i < end; ++i) {

@@ -44,9 +44,11 @@ inline void __stcs(T* to, T value) {
 }
 
 // In a kernel: `type name[count]`, shared by the threads of a block.
+// NOLINTBEGIN(bugprone-macro-parentheses): a declaration
 #define BW_SHARED(type, name, count)     \
   static constexpr char name##_site = 0; \
   type* const name = static_cast<type*>(fake_cuda::shared_memory(&name##_site, sizeof(type) * (count), alignof(type)))
+// NOLINTEND(bugprone-macro-parentheses)
 
 inline void __syncthreads(std::source_location where = std::source_location::current()) {
   fake_cuda::sync_block(where);
@@ -78,13 +80,6 @@ inline T __shfl_down_sync(unsigned mask, T value, unsigned by,
   const int from = fake_cuda::lane() + static_cast<int>(by);
   return __shfl_sync(mask, value, from < warpSize ? from : fake_cuda::lane(), where);
 }
-
-namespace fake_cuda {
-
-// Puts work at the end of a stream; the result is a cudaError_t. Whoever provides the streams defines it.
-int enqueue(cudaStream_t stream, std::function<void()> work);
-
-}  // namespace fake_cuda
 
 // The arguments are copied now, as CUDA copies them, and the kernel runs when its stream comes to it.
 template <class... P>

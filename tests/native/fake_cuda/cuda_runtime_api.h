@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 enum cudaError_t : int {
   cudaSuccess = 0,
@@ -39,7 +40,8 @@ using cudaEvent_t = struct CUevent_st*;
 
 struct dim3 {
   unsigned x, y, z;
-  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}  // implicit, as CUDA's is
+  // NOLINTNEXTLINE(misc-explicit-constructor): implicit, as CUDA's is
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
 struct cudaDeviceProp {
@@ -78,3 +80,10 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
+
+namespace fake_cuda {
+
+// Puts work at the end of a stream; the result is a cudaError_t. Whoever provides the streams defines it.
+int enqueue(cudaStream_t stream, std::function<void()> work);
+
+}  // namespace fake_cuda

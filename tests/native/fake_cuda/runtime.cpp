@@ -111,14 +111,14 @@ struct CUevent_st {
 
 namespace fake_cuda {
 
-int enqueue(cudaStream_t stream, Task task) {
-  if (drops_work || capture_task(stream, task)) {
+int enqueue(cudaStream_t stream, Task work) {
+  if (drops_work || capture_task(stream, work)) {
     return cudaSuccess;
   }
   if (stream == nullptr) {
-    task();
+    work();
   } else {
-    stream->worker.push(std::move(task));
+    stream->worker.push(std::move(work));
   }
   return cudaSuccess;
 }

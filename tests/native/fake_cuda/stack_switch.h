@@ -71,7 +71,7 @@ class Stack {
     void** top = reinterpret_cast<void**>(static_cast<std::byte*>(memory) + kGuardBytes + kBytes) - 2;
     top[1] = nullptr;  // where `first` would return to
     top[0] = reinterpret_cast<void*>(&Stack::first);
-    context_ = top - 6;  // six registers
+    context_ = static_cast<void*>(top - 6);  // six registers
 #else
     getcontext(&context_);
     context_.uc_stack.ss_sp = static_cast<std::byte*>(memory) + kGuardBytes;

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 using bucketwheel::NcclConfig;
@@ -141,7 +142,10 @@ bool next_operation_hangs() {
     return false;
   }
   std::lock_guard lock(script().mutex);
-  return script().hang_countdown != 0 && --script().hang_countdown == 0;
+  if (script().hang_countdown == 0) {
+    return false;
+  }
+  return --script().hang_countdown == 0;
 }
 uint64_t take_in_progress_polls() { return script().polls == 0 ? 0 : script().polls.exchange(0); }
 int async_error_of_script() { return script().async_error; }
@@ -149,7 +153,7 @@ bool are_windows_null() { return script().are_windows_null; }
 int version() {
   if (script().version == 0) {
     const char* const text = std::getenv("FAKE_NCCL_VERSION");
-    script().version = text == nullptr ? 23007 : std::atoi(text);
+    script().version = text == nullptr ? 23007 : std::stoi(text);
   }
   return script().version;
 }

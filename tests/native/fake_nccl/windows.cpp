@@ -1,6 +1,7 @@
 // Memory of the fake, and its registration.
 #include <sys/mman.h>
 
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -27,8 +28,12 @@ struct Memory {
   std::map<uintptr_t, Registration> registered;  // by handle
 
   bool holds(uintptr_t begin, size_t size_bytes) const {
-    auto after = allocated.upper_bound(begin);
-    return after != allocated.begin() && (--after, begin + size_bytes <= after->first + after->second);
+    const auto after = allocated.upper_bound(begin);
+    if (after == allocated.begin()) {
+      return false;
+    }
+    const auto& [first, bytes] = *std::prev(after);
+    return begin + size_bytes <= first + bytes;
   }
   bool is_registered(uintptr_t begin, size_t size_bytes) const {
     for (const auto& [handle, one] : registered) {
