@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from counting_backend import CountingBackend
+from counting_backend import CountingBackend, compiles_in_threads
 from optim_twins import run_local
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from bucketwheel.comm import Communicator
 from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
+
+pytestmark = compiles_in_threads
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from counting_backend import CountingBackend
+from counting_backend import CountingBackend, compiles_in_threads
 from torch import Tensor, nn
 
 from bucketwheel.comm import Communicator
@@ -17,6 +17,7 @@ from bucketwheel.prefetch import MAX_COMPILATIONS
 from bucketwheel.testing import assert_bitwise_equal
 from tests.late_gathers import delay_gathers, pending, start_at
 
+pytestmark = compiles_in_threads
 WIDTH, STEPS = 6, 6
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_backend import compiles_in_threads
 from optim_twins import run_local
 from stock_flows import SHAPES, Run, expect_equal_to_unsharded, run_flow, scaler_step
 from torch import Tensor, nn
@@ -379,6 +380,7 @@ def test_a_scaled_half_gradient_does_not_overflow() -> None:
     assert run_local(1, body)[0] == pytest.approx(100 + 100 / 1024, rel=1e-3)
 
 
+@compiles_in_threads
 def test_a_model_is_compiled_while_gradients_are_sharded() -> None:
     """torch describes a parameter's gradient when it compiles what uses the parameter, and reads nothing of it."""
 
