@@ -56,6 +56,7 @@ class _Wire:
     def __init__(self, group: Any, limit: timedelta) -> None:
         self._group = group
         self._limit = limit
+        self._token = torch.zeros(1, dtype=torch.uint8)  # for an empty message: not every backend sends nothing
         self._is_interrupted = self._is_waiting = False
 
     def start(self, peer: int, is_sent: bool, memory: memoryview) -> Any:
@@ -64,9 +65,7 @@ class _Wire:
 
     def _start(self, peer: int, is_sent: bool, memory: torch.Tensor | None) -> Any:
         call = self._group.send if is_sent else self._group.recv
-        if memory is None:
-            memory = torch.zeros(1, dtype=torch.uint8)  # not every backend sends nothing
-        return call([memory], peer, _TAG)
+        return call([self._token if memory is None else memory], peer, _TAG)
 
     def wait(self, work: Any) -> None:
         self._is_waiting = True
