@@ -193,7 +193,8 @@ def _leave() -> NoReturn:
 
 def _main(setup: dict[str, Any]) -> dict[str, Any]:
     sys.path[:] = setup["path"]
-    for name in ("torch", "torch.distributed", "numpy"):
+    # The third is what the first optimizer of a process imports, any of torch's: as long as torch itself takes.
+    for name in ("torch", "torch.distributed", "torch._dynamo", "numpy"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # children neither look through all of that nor copy the pages it is in
