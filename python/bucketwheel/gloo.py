@@ -9,6 +9,7 @@ what is sent there is no such way: it is waited for only once the receiver is kn
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ def connect(meeting: Meeting, name: str) -> Any:
     """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
     the ranks that have not come by the meeting's deadline."""
     store = dist.PrefixStore(name, meeting.store)
+    before = _sockets()
     left_s = max(meeting.deadline - time.monotonic(), 0.1)
     try:
         store.set(f"came/{meeting.rank}", "")
@@ -44,6 +46,9 @@ def connect(meeting: Meeting, name: str) -> Any:
             ) from error
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
     group._set_default_timeout(NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
+    after = _sockets()
+    _closed_in_child.intersection_update(after)  # not those of groups that are gone
+    _closed_in_child.update(after - before)
     return group
 
 
@@ -77,3 +82,32 @@ def send(group: Any, memory: torch.Tensor | None, peer: int, tag: int) -> Messag
 
 def _nothing() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
+
+
+# [Note: fork over gloo] A forked child, such as a worker of a DataLoader, has its parent's connections too, so they would
+# not break when the parent dies, and the other ranks would wait for it as long as the child lives. gloo does not tell
+# which descriptors are its own: those of sockets that were not there before. One that another thread has opened
+# meanwhile is lost to children as well.
+_closed_in_child: set[tuple[int, str]] = set()  # descriptor, socket
+
+
+def _sockets() -> set[tuple[int, str]]:
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing
+            if (target := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket:"):
+                found.add((fd, target))
+    return found
+
+
+def _close_in_child() -> None:
+    """The numbers stay taken: gloo's objects would close them again, whoever has them then."""
+    if own := _closed_in_child & _sockets():
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd, _ in own:
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+    _closed_in_child.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -220,9 +220,9 @@ all_gather(torch.empty(3), torch.empty(3), comm).wait()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def dies_with_a_forked_child(rank: int, size: int) -> float | None:
+def dies_with_a_forked_child(rank: int, size: int, backend: str) -> float | None:
     """The child of the dead rank lives on; its copies of the sockets must not hide the death."""
-    with Communicator(backend="shm") as comm:
+    with Communicator(backend=backend, timeout_s=60) as comm:
         comm.exchange(b"")
         if rank == 0:
             if os.fork() == 0:
@@ -235,6 +235,7 @@ def dies_with_a_forked_child(rank: int, size: int) -> float | None:
         return time.monotonic() - begin
 
 
-def test_a_forked_child_does_not_hide_the_death_of_its_parent():
+@of_processes
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(backend):
     with RankPool(2, forked=True) as pool:
-        assert pool.run(dies_with_a_forked_child, expect_dead=[0])[1] < SOON_S
+        assert pool.run(dies_with_a_forked_child, backend, expect_dead=[0])[1] < SOON_S
