@@ -1,7 +1,7 @@
 """What tests/dist/test_lifecycle.py starts: whole processes that train and end, as users' scripts do.
 
     python -m torch.distributed.run ... tests/lifecycle.py train BACKEND FOLDER     # resumes; see `train`
-    python tests/lifecycle.py exits BACKEND                                         # all of `EXITS`
+    python tests/lifecycle.py exits BACKEND NAME ...                                # of `EXITS`
     python tests/lifecycle.py workers BACKEND CONTEXT ...                           # two ranks that load data
     python tests/lifecycle.py starts BACKEND METHOD ...                             # two ranks by torch.multiprocessing
 
@@ -11,6 +11,7 @@ Answers are lines of JSON.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -194,11 +195,11 @@ EXITS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
-def exits(backend: str) -> None:
+def exits(backend: str, names: list[str]) -> None:
     """For each the ranks' exit codes, and what they wrote to stderr."""
-    for name, function in EXITS.items():
+    for name in names:
 
-        def end(rank: int, folder: str, function: Callable[[Communicator], None] = function) -> None:
+        def end(rank: int, folder: str, function: Callable[[Communicator], None] = EXITS[name]) -> None:
             os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
             join(rank, folder)
             function(Communicator(backend=backend, timeout_s=60))
@@ -215,6 +216,7 @@ def exits(backend: str) -> None:
 def fork_ranks(run: Callable[[int, str], None], folder: str, limit_s: float) -> list[int] | None:
     """From here, where no thread of ours runs. Their exit codes, where killed after the limit; nothing in a rank, which is
     to return, so that it ends as interpreters do."""
+    importlib.import_module("torch._dynamo")  # once: any optimizer of torch's does, which takes seconds
     children = {}
     for rank in range(WORLD):
         pid = os.fork()
@@ -303,7 +305,7 @@ def main(what: str, backend: str, *rest: str) -> None:
         (Path(rest[0]) / f"answer {dist.get_rank()}").write_text(json.dumps(answer))
         dist.destroy_process_group()
     elif what == "exits":
-        exits(backend)
+        exits(backend, list(rest))
     elif what == "workers":
         workers(backend, list(rest))
     elif what == "starts":

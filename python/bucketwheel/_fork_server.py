@@ -29,6 +29,9 @@ _OWN_VARIABLES = ("BW_", "GLOO_", "NCCL_", "PYTEST_")
 # Not with this file's folder in the path, whose modules are no top-level ones.
 _SCRIPT = "import sys; del sys.path[0]; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
 
+# The third is what the first optimizer of a process imports, any of torch's: as long as torch itself takes.
+_IMPORTED = ("torch", "torch.distributed", "torch._dynamo", "numpy")
+
 _servers: dict[int, _Server] = {}  # by the process that asks: a forked one has its own
 _lock = threading.Lock()
 
@@ -96,7 +99,7 @@ class _Server:
         self._codes: dict[int, int] = {}
         self._asked = 0  # how often
         with theirs:
-            setup = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": sys.path})
+            setup = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": sys.path, "imported": _IMPORTED})
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SCRIPT, __file__, setup],
                 env=env,
@@ -193,8 +196,7 @@ def _leave() -> NoReturn:
 
 def _main(setup: dict[str, Any]) -> dict[str, Any]:
     sys.path[:] = setup["path"]
-    # The third is what the first optimizer of a process imports, any of torch's: as long as torch itself takes.
-    for name in ("torch", "torch.distributed", "torch._dynamo", "numpy"):
+    for name in setup["imported"]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # children neither look through all of that nor copy the pages it is in

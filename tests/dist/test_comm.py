@@ -105,7 +105,9 @@ def five_thousand(comm: Communicator, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", ["shm 2", slow_case("shm 4"), slow_case("local 2"), slow_case("staged 3"), "cuda 2"], indirect=True
+    "run",
+    ["shm 2", slow_case("shm 4"), slow_case("local 2"), slow_case("staged 3"), slow_case("cuda 2")],
+    indirect=True,
 )
 @pytest.mark.parametrize("kind", ["foreign", "pool"])
 def test_five_thousand_tensors_in_one_call(run, kind):

@@ -17,6 +17,7 @@ from requirements import slow_case
 pytestmark = pytest.mark.dist
 SCRIPT = Path(lifecycle.__file__)
 ROOT = SCRIPT.parents[1]
+SOME_EXITS = ["in_flight", "raises", "params_in_flight", "group_goes_before_all_is_dropped"]
 
 
 def run(*words: str, launcher: tuple[str, ...] = (), timeout_s: float = 100) -> list[Any]:
@@ -37,7 +38,8 @@ def train(rank: int, world: int, backend: str, folder: str) -> Any:
 
 
 @pytest.mark.timeout_s(180)
-@pytest.mark.parametrize("backend", ["shm", slow_case("c10d")])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
 def test_an_elastic_restart_resumes_training(backend, tmp_path, rank_pool):
     (tmp_path / "whole").mkdir()
     (tmp_path / "torn").mkdir()
@@ -51,11 +53,19 @@ def test_an_elastic_restart_resumes_training(backend, tmp_path, rank_pool):
 
 
 @pytest.mark.timeout_s(240)
-@pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_processes_end_whatever_is_in_flight(backend):
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        ("shm", SOME_EXITS),
+        ("c10d", SOME_EXITS[:2]),
+        slow_case("shm", [name for name in lifecycle.EXITS if name not in SOME_EXITS]),
+        slow_case("c10d", [name for name in lifecycle.EXITS if name not in SOME_EXITS[:2]]),
+    ],
+)
+def test_processes_end_whatever_is_in_flight(backend, names):
     before = traces_in_the_system()
-    answers = run("exits", backend, timeout_s=220)
-    assert [name for name, *_ in answers] == list(lifecycle.EXITS)
+    answers = run("exits", backend, *names, timeout_s=220)
+    assert [name for name, *_ in answers] == names
     for name, codes, texts in answers:
         if name == "raises":
             assert codes == [0, 1] and "the data ran out" in texts[1] and not texts[0], (codes, texts)
@@ -67,7 +77,7 @@ def test_processes_end_whatever_is_in_flight(backend):
 @pytest.mark.timeout_s(240)
 @pytest.mark.parametrize(
     ("backend", "contexts"),
-    [("shm", ["fork"]), ("c10d", ["fork"]), slow_case("shm", ["spawn", "forkserver"]), slow_case("c10d", ["spawn"])],
+    [("shm", ["fork"]), slow_case("shm", ["spawn", "forkserver"]), slow_case("c10d", ["fork", "spawn"])],
 )
 def test_rows_may_come_from_other_processes(backend, contexts):
     for rank in run("workers", backend, *contexts, timeout_s=220):
@@ -76,7 +86,10 @@ def test_rows_may_come_from_other_processes(backend, contexts):
 
 
 @pytest.mark.timeout_s(180)
-@pytest.mark.parametrize(("backend", "methods"), [("shm", ["spawn", "fork"]), slow_case("c10d", ["spawn", "fork"])])
+@pytest.mark.parametrize(
+    ("backend", "methods"),
+    [("shm", ["spawn"]), slow_case("shm", ["fork", "spawn"]), slow_case("c10d", ["spawn", "fork"])],
+)
 def test_ranks_may_be_started_by_torch(backend, methods):
     answers = run("starts", backend, *methods, timeout_s=150)
     assert len(answers) == 2 * len(methods)

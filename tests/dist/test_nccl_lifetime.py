@@ -16,6 +16,7 @@ import torch
 from comm_cases import check_usable, on_nccl
 from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 from nccl_failure_cases import die, expect_gone, fresh_ranks, nccl_comm, read_flight, script
+from requirements import slow_case
 from simulated_cuda import posing
 
 from bucketwheel import nccl
@@ -56,7 +57,7 @@ def expect_gathered_on(full: torch.Tensor, size: int) -> None:
     assert full.view(size, -1)[:, 0].tolist() == [float(rank) for rank in range(size)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, slow_case(2), 3])
 def test_handles_and_results_outlive_their_communicator(world, rank_pool):
     rank_pool(world).run(outlives, timeout_s=25)
 
@@ -136,7 +137,7 @@ def process(code: str) -> None:
     assert time.monotonic() - float(done.stdout) < 20
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [slow_case(False), True])
 @pytest.mark.parametrize("way", ["Communicator(backend='nccl', device='cuda')", "Communicator.pair()[0]"])
 def test_the_end_of_a_process_that_does_not_close(way, hangs):
     hang = "script.fake_nccl_hang(1)" if hangs else ""
@@ -202,7 +203,7 @@ def many(rank: int, size: int) -> None:
         assert library.fake_nccl_live_bytes() == 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_many_communicators_leave_nothing(world, rank_pool):
     rank_pool(world).run(many, timeout_s=100)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from grid_ranks import in_grid
 from optim_twins import dyadic, loss_of, make_params, run_local, share
+from requirements import slow_case
 
 from bucketwheel import inflight
 from bucketwheel.comm import Communicator
@@ -114,7 +115,7 @@ def every_kind_of_step(comm: Communicator, steps: int) -> Growth:
     return growth
 
 
-@pytest.mark.parametrize(("world", "steps"), [(1, 320), (2, 1000), pytest.param(1, 1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "steps"), [(1, 320), (2, 320), slow_case(1, 1000), slow_case(2, 1000)])
 def test_1000_steps_without_growth(world: int, steps: int) -> None:
     run_local(world, every_kind_of_step, steps, timeout_s=100)[0].expect_none(objects=300, high_water=1.5)
 

@@ -5,7 +5,8 @@ Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ 
 with: fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with
 the emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs
 that say something about this test, and has them in the default run; ``// slow: thread`` leaves runs to `make test-all`.
-valgrind and aarch64 run them all. Objects and binaries are kept in build/native for as long as their sources do not
+One that names none is compiled once for the default run: for the thread sanitizer or, where that is slow, plain, and then
+it is run with inline and with fuzzed streams too. valgrind and aarch64 run them all. Objects and binaries are kept in build/native for as long as their sources do not
 change.
 """
 
@@ -56,12 +57,14 @@ def words(test: str, key: str) -> list[str]:
     return found.group(1).split() if found else []
 
 
-def for_tests_that_run(run: str, *, slow: bool = False) -> pytest.MarkDecorator:
-    """The tests that do this run: all that name none, slow ones if ``slow``, and those that name it."""
+def for_tests_that_run(run: str, *, build: str = "plain") -> pytest.MarkDecorator:
+    """The tests that do this run, which needs this build: all that name none, and those that name it."""
     chosen = [test for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
 
     def marks_of(test: str) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.slow] if run in words(test, "slow") or (slow and not words(test, "runs")) else []
+        default = "plain" if "thread" in words(test, "slow") else "thread"
+        is_default = bool(words(test, "runs")) or build == default
+        return [] if is_default and run not in words(test, "slow") else [pytest.mark.slow]
 
     return pytest.mark.parametrize("test", [pytest.param(test, marks=marks_of(test)) for test in chosen])
 
@@ -91,13 +94,13 @@ def test_plain(test: str) -> None:
 
 
 @pytest.mark.timeout_s(600)
-@for_tests_that_run("thread")
+@for_tests_that_run("thread", build="thread")
 def test_threads(test: str) -> None:
     run(test, "thread")
 
 
 @pytest.mark.timeout_s(600)
-@for_tests_that_run("address", slow=True)
+@for_tests_that_run("address", build="address")
 def test_address(test: str) -> None:
     run(test, "address")
 

@@ -14,7 +14,7 @@ import pytest
 from bucketwheel import nccl
 from tests import simulated_nccl
 from tests.forked_code import run_code
-from tests.requirements import need_nccl
+from tests.requirements import need_nccl, slow_case
 
 LIBRARY = "lib/libnccl.so.2"
 PRINT = "from bucketwheel import nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
@@ -208,7 +208,13 @@ OF_2_30 = "multi_rank_gpu revoke shrink symmetric_avg windows zero_cta"
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("version", "features"),
-    [("22700", OF_2_27), ("22799", OF_2_27), ("22800", OF_2_28), ("22907", OF_2_28), ("23000", OF_2_30)],
+    [
+        slow_case("22700", OF_2_27),
+        ("22799", OF_2_27),
+        ("22800", OF_2_28),
+        slow_case("22907", OF_2_28),
+        ("23000", OF_2_30),
+    ],
 )
 def test_features_follow_the_version(version: str, features: str) -> None:
     env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": version}

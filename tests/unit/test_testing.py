@@ -328,8 +328,9 @@ def test_every_kind_of_difference_is_an_error(actual, expected, message):
 
 @contextlib.contextmanager
 def forks(monkeypatch):
-    """What forks off a server of its own."""
+    """What forks off a server of its own, which imports nothing."""
     monkeypatch.setattr(_fork_server, "_servers", {})
+    monkeypatch.setattr(_fork_server, "_IMPORTED", ())
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield lambda code, **more: _fork_server.fork(code, theirs.fileno(), {**_fork_server.default_env(), **more})
