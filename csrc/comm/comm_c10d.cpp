@@ -120,11 +120,10 @@ std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
   return error;
 }
 
-// The peers have what this rank has sent, unless they have failed, and who is told of that.
 void C10dComm::settle() {
   try {
-    rooms_->settle();
-  } catch (const WireBroken&) {
+    rooms_->settle();            // the peers have what this rank has sent
+  } catch (const WireBroken&) {  // or they have failed, and who is told of that
   }
   rooms_->forget();
 }

@@ -97,7 +97,7 @@ inline int run_tests(int argc, char** argv) {
       continue;
     }
     std::fprintf(stderr, "%s\n", test.name);
-    alarm(emulator().empty() ? 60 : 300);
+    alarm(emulator().empty() ? 120 : 300);
     try {
       test.body();
     } catch (const std::exception& error) {

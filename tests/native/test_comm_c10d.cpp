@@ -168,8 +168,10 @@ TEST(c10d_values) {
       check_values(comm, {0});
       check_values(comm, {1});
       check_values(comm, {1, 0, 4097, 3, 70'000, 5});  // packed, with gaps
-      check_values(comm, {1'500'000});                 // several messages, from where the tensor is
-      check_values(comm, {600'001, 700'003, 9});       // both: chunks that end inside of a tensor
+      if (comm.world() < 5) {                          // seconds under ThreadSanitizer
+        check_values(comm, {1'500'000});               // several messages, from where the tensor is
+        check_values(comm, {600'001, 700'003, 9});     // both: chunks that end inside of a tensor
+      }
     });
   }
 }

@@ -46,7 +46,9 @@ TEST(misuse_has_named_errors) {
   CHECK_THROWS(PoolError, "no 1048576 bytes", empty->acquire("x", 1));
   CHECK_THROWS(PoolError, "no 1048576 bytes", empty->acquire("x", 1));  // and not KeyBusy
   empty->check();
-  CHECK_THROWS(PoolError, "mmap failed", make_pool()->acquire("more than an address space", size_t{1} << 46));
+  if (emulator() != "qemu") {  // which gives it, and keeps a table of all its pages
+    CHECK_THROWS(PoolError, "mmap failed", make_pool()->acquire("more than an address space", size_t{1} << 46));
+  }
   unnamed->release();
   pool->check();
 }

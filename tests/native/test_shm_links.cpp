@@ -102,7 +102,11 @@ bool is_unread(int socket) {
   return bytes != 0;
 }
 
+// Not under qemu, which keeps those open that did not fit in the receiver's message.
 size_t open_files() {
+  if (emulator() == "qemu") {
+    return 0;
+  }
   const std::filesystem::directory_iterator files("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin(files), end(files)));
 }

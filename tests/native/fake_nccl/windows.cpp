@@ -49,6 +49,7 @@ Memory& memory() {
   return *one;
 }
 
+#ifndef FAKE_NCCL_WITHOUT_OPTIONAL
 size_t whole_pages(size_t size_bytes) {
   return (size_bytes + kNcclWindowAlignment - 1) / kNcclWindowAlignment * kNcclWindowAlignment;
 }
@@ -88,6 +89,7 @@ int remove(const char* function, NcclCommRef comm, uintptr_t handle, bool is_win
   memory().registered.erase(found);
   return kNcclSuccess;
 }
+#endif
 
 }  // namespace
 
