@@ -75,8 +75,8 @@ PYTHON_LAYERS = [
     ],
     ["foreign_step", "grad", "grad_owner", "newcomers", "hooks", "answers"],
     ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members", "scope"],
-    ["optim", "shard", "state_dict"],
-    ["_bitwise", "_fork_server", "report", "testing", "_cache_command", "doctor", "flight"],
+    ["optim", "state_dict"],
+    ["_bitwise", "_fork_server", "testing", "_cache_command", "doctor", "flight"],
     ["__init__", "__main__"],
 ]
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
