@@ -23,9 +23,9 @@ from bucketwheel.testing import assert_bitwise_equal
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001)
 SUMMED = (F32, BF16, F16, F64)
-NATIVE = (*SUMMED, torch.int64, torch.int32, torch.uint8)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-ANY = (*NATIVE, torch.bool, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+NATIVE = (*SUMMED, torch.int64, torch.int32, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+ANY = (*NATIVE, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
 
 
 def every_size_in_every_memory(comm: Communicator) -> None:
@@ -93,6 +93,22 @@ def coalesced(comm: Communicator) -> None:
         check_all_gather(comm, summed, kind)
         check_reduce_scatter(comm, summed, kind)
         check_reduce_scatter(comm, summed, kind, "avg")
+
+
+def views_of_pool_memory(comm: Communicator) -> None:
+    """Of dtypes that are only moved: where they are, without a copy."""
+    numel = 70_001
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        lease = comm.pool.acquire("", comm.size * numel)
+        full = lease.tensor(torch.uint8, (comm.size * numel,)).view(dtype)
+        own = full[comm.rank * numel : (comm.rank + 1) * numel]
+        own.copy_(on_device(comm, data_of(comm.rank, (dtype, numel), 0, numel)))
+        all_gather(full, own, comm).wait()
+        for rank in range(comm.size):
+            got = full[rank * numel : (rank + 1) * numel].view(torch.uint8)
+            assert torch.equal(got.cpu(), data_of(rank, (dtype, numel), 0, numel).view(torch.uint8))
+        del full, own
+        lease.release()
 
 
 def empty_lists(comm: Communicator) -> None:
@@ -199,6 +215,7 @@ CASES = (
     integer_sums,
     exact_sums,
     coalesced,
+    views_of_pool_memory,
     empty_lists,
     broadcasts,
     flat_buffer,

@@ -8,7 +8,7 @@
 
 namespace bucketwheel {
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8, kInt16 };
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8, kInt16, kInt8 };
 
 BW_HD constexpr size_t size_of(DType dtype) {
   switch (dtype) {
@@ -23,6 +23,7 @@ BW_HD constexpr size_t size_of(DType dtype) {
     case DType::kInt16:
       return 2;
     case DType::kUInt8:
+    case DType::kInt8:
       return 1;
   }
   return 0;
@@ -51,6 +52,8 @@ constexpr const char* name_of(DType dtype) {
       return "int16";
     case DType::kUInt8:
       return "uint8";
+    case DType::kInt8:
+      return "int8";
   }
   return "?";
 }

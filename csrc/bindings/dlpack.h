@@ -107,6 +107,8 @@ inline DType dtype_of(const DTypeAbi& dtype) {
         return DType::kInt32;
       case 0 << 8 | 16:
         return DType::kInt16;
+      case 0 << 8 | 8:
+        return DType::kInt8;
       case 1 << 8 | 8:
         return DType::kUInt8;
       default:
@@ -114,7 +116,7 @@ inline DType dtype_of(const DTypeAbi& dtype) {
     }
   }
   throw TypeError("unsupported dtype (DLPack code " + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) +
-                  " bits): float32, bfloat16, float16, float64, int64, int32, int16 and uint8 are supported");
+                  " bits): float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported");
 }
 inline DTypeAbi abi_of(DType dtype) {
   switch (dtype) {
@@ -132,6 +134,8 @@ inline DTypeAbi abi_of(DType dtype) {
       return {0, 32, 1};
     case DType::kInt16:
       return {0, 16, 1};
+    case DType::kInt8:
+      return {0, 8, 1};
     case DType::kUInt8:
       return {1, 8, 1};
   }

@@ -21,13 +21,13 @@ namespace py = pybind11;
 
 inline DType dtype_named(const std::string& name) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64, DType::kInt32,
-                      DType::kInt16, DType::kUInt8}) {
+                      DType::kInt16, DType::kInt8, DType::kUInt8}) {
     if (name == name_of(dtype)) {
       return dtype;
     }
   }
   throw TypeError("unsupported dtype " + name +
-                  ": float32, bfloat16, float16, float64, int64, int32, int16 and uint8 are supported");
+                  ": float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported");
 }
 
 // Slabs that are torch tensors (uint8), so that torch's own accounting of memory sees them.
@@ -106,6 +106,21 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
   return dlpack::make_tensor(data, dtype, std::move(shape), lease->device(), lease);
 }
 
+inline void release_lease(Lease& self, py::handle after) {
+  EventRef event = optional_argument<Event>(after, "after", "an Event");
+  const StreamRef caller = event == nullptr ? current_stream(self.device()) : nullptr;
+  py::gil_scoped_release unlocked;
+  if (caller != nullptr && self.is_live()) {
+    if (is_capturing(*caller)) {
+      throw CaptureError("release of lease '" + self.key() +
+                         "' while a CUDA graph is captured in the current stream: replays would use its bytes; "
+                         "release it after the capture, when the graph is not replayed any more");
+    }
+    event = caller->record();  // CUDA: what the caller has enqueued may not have run yet
+  }
+  self.release(std::move(event));
+}
+
 inline void bind_pool(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
@@ -128,24 +143,7 @@ inline void bind_pool(py::module_& m) {
       .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
       .def_property_readonly("offset_bytes", &Lease::offset_bytes)
       .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
-      .def(
-          "release",
-          [](Lease& self, py::handle after) {
-            EventRef event = optional_argument<Event>(after, "after", "an Event");
-            const StreamRef caller = event == nullptr ? current_stream(self.device()) : nullptr;
-            py::gil_scoped_release unlocked;
-            if (caller != nullptr && self.is_live()) {
-              if (is_capturing(*caller)) {
-                throw CaptureError(
-                    "release of lease '" + self.key() +
-                    "' while a CUDA graph is captured in the current stream: replays would use its bytes; "
-                    "release it after the capture, when the graph is not replayed any more");
-              }
-              event = caller->record();  // CUDA: what the caller has enqueued may not have run yet
-            }
-            self.release(std::move(event));
-          },
-          py::arg("after") = py::none());
+      .def("release", &release_lease, py::arg("after") = py::none());
 
   py::class_<Pool, PoolRef>(m, "Pool")
       .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison, int device,

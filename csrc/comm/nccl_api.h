@@ -109,6 +109,8 @@ constexpr NcclType nccl_type(DType dtype) {
       return NcclType::kInt32;
     case DType::kUInt8:
       return NcclType::kUInt8;
+    case DType::kInt8:
+      return NcclType::kInt8;
     case DType::kInt16:
       break;
   }

@@ -99,6 +99,7 @@ void sum(void* to, DType to_dtype, const void* const* from, DType from_dtype, in
       return sum_typed<uint32_t, uint32_t>(to, from, world, n);
     case DType::kInt16:
       return sum_typed<uint16_t, uint16_t>(to, from, world, n);
+    case DType::kInt8:
     case DType::kUInt8:
       return sum_typed<uint8_t, uint8_t>(to, from, world, n);
   }

@@ -26,7 +26,10 @@ increment_version: Callable[[list[torch.Tensor]], None] = getattr(
 __all__ = ["PreMulSum", "all_gather", "reduce_scatter"]
 
 _NATIVE_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8}
+    {
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    }
 )
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -117,7 +120,7 @@ def reduce_scatter(
 
     Args:
         outputs: contiguous tensors, float32, bfloat16, float16 or float64, on the communicator's device; on the CPU also
-            int64, int32, int16 and uint8, whose sums wrap around.
+            int64, int32, int16, int8 and uint8, whose sums wrap around.
         inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
         op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.

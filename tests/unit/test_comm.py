@@ -98,7 +98,7 @@ BAD_REDUCTIONS = {
         ValueError,
         r"op 'avg' of int64 is not supported: of integers only 'sum' is",
     ),
-    "unknown dtype": (zeros(2, dtype=torch.int8), zeros(4, dtype=torch.int8), "sum", TypeError, r"unsupported dtype"),
+    "unknown dtype": (zeros(2, dtype=torch.bool), zeros(4, dtype=torch.bool), "sum", TypeError, r"unsupported dtype"),
     "unsupported op": (zeros(2), zeros(4), "max", ValueError, r"op 'max' is not supported: 'sum', 'avg' and PreM"),
     "a bare factor": (zeros(2), zeros(4), 0.5, TypeError, r"op is 0.5, expected 'sum', 'avg' or a PreMulSum"),
     "gaps in the output": (zeros(4)[::2], zeros(4), "sum", ValueError, r"outputs\[0\] is not contiguous"),

@@ -104,7 +104,9 @@ def test_misuse_raises_named_errors() -> None:
         lease.tensor(torch.float32, (1 << 40, 1 << 40))
     with pytest.raises(ValueError, match="negative extent -1"):
         lease.tensor(torch.float32, (-1,))
-    with pytest.raises(TypeError, match="unsupported dtype complex64: .* int64, int32, int16 and uint8 are supported"):
+    with pytest.raises(
+        TypeError, match="unsupported dtype complex64: .* int64, int32, int16, int8 and uint8 are supported"
+    ):
         lease.tensor(torch.complex64, 1)
     with pytest.raises(TypeError, match="after must be a handle, a native event, a stream or None, got builtins.int"):
         lease.release(after=3)
