@@ -280,6 +280,7 @@ def test_imports_go_one_way() -> None:
     layer = {name: depth for depth, names in enumerate(PYTHON_LAYERS) for name in names}
     graph = {path.stem: imported(path) for path in sorted(PACKAGE.glob("*.py"))}
     report([f"{name}.py has no place in PYTHON_LAYERS" for name in graph if name not in layer])
+    report([f"PYTHON_LAYERS has {name}, which is no file" for name in layer if not list(PACKAGE.glob(f"{name}.py*"))])
     problems = []
     for name, needs in graph.items():
         for need in sorted(needs):
@@ -326,6 +327,32 @@ def test_init_only_re_exports() -> None:
 # ---- all files -------------------------------------------------------------------------------------------------------
 
 
+def native_functions(text: str) -> Iterator[tuple[int, str, int]]:
+    """Line, first line and length of the body of each, by the indents that clang-format gives: of functions in namespaces
+    and classes, and of tests.
+    """
+    lines = text.splitlines()
+    for end, line in enumerate(lines):
+        if not re.fullmatch(r"(  )?}", line):
+            continue
+        indent = line[:-1]
+        begin = end - 1
+        while begin > 0 and not re.match(rf"{indent}[^\s}}#]", lines[begin]):
+            begin -= 1
+        opened = begin
+        while opened < end and not lines[opened].endswith("{"):
+            opened += 1  # a signature of several lines
+        is_statement = re.match(r" *(if|for|while|switch|do|try)\b", lines[begin])
+        if "(" in lines[begin] and opened < end and not is_statement:
+            yield begin + 1, lines[begin].strip(), end - opened - 1
+
+
+def test_lengths_of_native_functions_are_seen() -> None:
+    text = "namespace a {\n\nint f(int a,\n      int b) {\n  if (a) {\n    b();\n  }\n}\n\nclass B {\n  int g() {\n    h();\n  }\n};\n}\n"
+    assert list(native_functions(text)) == [(3, "int f(int a,", 3), (11, "int g() {", 1)]
+    assert len([name for path in native_files() for _, name, _ in native_functions(path.read_text())]) > 500
+
+
 def test_files_and_functions_are_short() -> None:
     problems = []
     for path in texts():
@@ -334,6 +361,10 @@ def test_files_and_functions_are_short() -> None:
         text = path.read_text()
         if (lines := text.count("\n")) > MAX_LINES:
             problems.append(f"{path}: {lines} lines; look for the second concept")
+        if path.suffix in NATIVE:
+            for line, name, length in native_functions(text):
+                if length > MAX_FUNCTION_LINES:
+                    problems.append(f"{path}:{line}: {name} has {length} lines")
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -317,6 +317,43 @@ inline void bind_handle(py::module_& m) {
       .def_property_readonly("event", &Handle::event);
 }
 
+// What makes communicators of the host; other files bind those of NCCL and of torch's process groups.
+inline void bind_host_comms(py::module_& m) {
+  using Unlocked = py::call_guard<WithoutGil>;
+  py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
+      .def(py::init([](int world, bool stages_inputs) {
+             return released_without_gil(std::make_shared<LocalWorld>(world, stages_inputs));
+           }),
+           py::arg("world"), py::arg("stages_inputs") = false)
+      .def_property_readonly("world", &LocalWorld::world)
+      .def(
+          "join",
+          [](LocalWorld& self, int rank, std::string name, double timeout_s) {
+            return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
+          },
+          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked())
+      .def(
+          "join_cuda",
+          [](LocalWorld& self, int rank, std::string name, double timeout_s, PoolRef pool) {
+            return released_without_gil(
+                self.join_cuda(rank, std::move(name), expect_timeout(timeout_s), std::move(pool)));
+          },
+          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), py::arg("pool"), Unlocked());
+  m.def("expect_shared_memory", &expect_shared_memory, Unlocked());
+  m.def(
+      "make_shm_comm",
+      [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
+        ShmOptions options{rank,
+                           static_cast<int>(sockets.size()),
+                           std::move(sockets),
+                           std::move(pids),
+                           std::move(name),
+                           expect_timeout(timeout_s)};
+        return released_without_gil(make_shm_comm(options));
+      },
+      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+}
+
 inline void bind_comm(py::module_& m) {
   using Unlocked = py::call_guard<WithoutGil>;
   bind_handle(m);
@@ -357,39 +394,7 @@ inline void bind_comm(py::module_& m) {
       .def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"))
       .def("look", &Tie::look, Unlocked());
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
-
-  py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
-      .def(py::init([](int world, bool stages_inputs) {
-             return released_without_gil(std::make_shared<LocalWorld>(world, stages_inputs));
-           }),
-           py::arg("world"), py::arg("stages_inputs") = false)
-      .def_property_readonly("world", &LocalWorld::world)
-      .def(
-          "join",
-          [](LocalWorld& self, int rank, std::string name, double timeout_s) {
-            return released_without_gil(self.join(rank, std::move(name), expect_timeout(timeout_s)));
-          },
-          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), Unlocked())
-      .def(
-          "join_cuda",
-          [](LocalWorld& self, int rank, std::string name, double timeout_s, PoolRef pool) {
-            return released_without_gil(
-                self.join_cuda(rank, std::move(name), expect_timeout(timeout_s), std::move(pool)));
-          },
-          py::arg("rank"), py::arg("name"), py::arg("timeout_s"), py::arg("pool"), Unlocked());
-  m.def("expect_shared_memory", &expect_shared_memory, Unlocked());
-  m.def(
-      "make_shm_comm",
-      [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
-        ShmOptions options{rank,
-                           static_cast<int>(sockets.size()),
-                           std::move(sockets),
-                           std::move(pids),
-                           std::move(name),
-                           expect_timeout(timeout_s)};
-        return released_without_gil(make_shm_comm(options));
-      },
-      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+  bind_host_comms(m);
 }
 
 }  // namespace bucketwheel

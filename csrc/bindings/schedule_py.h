@@ -76,6 +76,12 @@ inline void bind_agreement(py::module_& m) {
       .def("__eq__", [](const Agreement& a, const Agreement& b) { return a == b; });
 }
 
+template <bool (Schedule::*kQuestion)(int) const>
+bool ask_of_param(const Schedule& self, int param) {
+  expect_param(self, param);
+  return (self.*kQuestion)(param);
+}
+
 inline void bind_schedule(py::module_& m) {
   bind_agreement(m);
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
@@ -105,13 +111,7 @@ inline void bind_schedule(py::module_& m) {
       .def(
           "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(self, held)); },
           py::arg("held"))
-      .def(
-          "has_stored",
-          [](const Schedule& self, int param) {
-            expect_param(self, param);
-            return self.has_stored(param);
-          },
-          py::arg("param"))
+      .def("has_stored", &ask_of_param<&Schedule::has_stored>, py::arg("param"))
       .def_property_readonly("is_dirty", &Schedule::is_dirty)
       .def_property_readonly("window", &Schedule::window)
       .def(
@@ -132,26 +132,14 @@ inline void bind_schedule(py::module_& m) {
           },
           py::arg("agreement"))
       .def_property_readonly("is_learnt", &Schedule::is_learnt)
-      .def(
-          "is_private",
-          [](const Schedule& self, int param) {
-            expect_param(self, param);
-            return self.is_private(param);
-          },
-          py::arg("param"))
+      .def("is_private", &ask_of_param<&Schedule::is_private>, py::arg("param"))
       .def(
           "assume",
           [](const Schedule& self, std::string_view held, std::string_view older, std::string_view factors) {
             return self.assume(flags_of(self, held), flags_of(self, older), factors_of(self, factors));
           },
           py::arg("held"), py::arg("older") = "", py::arg("factors") = "")
-      .def(
-          "is_deviation",
-          [](const Schedule& self, int param) {
-            expect_param(self, param);
-            return self.is_deviation(param);
-          },
-          py::arg("param"))
+      .def("is_deviation", &ask_of_param<&Schedule::is_deviation>, py::arg("param"))
       .def(
           "find_deviation",
           [](const Schedule& self, std::string_view held) { return self.find_deviation(flags_of(self, held)); },

@@ -125,15 +125,11 @@ std::vector<std::vector<std::byte>> NcclComm::collect(Deadline deadline, const s
   return peers_->collect(deadline, poll);
 }
 
-HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
-  BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
-  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
-  expect_on_device(stream, session_->device(), "an operation of NCCL");
-  const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
+std::shared_ptr<Handle::State> NcclComm::new_state(const Operation& op, bool is_captured) const {
   auto state = std::make_shared<Handle::State>();
-  state->op = name_of(op->collective);
+  state->op = name_of(op.collective);
   state->who = who_;
-  state->size_bytes = op->size_bytes;
+  state->size_bytes = op.size_bytes;
   state->device = device();
   state->has_fate = true;
   if (peers_->sees_issued() && !is_captured) {
@@ -142,6 +138,29 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
       return alive == nullptr || alive->have_all_issued(path, *seq);
     };
   }
+  return state;
+}
+
+// The communicator fails where another rank has called something else.
+void NcclComm::expect_same_call(const Operation& op) {
+  if (!options_.check) {
+    return;
+  }
+  const std::string differs =
+      options_.check(name_, op.seq, text_of(op.description()) + place_text(op) + " #" + std::to_string(op.signature));
+  if (!differs.empty()) {
+    const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op.seq}, name_of(op.collective));
+    give_up(error);
+    std::rethrow_exception(error);
+  }
+}
+
+HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
+  BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
+  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
+  expect_on_device(stream, session_->device(), "an operation of NCCL");
+  const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
+  auto state = new_state(*op, is_captured);
   Inflight::Item item{op, {}, nullptr, {state, &state->fate}, std::move(options.keepalive)};
   std::vector<Inflight::Item> finished;  // destroyed without the locks
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
@@ -154,15 +173,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   const Inside inside(inside_);
   expect_usable();
   op->seq = state->seq = seq_ + 1;
-  if (options_.check) {
-    const std::string differs = options_.check(
-        name_, op->seq, text_of(op->description()) + place_text(*op) + " #" + std::to_string(op->signature));
-    if (!differs.empty()) {
-      const std::exception_ptr error = fail({FailureKind::kMismatch, differs, -1, op->seq}, state->op);
-      give_up(error);
-      std::rethrow_exception(error);
-    }
-  }
+  expect_same_call(*op);
   item.ready = order(stream, options, is_captured);
   const Clock::time_point now = Clock::now();
   flight_.issued(*op, now);

@@ -109,6 +109,8 @@ class NcclComm final : public Comm {
   std::vector<EventRef> order(Stream& stream, const IssueOptions& options, bool is_captured);
   static EventRef try_record(Stream& stream) noexcept;
   NcclSession::IssueLock lock_to_issue(const Operation& op);
+  std::shared_ptr<Handle::State> new_state(const Operation& op, bool is_captured) const;
+  void expect_same_call(const Operation& op);
   // CaptureError where an operation cannot be part of the graph that is being captured, or has nothing to do with it.
   void expect_one_capture(bool is_captured, const IssueOptions& options);
   std::string place_text(const Operation& op) const;

@@ -231,6 +231,29 @@ TEST(poison_fills_what_is_acquired_and_released) {
   pool->check();
 }
 
+// The last use of a lease, on the stream; it is released before that has run.
+void use_and_release(Pool& pool, const StreamRef& stream, const LeaseRef& lease, std::byte value,
+                     std::mt19937& random) {
+  std::byte* bytes = lease->data();
+  const size_t size = lease->size_bytes();
+  stream->run([bytes, size, value, keep = lease->slab()] { CHECK(holds_only(bytes, size, static_cast<int>(value))); });
+  EventRef used = stream->record();
+  if (random() % 2) {
+    // Tasks before it read lease->data(), which needs the lease live.
+    stream->synchronize();
+  } else {
+    while (!used->query()) {
+      std::this_thread::yield();
+    }
+  }
+  lease->release(used);
+  if (random() % 4 == 0) {
+    stream->run([] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
+    LeaseRef fenced = pool.acquire("", 600, stream);
+    fenced->release(stream->record());
+  }
+}
+
 // Threads acquire, write, hand over to streams and release, all at once. Every lease is checked to be its owner's
 // alone.
 TEST(threads_hammer_one_pool) {
@@ -263,27 +286,7 @@ TEST(threads_hammer_one_pool) {
           LeaseRef lease = live[chosen];
           live[chosen] = live.back();
           live.pop_back();
-          std::byte* bytes = lease->data();
-          const size_t size = lease->size_bytes();
-          const auto value = std::byte(1 + t);
-          // The last use, on the stream; released before it has run.
-          stream->run(
-              [bytes, size, value, keep = lease->slab()] { CHECK(holds_only(bytes, size, static_cast<int>(value))); });
-          EventRef used = stream->record();
-          if (random() % 2) {
-            // Tasks above read lease->data(), which needs the lease live.
-            stream->synchronize();
-          } else {
-            while (!used->query()) {
-              std::this_thread::yield();
-            }
-          }
-          lease->release(used);
-          if (random() % 4 == 0) {
-            stream->run([] { std::this_thread::sleep_for(std::chrono::microseconds(50)); });
-            LeaseRef fenced = pool->acquire("", 600, stream);
-            fenced->release(stream->record());
-          }
+          use_and_release(*pool, stream, lease, std::byte(1 + t), random);
         }
         if (i % 200 == t) {
           pool->check();
