@@ -35,7 +35,9 @@ FileDescriptor try_make_memfd(const char* name, size_t size_bytes, const char*& 
 // Whether the system keeps the size of a memfd from being changed. Found by trying, once.
 bool seals_memfds();
 
-// Whether nobody can shrink the file under a mapping, as far as the system can say: sealed, or there are no seals.
+// Whether nobody can shrink the file under a mapping, as far as the system can say: sealed, or there are no seals. Where
+// there are none, a peer that shrinks what it has shared ends us with SIGBUS; peers are processes of our user that know
+// the communicator's secret.
 bool is_size_final(int fd);
 
 }  // namespace bucketwheel

@@ -101,6 +101,14 @@ Received try_receive(int socket, LinkMessage& message, FileDescriptor& file, con
   }
 }
 
+std::shared_ptr<Mapping> map_control(int file, size_t size_bytes, const std::string& where) {
+  try {
+    return Mapping::of_file(file, size_bytes, true);
+  } catch (const CommError& error) {
+    throw CommError(where + "the control segment that rank 0 sent: " + error.what());
+  }
+}
+
 std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline deadline, const std::string& where) {
   for (;;) {
     LinkMessage message;
@@ -111,7 +119,7 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
           throw CommError(where + "rank 0 sent a control segment of " + std::to_string(message.size_bytes) +
                           " bytes, expected " + std::to_string(size_bytes) + ": do all ranks run the same version?");
         }
-        return Mapping::of_file(file.get(), size_bytes, true);
+        return map_control(file.get(), size_bytes, where);
       case Received::kEnd:
         throw PeerError(where + "rank 0 died while the communicator was being made", {.rank = 0});
       case Received::kNothing:

@@ -7,12 +7,14 @@ import ctypes
 import errno
 import functools
 import os
+import random
 import socket
 import struct
 import threading
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 from comm_cases import check_all_gather, check_reduce_scatter, check_usable
 from failure_cases import SOON_S, error_of, gather
 from refused_calls import refuse
+from requirements import need_root
 
 from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
@@ -160,11 +163,8 @@ def looked_at(rank: int, size: int) -> tuple[str, str]:
     return theirs, own
 
 
-need_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-
-
-@need_root
 def test_memory_is_shut_to_other_users():
+    need_root()
     with RankPool(2, forked=True) as pool:
         for theirs, own in pool.run(looked_at):
             assert theirs in ("EACCES", "EACCES EPERM")
@@ -239,9 +239,11 @@ def called_by_others(rank: int, size: int, user: int | None) -> str:
     return "".join(said)
 
 
-@pytest.mark.parametrize("user", [None, pytest.param(OTHER_UID, marks=need_root)])
+@pytest.mark.parametrize("user", [None, OTHER_UID])
 def test_callers_that_are_no_ranks_are_hung_up_on(user):
     """Of another user, or of ours but without the secret."""
+    if user is not None:
+        need_root()
     with RankPool(3, forked=True) as pool:
         assert pool.run(called_by_others, user)[0] == "True hung up on"
 
@@ -256,3 +258,38 @@ def test_a_rank_that_is_another_process_is_refused():
     assert struct.calcsize("iii") == comm_shm._CREDENTIALS.size
     here.close()
     there.close()
+
+
+def test_fuzzed_hellos():
+    """Who calls is taken for a rank only with the secret, as a higher rank that has not called yet; everything else is hung
+    up on, and a rank's name with the secret from another process than the meeting's is refused.
+    """
+    chance = random.Random(6)
+    own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
+    links = mock.Mock(rank=1, size=6, nonce=chance.randbytes(16), peers=[own, own, own, own, own, other])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        acceptor = comm_shm._Acceptor(links, listener)
+        acceptor.accepted = {3: listener}
+    told: Counter[str] = Counter()
+    for _ in range(5000):
+        rank = chance.choice([-1, 0, 1, 2, 2, 3, 4, 5, 5, 6, 2**31 - 1, -(2**31)])
+        hello = bytearray(comm_shm._HELLO.pack(rank, links.nonce))
+        is_whole = chance.random() < 0.7
+        if not is_whole:
+            hello[chance.randrange(4, 20)] ^= 1 << chance.randrange(8)
+            hello = (hello + chance.randbytes(30))[: chance.choice([0, 1, 3, 19, 20, 20, 20, 21, 50])]
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, there:
+            if hello:
+                there.send(hello)
+            else:
+                there.close()
+            try:
+                found = acceptor._caller(here)
+            except ConnectionRefusedError as error:
+                assert (is_whole, rank) == (True, 5) and f"pid {os.getpid()} of user {os.getuid()}" in str(error)
+                told["refused"] += 1
+            else:
+                assert found == (rank if is_whole and rank in (2, 4) else None)
+                told["hung up on" if found is None else "taken"] += 1
+    assert min(told.values()) >= 500 and len(told) == 3, told

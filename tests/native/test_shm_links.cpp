@@ -1,4 +1,4 @@
-// comm/shm_links, base/memfd: what a peer may send and what it may not; nothing of it ends this process or stays open.
+// comm/shm_links, comm/comm_shm, base/memfd: what a peer may send and what it may not; nothing of it ends this process or stays open.
 // Run by test_native.py.
 // needs: base device kernels pool comm
 // runs: plain address
@@ -22,6 +22,8 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "comm/comm_shm.h"
+#include "comm/control.h"
 #include "comm/mapping.h"
 #include "comm/shm_links.h"
 
@@ -209,6 +211,8 @@ class Fuzzer {
   explicit Fuzzer(uint64_t seed) : random_(seed), file_(memfd(4096)), unsealed_(memfd(8192, false)) {}
 
   void begin_link() { known_.clear(); }
+  // Of the messages that were sent, those in which anything was changed.
+  int changed() const { return changed_; }
 
   // One message more: right, or not in one thing or several.
   void send_one(int peer) {
@@ -221,17 +225,23 @@ class Fuzzer {
     } else {
       known_.push_back(message.slab);
     }
-    if (any() % 8 == 0) {
+    auto change = [this, is_changed = false](uint64_t one_in) mutable {
+      const bool is_now = any() % one_in == 0;
+      changed_ += is_now && !is_changed;
+      is_changed |= is_now;
+      return is_now;
+    };
+    if (change(8)) {
       message.size_bytes = pick({0, 1, 4097, uint64_t{1} << 63, UINT64_MAX, any()});
     }
-    if (any() % 8 == 0) {  // sockets and terminals too, none, or too many
+    if (change(8)) {  // sockets and terminals too, none, or too many
       const int choices[] = {unsealed_.get(), unsealed_.get(), peer, 0};
       files.assign(pick({0, 1, 1, 1, 1, 1, 2, 7}), choices[any() % std::size(choices)]);
     }
-    if (any() % 24 == 0) {
+    if (change(24)) {
       message.kind = static_cast<Kind>(pick({0, 3, any()}));
     }
-    if (any() % 24 == 0) {
+    if (change(24)) {
       message.slab = static_cast<uint32_t>(pick({0, message.slab - 1, any()}));
     }
     unsigned char bytes[80];
@@ -239,10 +249,10 @@ class Fuzzer {
       byte = static_cast<unsigned char>(any());
     }
     std::memcpy(bytes, &message, sizeof(message));
-    if (any() % 24 == 0) {
+    if (change(24)) {
       bytes[any() % sizeof(message)] ^= static_cast<unsigned char>(1u << any() % 8);
     }
-    const size_t size_bytes = any() % 32 == 0 ? any() % sizeof(bytes) : sizeof(message);
+    const size_t size_bytes = change(32) ? any() % sizeof(bytes) : sizeof(message);
     send_bytes(peer, bytes, size_bytes, files);
   }
 
@@ -254,6 +264,7 @@ class Fuzzer {
   FileDescriptor file_;
   FileDescriptor unsealed_;
   uint32_t next_slab_ = 0;
+  int changed_ = 0;
   std::vector<uint32_t> known_;
 };
 
@@ -290,6 +301,52 @@ TEST(links_survive_whatever_is_sent) {
     }
   }
   CHECK(links < kFuzzedMessages / 4);  // most took several before they were cut off
+  CHECK(fuzzer.changed() > sent / 4);
+  CHECK(open_files() == files && shared_mappings() == mappings);
+}
+
+// What rank 0 sends first is all that the others know of it: a control segment, or an error with the reason.
+std::string error_of_joining(const std::function<void(int)>& send_it) {
+  int pair[2];
+  CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+  const FileDescriptor rank_0(pair[0]);
+  send_it(rank_0.get());
+  try {
+    make_shm_comm({1, 2, {pair[1], -1}, {getpid(), getpid()}, "joining", std::chrono::milliseconds(1)});
+    return "";
+  } catch (const CommError& error) {  // PeerError and CommTimeout too
+    return error.what();
+  }
+}
+
+TEST(joining_refuses_whatever_is_no_control_segment) {
+  const FileDescriptor small = memfd(4096);
+  const auto expect = [](const std::string& why, const std::function<void(int)>& send_it) {
+    const std::string said = error_of_joining(send_it);
+    if (said.find(why) == std::string::npos || said.find("[bucketwheel rank 1/2 comm 'joining' seq 0]") != 0) {
+      std::fprintf(stderr, "it says: %s\n", said.c_str());
+      CHECK(!"the reason");
+    }
+  };
+  expect("rank 0 sent no control segment", [](int) {});
+  expect("rank 0 died while", [](int peer) { shutdown(peer, SHUT_RDWR); });
+  expect("rank 0 sent a message of 3 bytes", [](int peer) { send_bytes(peer, "abc", 3, {}); });
+  expect("rank 0 sent a control segment of 1 bytes, expected",
+         [&](int peer) { send(peer, {Kind::kControl, 0, 1}, {small.get()}); });
+  const size_t size_bytes = Control::size_bytes(2);
+  const FileDescriptor unsealed = memfd(size_bytes, false);
+  expect("is not sealed", [&](int peer) { send(peer, {Kind::kControl, 0, size_bytes}, {unsealed.get()}); });
+  expect("it announced " + std::to_string(size_bytes),
+         [&](int peer) { send(peer, {Kind::kControl, 0, size_bytes}, {small.get()}); });
+}
+
+TEST(joining_survives_whatever_is_sent) {
+  Fuzzer fuzzer(7);
+  const size_t files = open_files();
+  const size_t mappings = shared_mappings();
+  for (int i = 0; i < kFuzzedMessages / 10; ++i) {
+    CHECK(error_of_joining([&](int peer) { fuzzer.send_one(peer); }) != "");  // none is of a control segment's size
+  }
   CHECK(open_files() == files && shared_mappings() == mappings);
 }
 
