@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from comm_cases import check_usable
+from held import held, still_held
 from optim_twins import dyadic, loss_of, make_params, share
 
 from bucketwheel.comm import Communicator
@@ -35,9 +35,9 @@ JOIN_S = 30.0  # of process groups: processes start meanwhile
 CALLS = 24
 # From when a rank waits for one that is gone until it knows; a busy machine takes part of it.
 SOON_S = 2.0
-ACTIONS = ("kill", "kill at a time", "stop", "late", "too late", "raise", "abort", "close", "exit")
-# What a rank may hold for a moment after it has closed what held it.
-_SETTLED_S = 8.0
+ACTIONS = ("kill", "stop", "late", "too late", "raise", "abort", "close", "exit")
+# By a timer, wherever the rank is then: while the communicator is made, in a call, between two.
+ACTIONS += ("kill at a time", "stop at a time", "raise at a time")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
     victim: int
     action: str
     at: int  # before which call
-    delay_s: float  # "kill at a time", "late"
+    delay_s: float  # "... at a time", "late"
     in_flight: bool  # its last operation is not waited for before it acts
     trains: bool  # beside the operations
     folder: str
@@ -72,7 +72,15 @@ class Plan:
 
     @property
     def dies(self) -> bool:
-        return self.action.startswith("kill") or self.action == "exit"
+        return self.does in ("kill", "exit")
+
+    @property
+    def is_timed(self) -> bool:
+        return self.action.endswith("at a time")
+
+    @property
+    def does(self) -> str:
+        return self.action.removesuffix(" at a time")
 
     @property
     def goes_on(self) -> bool:
@@ -95,34 +103,6 @@ class Story:
     acted_s: float = 0.0
     left: str = ""  # what it still held
     went_on: bool = False
-
-
-def held() -> dict[str, int]:
-    """Of the system, by this process."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "segments": maps.count("memfd:bucketwheel"),
-    }
-
-
-def still_held(before: dict[str, int]) -> str:
-    until = time.monotonic() + _SETTLED_S
-    while any((now := held())[what] > before[what] for what in before) and time.monotonic() < until:
-        time.sleep(0.05)
-    if all(now[what] <= before[what] for what in before):
-        return ""
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    files = [_target(fd) for fd in os.listdir("/proc/self/fd")]
-    return f"before {before}, now {now}: threads {names}, files {files}"
-
-
-def _target(fd: str) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{fd}")
-    return ""
 
 
 def join(plan: Plan, name: str, rank: int, world: int) -> None:
@@ -169,11 +149,11 @@ def live(rank: int, world: int, plan: Plan) -> Story:
 def _run(rank: int, plan: Plan, story: Story) -> None:
     chance = random.Random(plan.seed + 1)  # the same on all ranks
     act = _action_of(plan, story) if rank == plan.victim else None
-    if act and plan.action == "kill at a time":  # perhaps while the communicator is being made
+    if act and plan.is_timed:
         threading.Timer(plan.delay_s, act).start()
     with _closing(plan) as (comm, train):
         for number in range(CALLS):
-            if act and number == plan.at and plan.action != "kill at a time":
+            if act and number == plan.at and not plan.is_timed:
                 if plan.in_flight:
                     _call(comm, random.Random(number), is_waited=False)
                 act(comm)
@@ -186,7 +166,7 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
                 train(number)
             else:
                 _call(comm, chance, is_waited=True)
-        if plan.action == "kill at a time":  # the others are still there when it comes
+        if plan.is_timed:  # the others are still there when it comes
             while True:
                 comm.exchange(b"")
                 time.sleep(0.01)
@@ -236,11 +216,11 @@ def _action_of(plan: Plan, story: Story) -> Callable[..., None]:
     def act(comm: Communicator | None = None) -> None:
         story.acted_s = time.monotonic()
         Path(plan.folder, "acted").write_text(str(story.acted_s))
-        if plan.action.startswith("kill"):
+        if plan.does == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif plan.action == "exit":
             ctypes.CDLL(None)._exit(0)  # as a rank that ends without a word
-        elif plan.action == "stop":
+        elif plan.does == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif plan.action == "late":
             time.sleep(plan.delay_s)
@@ -248,6 +228,9 @@ def _action_of(plan: Plan, story: Story) -> Callable[..., None]:
             time.sleep(TIMEOUT_S + 1.5)
         elif plan.action == "raise":
             raise Oops("in the loop")
+        elif plan.action == "raise at a time":
+            main = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Oops))
         elif comm is not None and plan.action == "abort":
             comm.abort("no more")
         elif comm is not None and plan.action == "close":
@@ -257,7 +240,7 @@ def _action_of(plan: Plan, story: Story) -> Callable[..., None]:
 
 
 def _wake_the_stopped(rank: int, plan: Plan) -> None:
-    if plan.action == "stop" and rank != plan.victim:
+    if plan.does == "stop" and rank != plan.victim:
         os.kill(int(Path(plan.folder, f"pid{plan.victim}").read_text()), signal.SIGCONT)
 
 
@@ -289,22 +272,24 @@ _OWN_ERRORS = {
     "abort": {"CommError"},
     "close": {"ClosedError"},
     "stop": {"CommTimeout", "PeerError"},
+    "stop at a time": {"CommTimeout", "PeerError", "CommError"},  # the last while ranks met
+    "raise at a time": {"Oops"},
     "too late": {"CommTimeout", "PeerError"},
 }
 
 
 def _expect_survivor(plan: Plan, story: Story, acted_s: float, where: str) -> None:
     took_s = story.at_s - acted_s
-    if plan.action in ("stop", "too late"):
+    if plan.is_timed and "was not made" in story.text:
+        assert story.kind in (CommTimeout.__name__, CommError.__name__), where  # it happened while ranks met
+        assert took_s < TIMEOUT_S + 3.0 + SOON_S, where
+    elif plan.does in ("stop", "too late"):
         # Its own limit, and for ranks that share no memory the answers of the others.
         assert story.kind == CommTimeout.__name__, where
         assert f"rank {plan.victim}" in story.text, where
         assert took_s < TIMEOUT_S + 3.0 + SOON_S, where
-    elif plan.action == "kill at a time" and "was not made" in story.text:
-        assert story.kind in (CommTimeout.__name__, CommError.__name__), where  # it died while ranks met
-        assert took_s < TIMEOUT_S + 3.0 + SOON_S, where
     else:
         assert (story.kind, story.rank) == (PeerError.__name__, plan.victim), where
         assert took_s < SOON_S + 1.0, where
-        words = {"raise": "Oops: in the loop", "abort": "no more", "close": "closed"}.get(plan.action, "died")
+        words = {"raise": "Oops", "abort": "no more", "close": "closed"}.get(plan.does, "died")
         assert words in story.text, where

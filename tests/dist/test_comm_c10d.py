@@ -16,12 +16,14 @@ import torch.distributed as dist
 from comm_cases import check_all_gather, check_reduce_scatter, check_usable
 from failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
 from network_hosts import Hosts, enter, network_hosts
+from optim_twins import dyadic, loss_of, make_params, share
 from requirements import slow_case
 
 from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.optim import ShardedAdamW
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.dist.test_train_shm import Job, train_ddp, train_sharded
 
@@ -231,6 +233,16 @@ def test_four_hosts_train_like_one(rank_pool):
 LIMIT_S = 1.0
 
 
+def train_on(comm: Communicator) -> None:
+    params = make_params()
+    with ShardedAdamW(params, 0.01, process_group=comm) as opt:
+        for step in range(100):
+            loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
+            opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+
+
 def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, str, float]:
     enter(hosts, rank, world)
     comm = Communicator(timeout_s=LIMIT_S, name="cut")
@@ -246,6 +258,7 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, s
         "all_gather": lambda: all_gather(full, shard, comm).wait(),
         "reduce_scatter": lambda: reduce_scatter(shard, full, comm).wait(),
         "exchange": lambda: comm.exchange(b"anybody?"),
+        "train": lambda: train_on(comm),
     }
     kind, text, _ = error_of(calls[call])
     took_s = time.monotonic() - begin
@@ -254,13 +267,15 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, s
     return kind, text, took_s
 
 
-@pytest.mark.parametrize("call", ["all_gather", slow_case("reduce_scatter"), slow_case("exchange")])
+@pytest.mark.parametrize("call", ["all_gather", "train", slow_case("reduce_scatter"), slow_case("exchange")])
 def test_a_cut_link_is_a_named_error(call):
-    with network_hosts(3) as hosts, RankPool(3, backend=None, forked=True) as pool:
+    """On both sides of it, and those who still reach each other learn who is missing."""
+    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
         results = pool.run(loses_a_link, hosts, call)
     for rank, (kind, text, took_s) in enumerate(results):
         assert kind in ("CommTimeout", "PeerError"), text
-        expect_prefix(text, rank, 3, "cut")
+        assert rank == 2 or "rank 2" in text, text
+        expect_prefix(text, rank, 4, "cut")
         # Its own limit, and the time for the others' answers, of whom one cannot answer.
         assert took_s < LIMIT_S + 3.0 + 2 * SOON_S
     kinds = [kind for kind, _, _ in results]

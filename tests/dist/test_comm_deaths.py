@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from comm_cases import check_all_gather, on_c10d, run_local
 from failure_cases import SOON_S, error_of, expect_prefix, gather
+from held import expect_gone, traces_in_the_system
 from requirements import slow_case
 
 from bucketwheel.comm import Communicator
@@ -88,19 +88,6 @@ def left_behind(rank: int, size: int) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
         error_of(lambda: gather(comm)[1].wait())
     return [os.getpid()]
-
-
-def traces_in_the_system() -> set[str]:
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "bucketwheel" in line}
-    return sockets | {name for name in os.listdir("/dev/shm") if "bucketwheel" in name or "bw" in name}
-
-
-def expect_gone(traces: set[str]) -> None:
-    """In a while: tests that run beside this one leave theirs at their end."""
-    until = time.monotonic() + 30
-    while (left := traces & traces_in_the_system()) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
 
 
 def test_nothing_stays_behind_in_the_system():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from comm_cases import MEMORIES, check_all_gather, check_reduce_scatter, check_usable, on_c10d, on_shm
+from held import held
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
@@ -21,24 +21,19 @@ pytestmark = pytest.mark.dist
 
 
 def usage() -> dict[str, int]:
-    """Threads, file descriptors and memory (KiB, private and shared) of this process."""
-    gc.collect()
+    """Threads, file descriptors, mappings and memory (KiB, private and shared) of this process."""
+    threads_and_files = held()
     ctypes.CDLL(None).malloc_trim(0)  # what threads that have ended left to the next ones is no growth
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     # Without file pages: how many processes share a library is not our affair.
     own = sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     maps = len(Path("/proc/self/maps").read_text().splitlines())
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "fds": len(os.listdir("/proc/self/fd")),
-        "kib": own,
-        "maps": maps,
-    }
+    return {**threads_and_files, "kib": own, "maps": maps}
 
 
 def expect_no_growth(before: dict[str, int], after: dict[str, int], kib: int) -> None:
     assert after["threads"] <= before["threads"]
-    assert after["fds"] <= before["fds"]
+    assert after["descriptors"] <= before["descriptors"]
     assert after["maps"] <= before["maps"] + 8
     assert after["kib"] <= before["kib"] + kib, (before, after)
 
@@ -85,7 +80,10 @@ def twenty_communicators(rank: int, size: int, backend: str) -> None:
     # The process group's own sockets may still close in the background, and a thread that was joined is listed until the
     # kernel has put it away.
     deadline = time.monotonic() + 5
-    while any((after := usage())[what] > before[what] for what in ("fds", "threads")) and time.monotonic() < deadline:
+    while (
+        any((after := usage())[what] > before[what] for what in ("descriptors", "threads"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     expect_no_growth(before, after, 4096)
 

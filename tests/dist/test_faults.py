@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from faults import ACTIONS, Plan, expect, live
+from held import expect_gone, traces_in_the_system
 
 from bucketwheel.testing import RankPool
 
@@ -17,9 +18,11 @@ BLOCKS = 20
 def run(plan: Plan) -> None:
     Path(plan.folder).mkdir()
     expect_dead = [plan.victim] if plan.dies else []
+    before = traces_in_the_system()
     with RankPool(plan.world, backend=None, forked=True) as pool:
         stories = pool.run(live, plan, timeout_s=60, expect_dead=expect_dead)
     expect(plan, stories)
+    expect_gone(traces_in_the_system() - before)
 
 
 @pytest.mark.timeout_s(120)

@@ -11,7 +11,7 @@ from typing import Any
 
 import lifecycle
 import pytest
-from dist.test_comm_deaths import expect_gone, traces_in_the_system
+from held import expect_gone, traces_in_the_system
 from requirements import slow_case
 
 pytestmark = pytest.mark.dist
@@ -57,9 +57,9 @@ def test_an_elastic_restart_resumes_training(backend, tmp_path, rank_pool):
     ("backend", "names"),
     [
         ("shm", SOME_EXITS),
-        ("c10d", SOME_EXITS[:2]),
+        ("c10d", SOME_EXITS[:1]),
         slow_case("shm", [name for name in lifecycle.EXITS if name not in SOME_EXITS]),
-        slow_case("c10d", [name for name in lifecycle.EXITS if name not in SOME_EXITS[:2]]),
+        slow_case("c10d", [name for name in lifecycle.EXITS if name not in SOME_EXITS[:1]]),
     ],
 )
 def test_processes_end_whatever_is_in_flight(backend, names):
