@@ -11,8 +11,8 @@
 
 PYTHON ?= python3
 OUT ?= build/gpu
-# One worker more than there are cores: tests wait for much.
-JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) + 1)
+# Twice as many workers as there are cores: tests wait for much.
+JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) \* 2)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv

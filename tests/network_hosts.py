@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
+from requirements import unmet
 
 _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
@@ -47,7 +47,7 @@ def network_hosts(count: int) -> Iterator[Hosts]:
         _ip(f"netns add {hosts.switch}")
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
-        pytest.skip(f"network namespaces cannot be made here: {said}")
+        unmet("netns", f"network namespaces cannot be made here: {said}")
     try:
         _ip(f"-n {hosts.switch} link add switch type bridge")
         _ip(f"-n {hosts.switch} link set switch up")

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "clang-tidy")
+NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "clang-tidy", "root", "netns")
 
 
 def required() -> set[str]:
@@ -68,6 +68,11 @@ def need_aarch64() -> list[str]:
 
 def need_valgrind() -> str:
     return shutil.which("valgrind") or unmet("valgrind", "it is not installed (Debian: apt install valgrind libc6-dbg)")
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        unmet("root", "only root can act as another user or give files away")
 
 
 def need_clang_tidy() -> str:

@@ -17,7 +17,7 @@ KNOWN = frozenset(
         # read in csrc/base/env.cpp
         *("BW_CPU_ISA", "BW_HOST_STREAM", "BW_HOST_STREAM_FUZZ", "BW_NCCL_LIB", "BW_POOL_POISON", "BW_TRACE_DIR"),
         # read by the tests
-        *("BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE"),
+        *("BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE", "BW_TEST_EMULATOR"),
     }
 )
 

@@ -17,6 +17,7 @@ import torch
 from dist.test_bucket_slots import pair
 from grid_ranks import in_grid
 from optim_twins import SHAPES, make_params, run_local
+from requirements import slow_case
 from simulated_cuda import posing
 from slow_reductions import slow_reductions
 from torch import Tensor
@@ -183,7 +184,7 @@ def each_alone(world: int, seeds: Sequence[int]) -> list[int]:
 
 
 @_POISON
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, slow_case(2), 3, slow_case(4)])
 def test_ranks_take_what_the_formula_says(world: int) -> None:
     assert sum(each_alone(world, range(16))) > 0, "no late gradient came"
 
@@ -229,7 +230,7 @@ def test_grids_take_what_the_formula_says(grid: tuple[int, int]) -> None:
 
 
 @_POISON
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, slow_case(3), slow_case(4)])
 def test_simulated_cuda_takes_what_the_formula_says(world: int) -> None:
     """Ranks meet whenever one needs memory: what all have launched gives its memory on in the stream."""
     make_room = inflight.Inflight.make_room
@@ -300,7 +301,7 @@ def on_registered(rank: int, world: int, seed: int) -> int:
 
 
 @_POISON
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow_case(1), 2])
 def test_registered_memory_is_what_the_formula_says(world: int, rank_pool: Any) -> None:
     """Slots all the time; beside them what comes too early, and late gradients."""
     assert sum(sum(rank_pool(world).run(on_registered, seed)) for seed in range(50, 56)) > 0

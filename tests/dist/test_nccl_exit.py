@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from requirements import slow_case
 
 from tests import simulated_nccl
 
@@ -99,8 +98,8 @@ def ends(case: str, *, apart: list[bool], repeats: int) -> list[tuple[list[int],
     return [([int(code) for code in row[:2]], [float(slept_s) for slept_s in row[2:]]) for row in rows]
 
 
-@pytest.mark.parametrize("repeats", [2, slow_case(10)])
-def test_processes_that_have_closed_end_well(repeats):
+@pytest.mark.slow
+def test_processes_that_have_closed_end_well():
     """While the interpreter goes, which takes a while here, nothing of ours may ask for its lock."""
     case = """
     global last
@@ -114,8 +113,8 @@ def test_processes_that_have_closed_end_well(repeats):
     comm.close()
     dist.destroy_process_group()
     """
-    found = ends(case, apart=[True], repeats=repeats)
-    assert [codes for codes, _ in found] == [[0, 0]] * repeats
+    found = ends(case, apart=[True], repeats=10)
+    assert [codes for codes, _ in found] == [[0, 0]] * 10
 
 
 def test_processes_that_do_not_close_end_well_and_soon():

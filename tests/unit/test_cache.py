@@ -15,7 +15,7 @@ import pytest
 
 from bucketwheel import _cache
 from bucketwheel._toolchain import CPU
-from tests.requirements import slow_case
+from tests.requirements import need_root, slow_case
 from tests.unit.test_build import wait_until
 from tests.unit.tiny_tree import LOAD, TinyTree
 
@@ -152,8 +152,7 @@ def test_a_folder_for_another_python_is_told(tree: TinyTree) -> None:
 @pytest.fixture
 def open_tree() -> Iterator[TinyTree]:
     """Where another user can read it: pytest's folders are closed."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
+    need_root()
     with tempfile.TemporaryDirectory(prefix="bucketwheel-") as name:
         Path(name).chmod(0o755)
         yield TinyTree(Path(name))

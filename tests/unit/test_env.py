@@ -25,7 +25,7 @@ from tests.unit.tiny_tree import TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"BW_[A-Z][A-Z_]*")
-TESTS_OWN = {"BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE"}
+TESTS_OWN = {"BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE", "BW_TEST_EMULATOR"}
 
 
 def strings(path: Path) -> set[str]:
@@ -49,7 +49,14 @@ def test_all_that_is_read_is_known_and_nothing_else() -> None:
     assert len(read_by_the_core()) >= 6 and "BW_JIT" in read_by_python()
     assert read_by_python() | read_by_the_core() == _env.KNOWN - TESTS_OWN
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
-    assert TESTS_OWN <= {name for path in files for name in re.findall(r'"(BW_[A-Z_]+)"', path.read_text())}
+    read_by_native = {
+        name
+        for path in (ROOT / "tests" / "native").rglob("*.*")
+        if path.suffix in (".h", ".cpp")
+        for name in re.findall(r'getenv\("(BW_[A-Z_]+)"\)', path.read_text())
+    }
+    assert read_by_native and read_by_native <= TESTS_OWN
+    assert TESTS_OWN <= {name for path in files for name in NAME.findall(path.read_text())}
 
 
 def test_all_that_is_read_is_documented() -> None:

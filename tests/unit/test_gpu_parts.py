@@ -77,6 +77,7 @@ def test_the_tests(parts: str) -> None:
     assert "BW_POOL_POISON" not in out
 
 
+@pytest.mark.slow
 def test_the_sanitizers_cases() -> None:
     """Those of racecheck are the first of memcheck's."""
     out = output_of("tests/gpu/sanitizer_cases.py", "memcheck")

@@ -245,6 +245,7 @@ def test_a_rank_that_exits_badly_fails_the_close(forked):
         pool.run(exit_badly)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_main_script_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -393,6 +394,7 @@ def test_an_environment_larger_than_a_message_is_not_sent(monkeypatch):
         assert fork("pass").wait(60) == 0
 
 
+@pytest.mark.slow
 def test_the_fork_server_has_ended_with_its_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bucketwheel import _trust
+from tests.requirements import need_root
 from tests.unit.tiny_tree import LOAD, TinyTree
 
 STRANGER = 12345
@@ -24,8 +25,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> TinyTree:
 
 
 def give_to_stranger(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files away")
+    need_root()
     os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
 
 
