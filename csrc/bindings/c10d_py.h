@@ -21,7 +21,8 @@ inline WireBroken broken_of(const py::error_already_set& error, int peer) {
   return {peer, py::str(error.value()).cast<std::string>()};
 }
 
-// Over start(peer, is_sent, memory), which returns what wait() takes, and never waits itself. Called by any thread.
+// Over start(peer, is_sent, memory), which returns what wait() takes, and never waits itself. Called by one thread, which
+// is never Python's main one: no signal's exception comes up in them.
 class PythonWire final : public Wire {
  public:
   PythonWire(const py::object& start, const py::object& wait)

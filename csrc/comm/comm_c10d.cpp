@@ -27,7 +27,9 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
       rooms_(std::make_unique<WireRooms>(peers_->health().world())),
       pool_(std::move(pool)),
       flight_({peers_->health().name(), peers_->health().rank(), peers_->health().world(), "c10d"}),
-      order_(peers_->health(), flight_, [this](const Operation& op, const char* name) { return execute(op, name); }) {
+      order_(
+          peers_->health(), flight_, [this](const Operation& op, const char* name) { return execute(op, name); },
+          IssueOrder::Runs::kByOneThread) {
   peers_->join();
   watch_ = watch([this] { look(); });
 }

@@ -23,7 +23,9 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
       control_owner_(std::move(control_owner)),
       team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
       flight_({options_.name, options_.rank, control.world(), team_->transport().backend()}),
-      order_(health_, flight_, [this](const Operation& op, const char* name) { return execute(op, name); }) {
+      order_(
+          health_, flight_, [this](const Operation& op, const char* name) { return execute(op, name); },
+          IssueOrder::Runs::kInTheirStream) {
   if (world() > 1) {
     watch_ = watch([this] { look(); });
   }

@@ -4,12 +4,14 @@
 
 namespace bucketwheel {
 
-IssueOrder::IssueOrder(Health& health, FlightRing& flight, Execute execute)
+IssueOrder::IssueOrder(Health& health, FlightRing& flight, Execute execute, Runs runs)
     : health_(health),
       flight_(flight),
       execute_(std::move(execute)),
+      runs_(runs),
       who_(std::make_shared<const std::string>(health.who())),
-      stream_(cpu_device().new_stream("bw-" + health.name())) {}
+      stream_(runs == Runs::kByOneThread ? new_worker_stream("bw-" + health.name())
+                                         : cpu_device().new_stream("bw-" + health.name())) {}
 
 HandleRef IssueOrder::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   auto state = std::make_shared<Handle::State>();
@@ -22,8 +24,12 @@ HandleRef IssueOrder::issue(std::shared_ptr<Operation> op, IssueOptions options)
   if (is_stopped_) {
     throw ClosedError(health_.prefix(seq_) + "the communicator is closed", {.seq = seq_});
   }
-  Stream& stream = options.stream != nullptr ? *options.stream : *stream_;
+  Stream& asked = options.stream != nullptr ? *options.stream : *stream_;
+  Stream& stream = runs_ == Runs::kByOneThread ? *stream_ : asked;
   const bool is_own_stream = &stream == stream_.get();
+  if (&stream != &asked) {
+    stream.wait(asked.record());
+  }
   for (const EventRef& event : options.after) {
     stream.wait(event);
   }
@@ -39,6 +45,9 @@ HandleRef IssueOrder::issue(std::shared_ptr<Operation> op, IssueOptions options)
   state->done = stream.record(options.timing);
   last_done_ = state->done;
   last_was_own_stream_ = is_own_stream;
+  if (&stream != &asked) {
+    asked.wait(state->done);
+  }
   return std::make_shared<Handle>(std::move(state));
 }
 

@@ -19,8 +19,11 @@ class IssueOrder {
  public:
   // Runs an operation in its stream, unless the communicator has failed; what it failed with. Must not throw.
   using Execute = std::function<std::exception_ptr(const Operation&, const char* name)>;
+  // kByOneThread: an operation in another stream than the communicator's own runs in that one all the same, ordered by
+  // events.
+  enum class Runs : uint8_t { kInTheirStream, kByOneThread };
   // `health`, `flight` and what `execute` needs outlive every operation.
-  IssueOrder(Health& health, FlightRing& flight, Execute execute);
+  IssueOrder(Health& health, FlightRing& flight, Execute execute, Runs runs);
 
   const StreamRef& stream() const { return stream_; }  // the communicator's own
   // Sets the seq of `op`. Throws what Health::expect_usable() throws, ClosedError behind stop(); nothing is enqueued then.
@@ -35,6 +38,7 @@ class IssueOrder {
   Health& health_;
   FlightRing& flight_;
   const Execute execute_;
+  const Runs runs_;
   const std::shared_ptr<const std::string> who_;  // of messages
   const StreamRef stream_;
 

@@ -31,5 +31,7 @@ class Device {
 
 // The process's CPU device. Lives until the process ends.
 Device& cpu_device();
+// Of the CPU; its tasks run on its worker alone, never on a thread that waits for them ([Note: waiters help]).
+StreamRef new_worker_stream(std::string name);
 
 }  // namespace bucketwheel

@@ -89,13 +89,18 @@ class CpuDevice final : public Device {
   DeviceId id() const override { return {DeviceId::Kind::kCpu, 0}; }
 
   StreamRef new_stream(std::string name) override {
+    return new_stream(std::move(name), HostQueue::RunBy::kWorkerOrWaiter);
+  }
+
+  StreamRef new_stream(std::string name, HostQueue::RunBy run_by) {
     const Env& options = env();
     uint64_t seed = 0;
     if (options.stream_fuzz_seed) {
       const uint64_t number = streams_made_.fetch_add(1, std::memory_order_relaxed);
       seed = (*options.stream_fuzz_seed + 1) * 0xD1342543DE82EF95u + number * 0xAF251AF3B0F025B5u + 1;
     }
-    auto queue = std::make_shared<HostQueue>(std::move(name), options.stream_inline, seed);
+    auto queue =
+        std::make_shared<HostQueue>(std::move(name), options.stream_inline ? HostQueue::RunBy::kCaller : run_by, seed);
     HostQueue::start_worker(queue);
     return std::make_shared<CpuStream>(std::move(queue));
   }
@@ -113,11 +118,17 @@ class CpuDevice final : public Device {
   std::atomic<uint64_t> streams_made_{0};
 };
 
-}  // namespace
-
-Device& cpu_device() {
+CpuDevice& the_cpu() {
   static CpuDevice* const device = new CpuDevice();  // never freed: streams may outlive static destruction
   return *device;
+}
+
+}  // namespace
+
+Device& cpu_device() { return the_cpu(); }
+
+StreamRef new_worker_stream(std::string name) {
+  return the_cpu().new_stream(std::move(name), HostQueue::RunBy::kWorker);
 }
 
 }  // namespace bucketwheel

@@ -49,9 +49,9 @@ class SignalsBlocked {
 
 }  // namespace
 
-HostQueue::HostQueue(std::string name, bool is_inline, uint64_t fuzz_seed)
+HostQueue::HostQueue(std::string name, RunBy run_by, uint64_t fuzz_seed)
     : name_(std::move(name)),
-      is_inline_(is_inline),
+      run_by_(run_by),
       fork_generation_(fork_generation()),
       fuzz_state_(fuzz_seed),
       entries_(new std::deque<Work>()),
@@ -66,7 +66,7 @@ HostQueue::~HostQueue() {
 }
 
 void HostQueue::start_worker(const std::shared_ptr<HostQueue>& queue) {
-  if (queue->is_inline_) {
+  if (queue->run_by_ == RunBy::kCaller) {
     return;
   }
   SignalsBlocked blocked;  // inherited by the worker
@@ -125,7 +125,7 @@ uint64_t HostQueue::push(Work work) {
   if (must_wake) {
     futex_wake(is_worker_asleep_, 1);
   }
-  if (is_inline_) {
+  if (run_by_ == RunBy::kCaller) {
     for (const Frame* frame = running; frame != nullptr; frame = frame->outer) {
       if (frame->queue == this) {
         return ticket;  // pushed by a task of this queue: runs when that task is over
@@ -150,7 +150,7 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
       if (is_done(ticket)) {
         return true;
       }
-      if (!has_runner_ && (!deadline || is_inline_)) {
+      if (!has_runner_ && (run_by_ == RunBy::kCaller || (run_by_ == RunBy::kWorkerOrWaiter && !deadline))) {
         run_until(ticket, lock);
         continue;
       }

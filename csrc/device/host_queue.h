@@ -27,15 +27,18 @@ struct Work {
 // if it is free, runs entries until its ticket is done, and hands the role back (waking the worker if work is left).
 // So `stream.run(task); event.synchronize()` costs a queue operation and not two thread switches. A thread that finds
 // the role taken spins shortly and then sleeps until its ticket is done. A thread with a deadline never helps: it
-// could not stop in time.
+// could not stop in time. Nor does any where tasks call Python (RunBy::kWorker): on the main thread that may run signal
+// handlers, and the exception of one would be the task's, to whom it means nothing, and not the waiting caller's.
 //
 // This cannot deadlock where plain worker threads would not. An entry waits only for events that were recorded before
 // it was enqueued, so the waits between entries form no cycle, and a helper runs nothing but entries that its ticket
 // waits for. A task that waits for its own queue's later entries would wait for itself; that is detected and thrown.
 class HostQueue {
  public:
-  // `is_inline`: no worker; push() runs the entry in the caller.
-  HostQueue(std::string name, bool is_inline, uint64_t fuzz_seed);
+  // Whose threads run entries. kCaller: no worker; push() runs the entry.
+  enum class RunBy : uint8_t { kCaller, kWorker, kWorkerOrWaiter };
+
+  HostQueue(std::string name, RunBy run_by, uint64_t fuzz_seed);
   ~HostQueue();
   HostQueue(const HostQueue&) = delete;
   HostQueue& operator=(const HostQueue&) = delete;
@@ -72,7 +75,7 @@ class HostQueue {
   void pause_at_random() noexcept;
 
   const std::string name_;
-  const bool is_inline_;
+  const RunBy run_by_;
   const uint64_t fork_generation_;
   uint64_t fuzz_state_;  // 0: off. Touched by the runner only.
 

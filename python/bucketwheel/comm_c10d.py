@@ -51,7 +51,7 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
 
 
 class _Wire:
-    """A process group that is this communicator's alone. Called by the thread of its stream."""
+    """A process group that is this communicator's alone. Called by the thread of its stream, which is never the main one."""
 
     def __init__(self, group: Any, limit: timedelta) -> None:
         self._group = group

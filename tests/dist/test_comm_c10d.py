@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,8 @@ from network_hosts import Hosts, enter, network_hosts
 from optim_twins import dyadic, loss_of, make_params, share
 from requirements import slow_case
 
-from bucketwheel import comm_shm
+from bucketwheel import comm_c10d, comm_shm
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.ops import all_gather, reduce_scatter
@@ -185,6 +188,42 @@ def leaves_at_once(rank: int, size: int) -> None:
 
 def test_closing_loses_nothing(rank_pool):
     rank_pool(3).run(leaves_at_once, timeout_s=90)
+
+
+def interrupted(rank: int, size: int) -> str:
+    """Ctrl-C while the main thread waits for an operation: it is the caller's, and the operation's result is good."""
+    runners = set()
+    wait = comm_c10d._Wire.wait
+
+    def watched(wire: Any, work: Any) -> None:
+        runners.add(threading.get_ident())
+        wait(wire, work)
+
+    with mock.patch.object(comm_c10d._Wire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
+        stream = native().Stream("the caller's")
+        for given in (None, stream):
+            full = torch.empty(size)
+            handle = all_gather(full, torch.full((1,), float(rank)), comm, stream=given)
+            handle.wait()
+            assert full.tolist() == [float(r) for r in range(size)]
+        assert len(runners) == 1 and threading.main_thread().ident not in runners
+        if rank == 0:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(1.0)
+        full, handle = gather(comm)
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                handle.wait()
+                time.sleep(5.0)  # it comes with the next step of Python's
+        handle.wait()
+        assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+        check_usable(comm)
+    return "went on"
+
+
+def test_an_interrupt_is_the_callers(rank_pool):
+    assert rank_pool(2).run(interrupted) == ["went on"] * 2
 
 
 def without_group(rank: int, size: int) -> None:

@@ -109,6 +109,21 @@ TEST(waiter_with_a_deadline_does_not_help) {
   }
 }
 
+TEST(only_the_worker_runs_tasks_of_a_worker_stream) {
+  if (is_inline()) {
+    return;
+  }
+  auto stream = new_worker_stream("alone");
+  std::thread::id runner;
+  for (int i = 0; i < 500; ++i) {
+    std::thread::id who;
+    stream->run([&] { who = std::this_thread::get_id(); });
+    CHECK(stream->record()->synchronize());
+    CHECK(who != std::this_thread::get_id() && (i == 0 || who == runner));
+    runner = who;
+  }
+}
+
 TEST(many_waiters_all_wake) {
   auto stream = cpu_device().new_stream("wake");
   for (int round = 0; round < 30; ++round) {
