@@ -52,30 +52,42 @@ class Meeting:
 
     def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come by the meeting's deadline, or within
-        ``grace_s`` if that is later."""
+        ``grace_s`` if that is later. On all ranks the same: who comes later hears that the others have gone."""
         self._round += 1
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
         together = f"{self._round}/all"
-        if self.rank != 0:
+        if self.rank == 0:
+            awaited = keys[1:]
+        else:
             self.store.set(keys[self.rank], json.dumps(mine))
-            self._await([together], 2 * grace_s)
-            return list(json.loads(self.store.get(together)))
-        self._await(keys[1:], grace_s)
-        values = [mine, *(json.loads(self.store.get(key)) for key in keys[1:])]
-        self.store.set(together, json.dumps(values))
-        for key in keys[1:]:
-            self.store.delete_key(key)
-        if self._round > 1:
-            self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
-        return values
-
-    def _await(self, keys: list[str], grace_s: float) -> None:
+            awaited = [together]
+            grace_s *= 2
         until = max(self.deadline, time.monotonic() + grace_s)
-        if has_keys(self.store, keys, until - time.monotonic()):
-            return
-        came = [rank for rank in range(1, self.size) if self.store.check([f"{self._round}/{rank}"])]
-        missing = [rank for rank in range(1, self.size) if rank not in came] or [0]
-        raise CommTimeout(f"the communicator was not made within {self.timeout_s} s: ranks {missing} have not come")
+        if not has_keys(self.store, awaited, until - time.monotonic()):
+            missing = [rank for rank in range(1, self.size) if not self.store.check([keys[rank]])]
+            values = self._decide(together, {"missing": missing or [0]})
+        elif self.rank == 0:
+            values = self._decide(together, [mine, *(json.loads(self.store.get(key)) for key in awaited)])
+        else:
+            values = json.loads(self.store.get(together))
+        if isinstance(values, dict):
+            raise CommTimeout(
+                f"the communicator was not made within {self.timeout_s} s: ranks {values['missing']} have not come"
+            )
+        if self.rank == 0:
+            for key in awaited:
+                self.store.delete_key(key)
+            if self._round > 1:
+                self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
+        return list(values)
+
+    def _decide(self, key: str, outcome: Any) -> Any:
+        """What the round came to: that of the first rank that says so."""
+        text = json.dumps(outcome)
+        first = self.store.compare_set(key, "", text).decode()
+        if first == text:
+            self.store.set(key, text)  # wakes those that wait for it, which the other call does not on every Store
+        return json.loads(first)
 
     def attempt(self, step: Callable[[], Any]) -> str:
         """What went wrong in ``step``; empty if nothing did."""

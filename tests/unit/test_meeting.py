@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from requirements import slow_case
 
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
@@ -69,6 +70,26 @@ def test_who_has_not_come_is_named(missing, kind, tmp_path):
         return str(caught.value)
 
     run_threads(body, 3, timeout_s=40)
+
+
+@pytest.mark.parametrize("kind", ["hash", slow_case("file")])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
+    """Also one that comes as the others go."""
+    store = stores(kind, tmp_path)
+
+    def body(number: int, rank: int) -> str:
+        if rank == late:
+            time.sleep(0.2 + number * (0.05 if kind == "hash" else 0.2))  # the waits of files end at whole seconds
+        try:
+            return str(Meeting(dist.PrefixStore(str(number), store), rank, 3, 0.3).exchange(rank))
+        except CommTimeout as error:
+            return str(error)
+
+    outcomes = run_threads(lambda rank, _: [body(number, rank) for number in range(6)], 3, timeout_s=60)
+    for number, (mine, *others) in enumerate(zip(*outcomes, strict=True)):
+        assert others == [mine, mine], number
+    assert any("have not come" in one for one in outcomes[0])
 
 
 def test_failures_and_differences_are_told_to_all():
