@@ -291,6 +291,11 @@ def test_no_compiler(tree: TinyTree) -> None:
     assert "CXX='no-such-c++ -O1' names no program" in message
 
 
+def test_no_pybind11(tree: TinyTree) -> None:
+    message = tree.error("import sys; sys.modules['pybind11'] = None\n" + LOAD)
+    assert "pybind11 is not installed for" in message and "pip install 'pybind11" in message
+
+
 def test_no_python_headers(tree: TinyTree) -> None:
     code = "import sysconfig\npaths = sysconfig.get_paths()\n"
     code += "sysconfig.get_paths = lambda: {**paths, 'include': '/nowhere'}\n" + LOAD

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 
 from bucketwheel import _cache
 from bucketwheel._toolchain import CPU
-from tests.requirements import need_root, slow_case
+from tests.requirements import need_mounts, need_root, slow_case
 from tests.unit.test_build import wait_until
 from tests.unit.tiny_tree import LOAD, TinyTree
 
@@ -98,6 +100,26 @@ def test_a_builders_folder_of_another_host_stays_until_it_is_old(tmp_path: Path)
         os.utime(tmp / name, (long_ago, long_ago))
     _cache.prune(tmp_path)
     assert [path.name for path in tmp.iterdir()] == ["elsewhere-1-0123456789ab"]
+
+
+def run_read_only(tree: TinyTree) -> subprocess.CompletedProcess[str]:
+    """Where the cache is on a file system that is mounted read-only, for the process alone."""
+    cache = shlex.quote(str(tree.cache))
+    script = f"mount --bind {cache} {cache} && mount -o remount,bind,ro {cache} && exec {shlex.quote(sys.executable)} "
+    command = ["unshare", "--mount", "sh", "-c", script + f"-c {shlex.quote(LOAD)}"]
+    environment = tree.environment()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_read_only_file_system_serves_what_it_has(built: TinyTree) -> None:
+    need_mounts()
+    done = run_read_only(built)
+    assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
+    built.write("base/answer.h", "#define ANSWER 43\n")
+    done = run_read_only(built)
+    assert done.returncode == 1 and "Read-only file system" in done.stderr, done.stderr
+    assert f"the cache folder {built.cache} cannot be used" in done.stderr and "BW_CACHE_DIR=" in done.stderr
+    assert len(built.compiled()) == 3
 
 
 # ---- other Pythons, damaged manifests --------------------------------------------------------------------------------
