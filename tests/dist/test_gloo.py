@@ -21,16 +21,21 @@ LIMIT = timedelta(seconds=20)
 
 
 def dies_while_it_sends(rank: int, size: int) -> tuple[float, list[int]]:
-    group = gloo.connect(Meeting.of_group(None, 30.0), "messages")
+    meeting = Meeting.of_group(None, 30.0)
+    pids = meeting.exchange(os.getpid())
+    group = gloo.connect(meeting, "messages")
     data = torch.full((NUMEL,), rank + 1, dtype=torch.uint8)
     whole, half_read = torch.zeros_like(data), torch.zeros_like(data)
     if rank == 1:
         sent = [gloo.send(group, one, 0, 1) for one in (data, None, data)]
         sent[0].wait(LIMIT)
-        sent[1].wait(LIMIT)
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(LIMIT.total_seconds())
     messages = [gloo.receive(group, whole, 1, 1), gloo.receive(group, None, 1, 1), gloo.receive(group, half_read, 1, 1)]
     assert messages[0].wait(LIMIT) and messages[1].wait(LIMIT)
+    until = time.monotonic() + LIMIT.total_seconds()
+    while half_read[0] == 0 and time.monotonic() < until:
+        pass
+    os.kill(pids[1], signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="losed by peer|reset by peer"):
         messages[2].wait(LIMIT)

@@ -111,15 +111,16 @@ def run_read_only(tree: TinyTree) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_read_only_file_system_serves_what_it_has(built: TinyTree) -> None:
+def test_a_read_only_file_system_serves_what_it_has(tree: TinyTree) -> None:
     need_mounts()
-    done = run_read_only(built)
+    tree.run()
+    done = run_read_only(tree)
     assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
-    built.write("base/answer.h", "#define ANSWER 43\n")
-    done = run_read_only(built)
+    tree.write("base/answer.h", "#define ANSWER 43\n")
+    done = run_read_only(tree)
     assert done.returncode == 1 and "Read-only file system" in done.stderr, done.stderr
-    assert f"the cache folder {built.cache} cannot be used" in done.stderr and "BW_CACHE_DIR=" in done.stderr
-    assert len(built.compiled()) == 3
+    assert f"the cache folder {tree.cache} cannot be used" in done.stderr and "BW_CACHE_DIR=" in done.stderr
+    assert len(tree.compiled()) == 3
 
 
 # ---- other Pythons, damaged manifests --------------------------------------------------------------------------------
