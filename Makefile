@@ -24,6 +24,9 @@ BUILT := $(VENV)/.built
 SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _env.py _toolchain.py _trust.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
+# Workers and ranks read what one of them has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all gpu matrix lint tidy format setup clean
 .DELETE_ON_ERROR:
 

@@ -26,8 +26,9 @@ SETUP_TIMEOUT_S = 400.0
 LONG = (
     "tests/native/",
     "tests/frameworks/",
-    *(f"tests/unit/test_{name}.py" for name in ("gpu_parts", "testing", "doctor", "nccl")),
-    *(f"tests/dist/test_{name}.py" for name in ("train_gpt", "examples", "nccl_making", "nccl_exit", "nccl_lifetime")),
+    *(f"tests/unit/test_{name}.py" for name in ("gpu_parts", "testing", "doctor", "nccl", "build", "float16")),
+    *(f"tests/dist/test_{name}.py" for name in ("lifecycle", "faults", "optim_growth", "train_gpt", "examples")),
+    *(f"tests/dist/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
     "tests/test_layering.py",
 )
 
@@ -87,13 +88,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one worker's, and so are all of tests/frameworks: their imports are paid once."""
+    """A file is one worker's, and so are all of tests/frameworks: their imports are paid once. But the runs of
+    test_native.py, each of another build of the C++ tests, are shared out: together they take half an hour.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = "tests/frameworks/"
-            return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+            folder, runs = "tests/frameworks/", "tests/native/test_native.py::"
+            if nodeid.startswith(folder):
+                return folder
+            return nodeid.split("[")[0] if nodeid.startswith(runs) else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,6 +26,14 @@ from bucketwheel.testing import assert_bitwise_equal, run_threads
 
 SHAPES = [(5, 7), (3,), (), (64, 33), (0,), (1, 1), (257,), (4, 3, 2, 2), (40, 6)]
 WORLDS = [1, 2, 3, 4]
+
+
+def over_worlds(*chosen: int) -> pytest.MarkDecorator:
+    """Parametrizes ``worlds``, over which a test goes: those ``chosen`` for `make test`, in `make test-all` the others, too."""
+    others = [world for world in WORLDS if world not in chosen]
+    return pytest.mark.parametrize("worlds", [list(chosen), slow_case(others)], ids=str)
+
+
 TINY = {"bucket_cap_mb": 1e-4}  # most parameters in a bucket of their own, large ones in many
 OPTIONS = [TINY, {"bucket_cap_mb": 3e-3, "overlap_param_sync": True}, {"overlap_grad_sync": False}]
 
@@ -289,9 +299,11 @@ def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, ato
             assert mine == theirs, f"seen {i}: {mine!r}, torch {theirs!r}"
 
 
-def assert_as_local_and_torch(script: Script, make: Make = list, **options: Any) -> None:
+def assert_as_local_and_torch(
+    script: Script, make: Make = list, worlds: Sequence[int] = WORLDS, **options: Any
+) -> None:
     """The whole promise for one script in fp32."""
-    assert_as_torch(assert_as_local(script, make, **options), outcome_of_torch(script, make, **options))
+    assert_as_torch(assert_as_local(script, make, worlds=worlds, **options), outcome_of_torch(script, make, **options))
 
 
 @contextlib.contextmanager

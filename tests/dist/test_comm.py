@@ -109,7 +109,7 @@ def five_thousand(comm: Communicator, kind: str) -> None:
     ["shm 2", slow_case("shm 4"), slow_case("local 2"), slow_case("staged 3"), slow_case("cuda 2")],
     indirect=True,
 )
-@pytest.mark.parametrize("kind", ["foreign", "pool"])
+@pytest.mark.parametrize("kind", ["foreign", slow_case("pool")])
 def test_five_thousand_tensors_in_one_call(run, kind):
     run(five_thousand, kind)
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -282,15 +283,18 @@ def train_on(comm: Communicator) -> None:
             opt.zero_grad()
 
 
-def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, str, float]:
+def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -> tuple[str, str, float]:
     enter(hosts, rank, world)
     comm = Communicator(timeout_s=LIMIT_S, name="cut")
     check_usable(comm)
-    comm.exchange(b"")
+    (folder / f"met {rank}").touch()
     if rank == 0:
+        while len(list(folder.glob("met *"))) < world:
+            time.sleep(0.01)
         hosts.cut(2)
-    else:
-        time.sleep(0.5)
+        (folder / "cut").touch()
+    while not (folder / "cut").exists():
+        time.sleep(0.01)
     begin = time.monotonic()
     full, shard = torch.ones(world << 18), torch.ones(1 << 18)
     calls = {
@@ -307,10 +311,10 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, call: str) -> tuple[str, s
 
 
 @pytest.mark.parametrize("call", ["all_gather", "train", slow_case("reduce_scatter"), slow_case("exchange")])
-def test_a_cut_link_is_a_named_error(call):
+def test_a_cut_link_is_a_named_error(call, tmp_path):
     """On both sides of it, and those who still reach each other learn who is missing."""
     with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
-        results = pool.run(loses_a_link, hosts, call)
+        results = pool.run(loses_a_link, hosts, tmp_path, call)
     for rank, (kind, text, took_s) in enumerate(results):
         assert kind in ("CommTimeout", "PeerError"), text
         assert rank == 2 or "rank 2" in text, text

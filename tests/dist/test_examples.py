@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from example_runs import EXAMPLES, run_example
 
 
@@ -57,6 +58,7 @@ print(f"events of {os.environ['RANK']}: {''.join(events)}", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_pipelines_agree_with_the_whole_model_and_reduce_when_they_say(tmp_path):
     (tmp_path / "with_events.py").write_text(WITH_EVENTS)
     code, output = run_example(str(tmp_path / "with_events.py"), 4, str(EXAMPLES / "pipeline.py"))

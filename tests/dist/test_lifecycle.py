@@ -17,7 +17,7 @@ from requirements import slow_case
 pytestmark = pytest.mark.dist
 SCRIPT = Path(lifecycle.__file__)
 ROOT = SCRIPT.parents[1]
-SOME_EXITS = ["in_flight", "raises", "params_in_flight", "group_goes_before_all_is_dropped"]
+SOME_EXITS = {"shm": ["in_flight", "raises"], "c10d": ["group_goes_before_all_is_dropped"]}
 
 
 def run(*words: str, launcher: tuple[str, ...] = (), timeout_s: float = 100) -> list[Any]:
@@ -56,10 +56,8 @@ def test_an_elastic_restart_resumes_training(backend, tmp_path, rank_pool):
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        ("shm", SOME_EXITS),
-        ("c10d", SOME_EXITS[:1]),
-        slow_case("shm", [name for name in lifecycle.EXITS if name not in SOME_EXITS]),
-        slow_case("c10d", [name for name in lifecycle.EXITS if name not in SOME_EXITS[:1]]),
+        *SOME_EXITS.items(),
+        *(slow_case(key, [name for name in lifecycle.EXITS if name not in some]) for key, some in SOME_EXITS.items()),
     ],
 )
 def test_processes_end_whatever_is_in_flight(backend, names):
@@ -88,7 +86,7 @@ def test_rows_may_come_from_other_processes(backend, contexts):
 @pytest.mark.timeout_s(180)
 @pytest.mark.parametrize(
     ("backend", "methods"),
-    [("shm", ["spawn"]), slow_case("shm", ["fork", "spawn"]), slow_case("c10d", ["spawn", "fork"])],
+    [("shm", ["fork"]), slow_case("shm", ["spawn", "fork"]), slow_case("c10d", ["spawn", "fork"])],
 )
 def test_ranks_may_be_started_by_torch(backend, methods):
     answers = run("starts", backend, *methods, timeout_s=150)

@@ -37,15 +37,15 @@ TIMEOUT_S = 1.5
 INTERNAL_ERROR = 3
 
 
-def make(way: str, **choices: Any) -> list[Communicator]:
+def make(way: str, timeout_s: float = TIMEOUT_S, **choices: Any) -> list[Communicator]:
     if way == "pair":
-        return list(Communicator.pair(device="cuda", timeout_s=TIMEOUT_S, name="made", **choices))
-    return [Communicator(backend="nccl", device="cuda", timeout_s=TIMEOUT_S, name="made", **choices)]
+        return list(Communicator.pair(device="cuda", timeout_s=timeout_s, name="made", **choices))
+    return [Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name="made", **choices)]
 
 
 def made_and_usable(way: str) -> None:
     with posing():
-        for comm in (comms := make(way)):
+        for comm in (comms := make(way, timeout_s=20)):
             check_usable(comm)
         for comm in comms:
             comm.close()
@@ -344,7 +344,7 @@ def old_version(rank: int, size: int) -> list[str]:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        (22609, ["DeviceError: .*2.26.9"] * 3),
+        slow_case(22609, ["DeviceError: .*2.26.9"] * 3),
         (22703, ["$", "$", "ValueError: cta_policy='zero' needs .*2.28.*2.27.3"]),
         (22809, ["$", "$", "$"]),
     ],

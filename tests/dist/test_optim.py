@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from optim_twins import dyadic, loss_of, make_params, run_local, share
+from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -49,7 +50,7 @@ def train(comm: Communicator | None, how: str, clip: float | None, steps: int = 
     return [p.detach().clone() for p in params]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, slow_case(2), 3, slow_case(4)])
 @pytest.mark.parametrize("bucket_cap_mb", [1e-4, 3e-3, 8.0])
 def test_bitwise_equal_at_any_world_bucket_overlap_and_accumulation(world: int, bucket_cap_mb: float) -> None:
     expected = train(None, "once", None)

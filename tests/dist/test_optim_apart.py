@@ -111,7 +111,7 @@ def train_until_one_dies(rank: int, world: int, victim: int, moment: str, folder
 
 
 @pytest.mark.parametrize("moment", ["backward", "step"])
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), slow_case(2, 1), slow_case(3, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "victim"), [slow_case(2, 0), slow_case(2, 1), slow_case(3, 0), (3, 1)])
 def test_a_killed_rank_is_named_on_every_other(world, victim, moment, tmp_path):
     with fresh_ranks(world) as pool:
         results = pool.run(train_until_one_dies, victim, moment, str(tmp_path), expect_dead=[victim])

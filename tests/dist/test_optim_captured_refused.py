@@ -11,6 +11,7 @@ import pytest
 import torch
 from captured_ranks import BF16, F32, Setup, Trainer, compare, trainer
 from dist.test_optim_nccl import simulated
+from requirements import slow_case
 from torch import Tensor
 
 import bucketwheel as bw
@@ -280,7 +281,7 @@ def failing(rank: int, world: int, setup: Setup, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["backward", "no_sync", "gathers"])
-@pytest.mark.parametrize(("registered", "shards"), [(False, 0), (True, 0), (False, 2)])
+@pytest.mark.parametrize(("registered", "shards"), [(False, 0), slow_case(True, 0), (False, 2)])
 def test_a_capture_that_fails_is_forgotten(rank_pool, registered, shards, where):
     setup = Setup(registered=registered, shards=shards)
     rank_pool(4 if shards else 2).run(failing, setup, where, timeout_s=30)

@@ -22,6 +22,7 @@ from optim_twins import (
     outcome_of_local,
     outcome_of_torch,
     outcomes_of_ranks,
+    over_worlds,
     run_local,
     share,
 )
@@ -132,13 +133,14 @@ def by_torch(script: Script) -> Script:
     ],
     ids=lambda script: script.__name__,
 )
-def test_clipping_does_what_torch_does(script: Script, clips: str) -> None:
+@over_worlds(2)
+def test_clipping_does_what_torch_does(worlds: list[int], script: Script, clips: str) -> None:
     how = by_torch(script) if clips == "by torch" else script
     expected = outcome_of_torch(script, dtype=torch.float64, lr=0.01)  # torch loses digits of norms in fp32
     # The local optimizer clips last, and says so; its gradients are plain tensors, on which torch's function is torch's own.
     if clips == "by method" and script not in (clip_between_backwards, clip_to_nothing):
         assert_as_torch(outcome_of_local(how, lr=0.01), expected)
-    for world in WORLDS:
+    for world in worlds:
         for options in OPTIONS if world == 2 else OPTIONS[:1]:
             ranks = outcomes_of_ranks(world, how, lr=0.01, **options)
             for outcome in ranks:

@@ -22,6 +22,7 @@ from optim_twins import (
     make_params,
     on_ranks,
     outcome_of_torch,
+    over_worlds,
     run_local,
     share,
 )
@@ -89,7 +90,8 @@ def test_n2_an_update_is_within_4_ulp_of_float64(world: int | None, step: int) -
     ],
     ids=str,
 )
-def test_n3_options_do_what_torch_does(options: dict[str, Any]) -> None:
+@over_worlds(2)
+def test_n3_options_do_what_torch_does(worlds: list[int], options: dict[str, Any]) -> None:
     def script(run: Run) -> None:
         for step in range(8):
             run.backward(step if step < 5 else step - 5)  # gradients that get smaller, for amsgrad
@@ -97,7 +99,7 @@ def test_n3_options_do_what_torch_does(options: dict[str, Any]) -> None:
                 torch._foreach_mul_([p.grad for p in run.params], 0.25)
             run.step()
 
-    mine = assert_as_local(script, worlds=[1, 2, 3], lr=0.01, **options)
+    mine = assert_as_local(script, worlds=worlds, lr=0.01, **options)
     torchs = outcome_of_torch(script, lr=0.01, **options)
     assert_as_torch(mine, torchs, atol=1e-6)
     if options.get("amsgrad"):
@@ -263,8 +265,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
+@over_worlds(3)
 def test_n8_n9_padding_shows_nowhere(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, worlds: list[int], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """N8: sizes around vectors and shards, misaligned; N9: padding is NaN before every collective."""
     expected = trained(None, dtype, **options)
@@ -273,7 +276,7 @@ def test_n8_n9_padding_shows_nowhere(
     for poison in (False, True):
         if poison:
             monkeypatch.setattr(GradBucket, "take", take_poisoned(taken))
-        for world in WORLDS:
+        for world in worlds:
             for rank in run_local(world, lambda comm, poison=poison: trained(comm, dtype, poison, **options)):
                 assert_bitwise_equal(rank["params"], expected["params"], f"world {world}, poison {poison}")
                 for norm, wanted in zip(rank["norms"], expected["norms"], strict=True):

@@ -75,7 +75,7 @@ def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
 FROM_TORCH = {"fused": (1e-6, 1e-8), "foreach": (4e-6, 1e-7)}
 
 
-@pytest.mark.parametrize("world", [None, 1, 2, 3, slow_case(4)])
+@pytest.mark.parametrize("world", [None, slow_case(1), 2, 3, slow_case(4)])
 def test_100_steps_stay_with_torch(world: int | None) -> None:
     """N1 of the optimizer's test rows; sums and means are exact at every world, so only the step itself can deviate."""
     size = world or 1

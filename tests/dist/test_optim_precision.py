@@ -19,6 +19,7 @@ from optim_twins import (
     on_ranks,
     outcome_of_local,
     outcome_of_torch,
+    over_worlds,
     run_local,
     share,
 )
@@ -57,9 +58,12 @@ def windows_and_unused(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "options"), KINDS, ids=IDS)
-def test_no_bit_depends_on_the_world_or_on_buckets(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@over_worlds(2)
+def test_no_bit_depends_on_the_world_or_on_buckets(
+    worlds: list[int], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """Stochastic rounding, too: its random bits depend on the place of an element in its parameter, not on a shard."""
-    assert_as_local(windows_and_unused, dtype=dtype, lr=0.01, weight_decay=0.1, **options)
+    assert_as_local(windows_and_unused, dtype=dtype, worlds=worlds, lr=0.01, weight_decay=0.1, **options)
 
 
 def test_a_bfloat16_second_moment_is_rounded_stochastically() -> None:

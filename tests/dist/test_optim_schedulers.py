@@ -76,7 +76,7 @@ def groups_of(params: list[Parameter], tensor_lr: bool = False) -> list[dict[str
     ]
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("tensor_lr", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_s9_every_scheduler_does_what_it_does_to_adamw(name: str, tensor_lr: bool) -> None:
     def scheduled(run: Run) -> None:

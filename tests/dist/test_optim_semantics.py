@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_twins import Run, assert_as_local, assert_as_local_and_torch, dyadic
+from optim_twins import Run, assert_as_local, assert_as_local_and_torch, dyadic, over_worlds
 
 ALL_BUT_3 = [i for i in range(9) if i != 3]
 
@@ -302,7 +302,8 @@ def grad_with_other_strides(run: Run) -> None:
     [value for value in list(globals().values()) if callable(value) and getattr(value, "__module__", "") == __name__],
     ids=lambda script: script.__name__,
 )
+@over_worlds(2)
 @pytest.mark.timeout_s(240)
-def test_a_loop_does_what_torch_does(script) -> None:
-    assert_as_local_and_torch(script, lr=0.01, weight_decay=0.1)
-    assert_as_local(script, dtype=torch.bfloat16, worlds=[2], lr=0.01, weight_decay=0.1)
+def test_a_loop_does_what_torch_does(worlds, script) -> None:
+    assert_as_local_and_torch(script, worlds=worlds, lr=0.01, weight_decay=0.1)
+    assert_as_local(script, dtype=torch.bfloat16, worlds=worlds[-1:], lr=0.01, weight_decay=0.1)

@@ -320,7 +320,7 @@ WITH_LATE_ROUNDS = [
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("world", [2, 3, slow_case(4)])
+@pytest.mark.parametrize("world", [slow_case(2), 3, slow_case(4)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_one_sequence_on_every_rank(script: Callable[[Run], None], world: int, overlap: bool) -> None:
     """G3, G6 to G10 and G17 of the optimizer's test rows."""
@@ -336,7 +336,7 @@ def train_all(rank: int, world: int) -> list[Result]:
         return [train(comm, script, {"bucket_cap_mb": 1e-3}) for script in SCRIPTS]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, slow_case(4)])
 def test_one_sequence_over_processes(world: int, rank_pool: Any) -> None:
     everyone = rank_pool(world).run(train_all, timeout_s=90)
     for script, results in zip(SCRIPTS, zip(*everyone, strict=True), strict=True):

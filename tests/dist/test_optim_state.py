@@ -20,6 +20,7 @@ from optim_twins import (
     loss_of,
     make_params,
     on_ranks,
+    over_worlds,
     run_local,
     share,
 )
@@ -89,7 +90,10 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "order", ["model, make, optimizer", slow_case("make, model, optimizer"), "make, optimizer, model"]
 )
 @pytest.mark.parametrize(("dtype", "options"), PRECISIONS.values(), ids=PRECISIONS.keys())
-def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, options: dict[str, Any], order: str) -> None:
+@over_worlds(3)
+def test_resuming_is_as_if_nothing_had_been(
+    worlds: list[int], dtype: torch.dtype, options: dict[str, Any], order: str
+) -> None:
     def body(comm: Communicator | None) -> tuple[list[Tensor], Saved]:
         params = make_params(dtype)
         opt = make(params, comm, **options)
@@ -108,7 +112,7 @@ def test_resuming_is_as_if_nothing_had_been(dtype: torch.dtype, options: dict[st
         return values(params), saved
 
     expected, whole = body(None)
-    for world in WORLDS:
+    for world in worlds:
         results = run_local(world, body)
         for params, _ in results:
             assert_bitwise_equal(params, expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from requirements import slow_case
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -154,7 +155,9 @@ def expect_equal_on_all_ranks(results: list[Any]) -> None:
         assert_bitwise_equal(result, results[0], f"rank {rank}")
 
 
-@pytest.mark.parametrize(("world", "clips_with_torch"), [(2, False), (2, True), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world", "clips_with_torch"), [(2, False), slow_case(2, True), (3, True), slow_case(4, False)]
+)
 def test_training_agrees_with_ddp(rank_pool: Any, world: int, clips_with_torch: bool) -> None:
     results = rank_pool(world).run(compare_with_ddp, clips_with_torch, timeout_s=90)
     expect_equal_on_all_ranks(results)

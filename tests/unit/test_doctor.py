@@ -73,6 +73,7 @@ def test_build(tree: TinyTree) -> None:
     assert len(tree.compiled()) == 4
 
 
+@pytest.mark.slow
 def test_nccl(tree: TinyTree) -> None:
     assert "nccl         unknown until the native module is built" in run(tree, status=0)
     tree.run()
@@ -131,6 +132,7 @@ def test_a_driver_without_gpus_is_none(tree: TinyTree) -> None:
     assert run(tree, "--json", status=0)["gpus"]["devices"] == []
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_native_module_is_broken(tree: TinyTree) -> None:
     found = run(tree, "--json", status=2, CXX="no-such-c++")
     assert "CXX='no-such-c++' names no program" in found["errors"][0]

@@ -58,8 +58,13 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
 
 
 PARTS = (
-    *("kernels", "optim,graphs", slow_case("ordering"), slow_case("nccl one")),
-    *("nccl two", slow_case("nccl two conformance"), slow_case("nccl multi"), slow_case("nccl multi conformance")),
+    *("kernels", slow_case("optim,graphs"), slow_case("ordering"), slow_case("nccl one")),
+    *(
+        slow_case("nccl two"),
+        slow_case("nccl two conformance"),
+        slow_case("nccl multi"),
+        slow_case("nccl multi conformance"),
+    ),
 )
 
 

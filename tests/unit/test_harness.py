@@ -162,6 +162,7 @@ def sleep_long(rank: Rank) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_run_ranks_ends_the_job_when_a_rank_fails() -> None:
     with pytest.raises(RuntimeError, match=r"on purpose|Connection closed|rank 0 failed"):
         harness.run_ranks(2, fail_on_rank_one, timeout_s=60)

@@ -210,7 +210,7 @@ OF_2_30 = "multi_rank_gpu revoke shrink symmetric_avg windows zero_cta"
     ("version", "features"),
     [
         slow_case("22700", OF_2_27),
-        ("22799", OF_2_27),
+        slow_case("22799", OF_2_27),
         ("22800", OF_2_28),
         slow_case("22907", OF_2_28),
         ("23000", OF_2_30),

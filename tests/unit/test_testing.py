@@ -97,7 +97,7 @@ def wait_until(condition, timeout_s=20.0) -> bool:
     return True
 
 
-@pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
+@both_ways
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_by_rank_with_a_process_group(world_size, forked):
     total = sum(range(world_size)) + 10 * world_size
