@@ -202,27 +202,28 @@ def test_optimizers_come_and_go_without_growth(world: int) -> None:
         assert {leases for leases, _ in seen} == {0} and len({reserved for _, reserved in seen}) == 1, seen
 
 
+def passed_poisoned_and_fuzzed(seed: int, *arguments: str, limit_s: int) -> str:
+    """What pytest says last of this folder's tests that ``arguments`` name, where freed bucket memory is NaN and streams
+    run at random times."""
+    env = {**os.environ, "BW_POOL_POISON": "1", "BW_HOST_STREAM_FUZZ": str(seed)}
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-x", *arguments]
+    here = Path(__file__).parent
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=limit_s, cwd=here)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout_s(580)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_poisoned_memory_and_fuzzed_streams_change_nothing(seed: int) -> None:
-    """G19 of the optimizer's test rows: the bitwise tests again where freed bucket memory is NaN and streams run at random times."""
-    here = Path(__file__).parent
-    tests = [f"{here}/{name}" for name in ("test_optim.py", "test_optim_semantics.py", "test_optim_divergence.py")]
-    env = {**os.environ, "BW_POOL_POISON": "1", "BW_HOST_STREAM_FUZZ": str(seed)}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-x", *tests]
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    """G19 of the optimizer's test rows: the bitwise tests again."""
+    tests = ["test_optim.py", "test_optim_semantics.py", "test_optim_divergence.py"]
+    assert "passed" in passed_poisoned_and_fuzzed(seed, *tests, limit_s=560)
 
 
 @pytest.mark.timeout_s(60)
 def test_poisoned_memory_and_fuzzed_streams_change_nothing_in_short() -> None:
-    here = Path(__file__).parent
-    env = {**os.environ, "BW_POOL_POISON": "1", "BW_HOST_STREAM_FUZZ": "3"}
     some = "grad_sync_mixed or used_on_one_rank or zero_grad_to_zero_between or grad_taken_away_and"
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-k", some]
-    done = subprocess.run(
-        [*command, f"{here}/test_optim_semantics.py"], check=False, env=env, capture_output=True, text=True, timeout=55
-    )
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    said = passed_poisoned_and_fuzzed(3, "test_optim_semantics.py", "-m", "not slow", "-k", some, limit_s=55)
+    assert "4 passed" in said
