@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import math
@@ -51,6 +52,7 @@ _EXIT_S = 2.0  # how long the end of the process waits for threads
 # How long a message of the ring may be on its way: gloo loses one that is sent in the moment in which the other process
 # ends, without an error. Who gives up has left, or something has failed. Its connections close then, as with its end.
 _SENT_S = 3.0
+_PAUSE_S = 0.01
 
 
 def _times_s(size: int) -> tuple[float, float]:
@@ -79,7 +81,7 @@ class _Agreement:
         ring = _Ring(self._group, self._rank, self._size)
         start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size, ring=ring)
         start(_watch, self.peers, ring, ring=ring)
-        start(_say_goodbye, self.peers, ring, ring=ring)
+        start(_say_goodbye, self.peers, ring, self.let_go, ring=ring)
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
@@ -112,6 +114,25 @@ class _Agreement:
             payloads = [head[_HEAD.size : _HEAD.size + n] for head, n in zip(heads, lengths, strict=True)]
         self._work = None
         return payloads
+
+    def let_go(self) -> None:
+        """Once this rank has left. A rank that cannot be reached any more, and says nothing of that, would hold up what
+        still runs in the group, and so the end of the group, for ever."""
+        until = time.monotonic() + (_NEWS_S if self.peers.has_failed else _SENT_S)
+        while time.monotonic() < until and (self.peers.has_failed or self._is_running()):
+            time.sleep(_PAUSE_S)
+        if self.peers.has_failed or self._is_running():
+            for peer in range(self._size):
+                if peer != self._rank:
+                    give_up(self._group, peer)
+        while self._is_running() and time.monotonic() < until + _SENT_S:
+            time.sleep(_PAUSE_S)
+        if self._is_running():  # a message is half read: the group is never freed, for whoever did so would wait
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _is_running(self) -> bool:
+        work = self._work
+        return work is not None and not work.is_completed()
 
     def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Any:
         try:
@@ -362,10 +383,11 @@ def _watch(peers: Any, ring: _Ring) -> None:
         peers.lose(ring.following)
 
 
-def _say_goodbye(peers: Any, ring: _Ring) -> None:
+def _say_goodbye(peers: Any, ring: _Ring, let_go: Callable[[], None]) -> None:
     peers.await_leave()
     has_failed = peers.has_failed
     if has_failed:
         ring.news_is_out.wait(_NEWS_S)
     ring.end(_AFTER_FAILURE if has_failed else _IN_ORDER)
     peers.finish()
+    let_go()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -393,6 +395,32 @@ def test_a_connection_that_breaks_after_a_failure_is_no_death(is_told):
 
 
 # ---------------------------------------------------------------------------------------------------------- connecting
+
+
+def one_is_stopped(rank: int, size: int, folder: Path, tells: str) -> None:
+    comm = Communicator(backend="c10d", timeout_s=1.0)
+    pid = int(comm.exchange(str(os.getpid()).encode())[-1])
+    nothing = mock.patch.object(agreement._Ring, "pass_on", lambda ring, report, begin=lambda: None: begin())
+    with contextlib.nullcontext() if tells == "the ring too" else nothing:
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        kind, text, _ = error_of(lambda: comm.exchange(b"anybody?"))
+        assert kind == "CommTimeout" or rank == size - 1, text
+        begin = time.monotonic()
+        comm.close(0.5)
+        assert time.monotonic() - begin < SOON_S
+        expect_no_threads()
+    (folder / str(rank)).touch()
+    while rank == 0 and len(list(folder.iterdir())) < size:
+        time.sleep(0.01)
+        if len(list(folder.iterdir())) == size - 1:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("tells", ["the Store alone", "the ring too"])
+def test_a_rank_that_cannot_be_reached_holds_up_nobody(tells, rank_pool, tmp_path):
+    """While it is stopped the others close, and nothing of theirs is left."""
+    rank_pool(3).run(one_is_stopped, tmp_path, tells)
 
 
 def one_does_not_connect(rank: int, size: int) -> tuple[str, str, float]:
