@@ -417,7 +417,7 @@ def one_is_stopped(rank: int, size: int, folder: Path, tells: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("tells", ["the Store alone", "the ring too"])
+@pytest.mark.parametrize("tells", ["the Store alone", slow_case("the ring too")])
 def test_a_rank_that_cannot_be_reached_holds_up_nobody(tells, rank_pool, tmp_path):
     """While it is stopped the others close, and nothing of theirs is left."""
     rank_pool(3).run(one_is_stopped, tmp_path, tells)
