@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cores
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long or needs a package index; left out of `make test`")
     config.addinivalue_line("markers", "dist: starts ranks")
     config.addinivalue_line("markers", "timeout_s(n): time limit in seconds, 120 unless given")
+    cores.is_one = config.getoption("markexpr") == "not slow"
     # Output is not captured at this point; in a test, file descriptor 2 is a temporary file that dies with the run.
     config.stash[_real_stderr] = os.dup(2)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cores import one_core
 from optim_twins import Run, joined_states, make_params, run_local
 
 from bucketwheel.comm import Communicator
@@ -32,7 +33,8 @@ def in_grid(
             with Communicator(columns[s].rank(r), name=f"column{s}", **options) as replicate:
                 return body(rank, shard, replicate, *args)
 
-    return run_threads(rank_main, shards * replicas, timeout_s=timeout_s)
+    with one_core():
+        return run_threads(rank_main, shards * replicas, timeout_s=timeout_s)
 
 
 def windows(run: Run) -> None:

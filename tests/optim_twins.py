@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cores import one_core
 from requirements import slow_case
 from torch import Tensor
 from torch.nn import Parameter
@@ -72,7 +73,8 @@ def run_local(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
         with Communicator(local.rank(rank), backend="local", timeout_s=timeout_s / 2) as comm:
             return fn(comm, *args)
 
-    return run_threads(body, world, timeout_s=timeout_s)
+    with one_core():
+        return run_threads(body, world, timeout_s=timeout_s)
 
 
 def on_ranks(world: int | None, fn: Callable[[Communicator | None], Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import multiprocessing.connection
 import multiprocessing.spawn
 import os
 import pickle
+import queue
 import shutil
 import signal
 import socket
@@ -371,21 +372,26 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         torch.exp(torch.ones(1))
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
+    over: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def body(rank: int) -> None:
         try:
             results[rank] = fn(rank, world_size, *args)
         except BaseException:  # noqa: BLE001 (all of it is the runner's to report)
             failures[rank] = traceback.format_exc()
+        over.put(rank)
 
     threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        if failures:
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        time.sleep(0.001)
+    with contextlib.suppress(queue.Empty):
+        for _ in threads:  # not by looking again and again: that takes the GIL from them each time
+            over.get(timeout=max(deadline - time.monotonic(), 0.0))
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
     frames = sys._current_frames()
     hung = {}
     for rank, thread in enumerate(threads):

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from comm_cases import EVERYWHERE, ON_PROCESSES, ON_THREADS
 
 from bucketwheel._build import native
@@ -19,6 +22,21 @@ def nccl_env():
     return {"BW_NCCL_LIB": str(simulated_nccl.build())}
 
 
+class _Pool(RankPool):
+    """Process groups that a test has made end with it: each has a thread that looks for work 100 times a second."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
+        return super().run(_leave_no_groups, fn, *args, **limits)
+
+
+def _leave_no_groups(rank: int, size: int, fn: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return fn(rank, size, *args)
+    finally:
+        for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
+
 @pytest.fixture(scope="session")
 def rank_pool(nccl_env):
     """``rank_pool(world_size)`` returns that `RankPool`; its ranks have a gloo process group."""
@@ -27,7 +45,7 @@ def rank_pool(nccl_env):
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(RankPool(world_size, env=nccl_env, forked=True))
+                pools[world_size] = stack.enter_context(_Pool(world_size, env=nccl_env, forked=True))
             return pools[world_size]
 
         yield pool_of
