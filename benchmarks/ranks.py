@@ -28,16 +28,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Memory:
     """Proportional set size in bytes: a page shared by k processes counts 1/k in each, so the sum over ranks is true.
 
-    `file_bytes` (shared libraries) depends on how many processes of the machine map the same files.
+    What of the total is neither anonymous nor shared memory is files (shared libraries) and depends on how many processes
+    of the machine map the same ones.
     """
 
     total_bytes: int = 0
     anon_bytes: int = 0
     shmem_bytes: int = 0
-
-    @property
-    def file_bytes(self) -> int:
-        return self.total_bytes - self.anon_bytes - self.shmem_bytes
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -306,11 +306,3 @@ def assert_as_local_and_torch(
 ) -> None:
     """The whole promise for one script in fp32."""
     assert_as_torch(assert_as_local(script, make, worlds=worlds, **options), outcome_of_torch(script, make, **options))
-
-
-@contextlib.contextmanager
-def unchanged(*tensors: Tensor) -> Iterator[None]:
-    """The block must not change a bit of ``tensors``."""
-    before = [t.detach().clone() for t in tensors]
-    yield
-    assert_bitwise_equal([t.detach() for t in tensors], before, "must not change")

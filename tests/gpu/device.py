@@ -10,7 +10,6 @@ that too.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,9 +35,6 @@ class Device:
 
     is_simulated = False
     tensors = torch.device("cuda")  # where tensors are
-
-    def __init__(self) -> None:
-        self._sync_mode = threading.Lock()
 
     def size(self, real: int, simulated: int) -> int:
         """A number of elements, tensors or repeats for each device."""
