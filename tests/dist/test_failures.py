@@ -169,11 +169,10 @@ from tests.dist.test_failures import make_run, train_step
 
 rank, store, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", "file://" + store, world_size=2, rank=rank)
-params, opt = make_run(Communicator(timeout_s=1.0 if mode == "timeout" else 60.0), overlap_param_sync=True)
+params, opt = make_run(Communicator(timeout_s=5.0 if mode == "timeout" else 60.0), overlap_param_sync=True)
 train_step(params, opt, 0, rank, 2)
 if rank == 1 and mode == "timeout":
-    time.sleep(8)
-    os._exit(0)
+    time.sleep(60)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:

@@ -37,6 +37,7 @@ class Ranks {
       carriers_.emplace_back([this, rank] { carry(rank); });
       breakers_.emplace_back([this, rank] {
         if (peers[static_cast<size_t>(rank)]->await_failure()) {
+          told_.wait();  // else peers may see broken connections before they know why, where a second passes between
           office->break_all();
         }
       });
@@ -77,6 +78,9 @@ class Ranks {
           peers[other]->deliver(*report);
         }
       }
+      if (report) {
+        told_.open();
+      }
       if (own.take_question()) {
         StorePeers::Answers answers;
         for (const auto& each : peers) {
@@ -85,10 +89,12 @@ class Ranks {
         own.answer(std::move(answers));
       }
     }
+    told_.open();
     own.finish();
     own.finish();
   }
 
+  Gate told_;
   std::vector<std::thread> carriers_;
   std::vector<std::thread> breakers_;
 };
@@ -231,14 +237,19 @@ TEST(c10d_timeout) {
 
 TEST(c10d_abort_and_close) {
   Ranks ranks(2, 30s);
-  ranks.run([](Comm& comm) {
+  Gate issued;
+  ranks.run([&issued](Comm& comm) {
     Tensors tensors({1'000'000}, 2);
     if (comm.rank() == 0) {
-      std::this_thread::sleep_for(50ms);
+      if (!is_inline()) {  // else rank 1 waits within its call
+        issued.wait();
+      }
+      std::this_thread::sleep_for(50ms);  // mostly, rank 1 has begun
       comm.abort("enough");
       CHECK_THROWS(CommError, "aborted by rank 0: enough", comm.all_gather(tensors.segments(), {}));
     } else {
       const HandleRef handle = comm.all_gather(tensors.segments(), {});
+      issued.open();
       CHECK_THROWS(PeerError, "aborted by rank 0: enough", handle->synchronize());
     }
     comm.close({});

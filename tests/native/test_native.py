@@ -48,6 +48,9 @@ VALGRIND = [
     "--errors-for-leak-kinds=definite,indirect",
     "--error-exitcode=9",
     "--fair-sched=yes",  # threads that wait for each other by spinning get their turns
+    # Half of what lies between the stacks of an emulated kernel's threads: who goes from one to the other has not left
+    # what is between them.
+    "--max-stackframe=131072",
 ]
 
 
@@ -142,7 +145,7 @@ def test_valgrind(test: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(900)
-@pytest.mark.parametrize("seed", ["2", "3", "4"])
+@pytest.mark.parametrize("seed", ["2", "3"])
 @pytest.mark.parametrize("build", ["address", "thread"])
 @for_tests_that_run("fuzzed")
 def test_fuzzed_streams_under_sanitizers(test: str, build: str, seed: str) -> None:
