@@ -3,6 +3,7 @@
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
+# make mutants     what the tests of the kernels notice: one line broken at a time, half an hour
 # make matrix      other Pythons and torches, minutes for each pair; MATRIX='--cell 3.12:2.13.0' runs one
 #
 # Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once; but `make gpu` installs
@@ -27,7 +28,7 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -
 # Workers and ranks read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all gpu matrix lint tidy format setup clean
+.PHONY: demo test test-all mutants gpu matrix lint tidy format setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -39,6 +40,10 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+mutants: setup
+	$(BIN)/python tests/mutate_kernels.py
+	$(BIN)/python tests/mutate_cuda_kernels.py
 
 gpu:
 	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'

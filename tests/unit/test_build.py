@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.requirements import need_nvcc
 from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,12 +355,9 @@ def test_import_compiles_nothing_and_loads_no_native_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("aot", ["", "cpu", "cuda"])
-def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
-    """Needs the package index. Torch is left out (--no-deps): building must not need it."""
-    if aot == "cuda":
-        need_nvcc()
+@pytest.mark.timeout_s(200)
+def test_pip_install_of_a_source_tree(tmp_path: Path) -> None:
+    """Needs the package index. Wheels, and what they hold compiled, are in test_packages.py."""
     source, target = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "build_backend.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -370,8 +366,7 @@ def test_pip_install_under_build_isolation(tmp_path: Path, aot: str) -> None:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("BW_", "PYTHONPATH"))}
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), str(source)]
-    subprocess.run(command, env={**environment, "BW_AOT": aot}, check=True, timeout=500)
+    subprocess.run(command, env=environment, check=True, timeout=150)
     package = target / "bucketwheel"
     assert (package / "_csrc" / "sources.txt").read_text() == (ROOT / "csrc" / "sources.txt").read_text()
-    modules = {"": [], "cpu": ["_cpu"], "cuda": ["_cpu", "_cuda"]}[aot]
-    assert sorted(path.name.partition(".")[0] for path in package.glob("_native/*.so")) == modules
+    assert not (package / "_native").exists()

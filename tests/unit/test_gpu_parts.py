@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_timing  # noqa: E402
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: `make gpu` runs these parts as they are"),
