@@ -23,8 +23,8 @@ from bucketwheel.testing import assert_bitwise_equal
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001)
 SUMMED = (F32, BF16, F16, F64)
-NATIVE = (*SUMMED, torch.int64, torch.int32, torch.int8, torch.uint8)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+NATIVE = (*SUMMED, *INTEGERS)
 ANY = (*NATIVE, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
 
 
@@ -124,8 +124,7 @@ def empty_lists(comm: Communicator) -> None:
 
 
 def broadcasts(comm: Communicator) -> None:
-    dtypes = (F32, BF16, F16, F64, torch.int64, torch.uint8)
-    specs = [(dtypes[i % len(dtypes)], numel) for i, numel in enumerate([1, 0, 17, 4097, 100_003, 0, 2])]
+    specs = [*zip(NATIVE, (1, 0, 17, 4097, 100_003, 0, 2, 4099, 3), strict=True), (torch.int32, 5)]
     for kind in ("foreign", "pool", "offset", "by_rank"):
         for root in range(comm.size):
             check_broadcast(comm, specs, kind, root)

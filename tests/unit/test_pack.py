@@ -91,7 +91,7 @@ def test_bfloat16_widens_exactly() -> None:
 
 SIZES = [0, 1, 7, 8, 9, CHUNK - 1, 0, CHUNK, CHUNK + 1, 5 * CHUNK + 3, 0]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 PAIRS = [(a, a) for a in DTYPES] + [(a, b) for a in FLOATS for b in FLOATS if a != b]
 
 

@@ -22,7 +22,8 @@ from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwi
 from bucketwheel.pool import Lease, Pool
 
 UPSTREAMS = ["host", "shm"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 @pytest.mark.parametrize("upstream", UPSTREAMS)
