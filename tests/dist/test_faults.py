@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from faults import ACTIONS, Plan, expect, live
+from faults import ACTIONS, Plan, Story, expect, live
 from held import expect_gone, traces_in_the_system
+from requirements import slow_case
 
 from bucketwheel.testing import RankPool
 
@@ -15,7 +17,7 @@ RUNS = 200
 BLOCKS = 20
 
 
-def run(plan: Plan) -> None:
+def run(plan: Plan) -> list[Story | None]:
     Path(plan.folder).mkdir()
     expect_dead = [plan.victim] if plan.dies else []
     before = traces_in_the_system()
@@ -23,12 +25,26 @@ def run(plan: Plan) -> None:
         stories = pool.run(live, plan, timeout_s=60, expect_dead=expect_dead)
     expect(plan, stories)
     expect_gone(traces_in_the_system() - before)
+    return stories
 
 
 @pytest.mark.timeout_s(120)
 @pytest.mark.parametrize("seed", [1, 3])
 def test_some_faults(seed: int, tmp_path: Path) -> None:
     run(Plan.random(seed, f"{tmp_path}/{seed}"))
+
+
+@pytest.mark.timeout_s(120)
+@pytest.mark.parametrize("backend", ["shm", slow_case("c10d")])
+@pytest.mark.parametrize("action", ["kill at a time", slow_case("stop at a time"), slow_case("raise at a time")])
+def test_a_fault_while_ranks_meet(backend: str, action: str, tmp_path: Path) -> None:
+    plan = Plan.random(0, f"{tmp_path}/meet")
+    stories = run(dataclasses.replace(plan, backend=backend, action=action, delay_s=0.0, world=3, victim=1))
+    for rank in (0, 2):
+        story = stories[rank]
+        assert story is not None
+        assert (story.kind, story.rank) == ("CommTimeout", -1)
+        assert "was not made within 2.0 s: ranks [1] have not come" in story.text
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 // comm/shm_links, comm/comm_shm, base/memfd: what a peer may send and what it may not; nothing of it ends this process or stays open.
 // Run by test_native.py.
 // needs: base device kernels pool comm
-// runs: plain address
-// slow: address
+// runs: plain address thread
+// slow: address thread
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <poll.h>
@@ -225,6 +225,16 @@ class Fuzzer {
     } else {
       known_.push_back(message.slab);
     }
+    send_changed(peer, message, std::move(files));
+  }
+
+  // In place of a control segment: what says that it is one of `size_bytes`, which no file here is, or was changed.
+  void send_control(int peer, uint64_t size_bytes) {
+    send_changed(peer, {Kind::kControl, 0, size_bytes}, {file_.get()});
+  }
+
+ private:
+  void send_changed(int peer, LinkMessage message, std::vector<int> files) {
     auto change = [this, is_changed = false](uint64_t one_in) mutable {
       const bool is_now = any() % one_in == 0;
       changed_ += is_now && !is_changed;
@@ -256,7 +266,6 @@ class Fuzzer {
     send_bytes(peer, bytes, size_bytes, files);
   }
 
- private:
   uint64_t any() { return random_(); }
   uint64_t pick(std::initializer_list<uint64_t> choices) { return *(choices.begin() + any() % choices.size()); }
 
@@ -344,9 +353,15 @@ TEST(joining_survives_whatever_is_sent) {
   Fuzzer fuzzer(7);
   const size_t files = open_files();
   const size_t mappings = shared_mappings();
+  int refused_files = 0;
   for (int i = 0; i < kFuzzedMessages / 10; ++i) {
-    CHECK(error_of_joining([&](int peer) { fuzzer.send_one(peer); }) != "");  // none is of a control segment's size
+    const bool is_control = i % 2 == 0;
+    const std::string error = error_of_joining(
+        [&](int peer) { is_control ? fuzzer.send_control(peer, Control::size_bytes(2)) : fuzzer.send_one(peer); });
+    CHECK(error != "");
+    refused_files += error.find("the control segment that rank 0 sent: ") != std::string::npos;
   }
+  CHECK(refused_files > kFuzzedMessages / 40);  // half of what said that it is one
   CHECK(open_files() == files && shared_mappings() == mappings);
 }
 
