@@ -79,8 +79,6 @@ void adam(float* __restrict p, float* __restrict m, float* __restrict v, const f
 
 extern "C" {
 
-void bare_barrier(void* control) { wait_for_both(static_cast<Control*>(control)); }
-
 void bare_pack(float* flat, const float* const* sources, const int64_t* numels, int64_t count) {
   for (int64_t i = 0; i < count; flat += numels[i], ++i) std::memcpy(flat, sources[i], numels[i] * sizeof(float));
 }

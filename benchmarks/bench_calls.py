@@ -1,4 +1,4 @@
-"""What a coalesced call of eight tensors costs the calling thread, on every backend, against gloo's coalescing manager.
+"""What a coalesced call of eight tensors costs the calling thread, on every backend but `c10d`, against gloo's coalescing manager.
 
     python benchmarks/bench_calls.py [--quick] [--json PATH]
 
@@ -10,7 +10,7 @@ ranks of one thread; `shm`: two processes, and a sample is the slower one's; `nc
 CUDA table of the tests, which check and count calls and do nothing; `simulated device`: the same where they do it, in
 other threads, so that their own time is in it. `prepared` is a request's start. Parts of a call, to see what takes the
 time: `empty lists`, what does not depend on the tensors; `native`, without what Python adds; `versions`, telling
-autograd. Peer: `all_gather_into_tensor` and `reduce_scatter_tensor` under torch's `_coalescing_manager(async_ops=True)`,
+autograd. Peer: torch's all-gather and reduce-scatter of one tensor under torch's `_coalescing_manager(async_ops=True)`,
 on gloo, in processes of their own. The goal is 5 us. Printed last, and no line of the results: a round of agreement
 between two ranks that do not share a host.
 """
@@ -31,7 +31,7 @@ sys.path[:0] = [path for path in map(str, (ROOT, ROOT / "tests", ROOT / "python"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from harness import Rank, Results, Timing, parse_args, rotation, run_ranks, slowest  # noqa: E402
+from harness import Rank, Results, Timing, collectives_of_torch, parse_args, rotation, run_ranks, slowest  # noqa: E402
 
 from bucketwheel import comm_shm  # noqa: E402
 from bucketwheel.comm import Communicator  # noqa: E402
@@ -81,6 +81,7 @@ def cases_of(comm: Communicator) -> dict[str, Case]:
 
 def gloo_cases() -> dict[str, Case]:
     manager = dist.distributed_c10d._coalescing_manager
+    gather, scatter = collectives_of_torch()
     world = dist.get_world_size()
     fulls = [torch.ones(world * NUMEL) for _ in range(COALESCED)]
     shards = [torch.ones(NUMEL) for _ in range(COALESCED)]
@@ -88,13 +89,13 @@ def gloo_cases() -> dict[str, Case]:
     def gathers() -> Any:
         with manager(async_ops=True) as manages:
             for full, shard in zip(fulls, shards, strict=True):
-                dist.all_gather_into_tensor(full, shard)
+                gather(full, shard)
         return manages.wait
 
     def reduces() -> Any:
         with manager(async_ops=True) as manages:
             for full, shard in zip(fulls, shards, strict=True):
-                dist.reduce_scatter_tensor(shard, full)
+                scatter(shard, full)
         return manages.wait
 
     return {"gloo all_gather": gathers, "gloo reduce_scatter": reduces}

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness import Rank, Results, Timing, measure, parse_args, run_ranks, slowest
+from harness import Rank, Results, Timing, collectives_of_torch, measure, parse_args, run_ranks, slowest
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
@@ -54,12 +53,6 @@ def copiers(lengths: dict[str, int]) -> dict[str, Callable[[], object]]:
     return {case: functools.partial(copy, length) for case, length in lengths.items()}
 
 
-def gloo_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return gather, scatter
-
-
 def expect_near(ours: torch.Tensor, theirs: torch.Tensor, case: str) -> None:
     """Whole numbers, small enough that every order of the additions is exact."""
     if not torch.equal(ours, theirs):
@@ -83,7 +76,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     part = comm.pool.acquire(f"{name} shard", size_bytes // world).tensor(torch.float32, (shard_numel,))
     foreign, shard = torch.empty(numel), torch.empty(shard_numel)
     gathered, scattered = torch.empty(numel), torch.empty(shard_numel)
-    gloo_gather, gloo_scatter = gloo_functions()
+    gloo_gather, gloo_scatter = collectives_of_torch()
     values = torch.arange(numel, dtype=torch.int64).remainder_(8191).float() + comm.rank
     for tensor in (pooled, foreign):
         tensor.copy_(values)
@@ -122,7 +115,7 @@ def measure_rank(rank: Rank, backend: str, sizes: list[str], repeats: int) -> di
     with Communicator(backend=backend) as comm:
         payload = bytes(8)
         small, smalls = torch.zeros(1, dtype=torch.int64), torch.zeros(comm.size, dtype=torch.int64)
-        gloo_gather = gloo_functions()[0]
+        gloo_gather = collectives_of_torch()[0]
         agreement = {"ours": lambda: comm.exchange(payload), "gloo": lambda: gloo_gather(smalls, small)}
         out["8 bytes"] = measure(agreement, repeats=repeats, inner=100, before=lambda _: comm.exchange(b""))
         for name in sizes:

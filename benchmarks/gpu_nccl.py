@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gpu_systems import GPT_MEDIUM, GPT_TINY, OVER_NCCL, SHARDED, TrainingStep
 from gpu_timing import Bench, random
-from harness import Timing, rotation
+from harness import Timing, collectives_of_torch, rotation
 
 from bucketwheel import nccl as which
 from bucketwheel.comm import Communicator
@@ -70,17 +70,18 @@ def our_cases(comm: Communicator, fulls: list[Any], shards: list[Any]) -> Cases:
 def torchs_cases(fulls: list[Any], shards: list[Any]) -> Cases:
     """By the name of ours. Both make the current stream wait."""
     manager = dist.distributed_c10d._coalescing_manager
+    gather, scatter = collectives_of_torch()
 
     def gathers() -> None:
         with manager(async_ops=True) as manages:
             for full, shard in zip(fulls, shards, strict=True):
-                dist.all_gather_into_tensor(full, shard)
+                gather(full, shard)
         manages.wait()
 
     def reduces() -> None:
         with manager(async_ops=True) as manages:
             for full, shard in zip(fulls, shards, strict=True):
-                dist.reduce_scatter_tensor(shard, full)
+                scatter(shard, full)
         manages.wait()
 
     return {"all_gather": gathers, "reduce_scatter": reduces}

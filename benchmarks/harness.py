@@ -63,6 +63,15 @@ def parse_args(description: str, configure: Callable[[argparse.ArgumentParser], 
     return parser.parse_args()
 
 
+def collectives_of_torch() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The all-gather and reduce-scatter of one tensor, by the names that the installed torch does not warn about."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return gather, scatter
+
+
 # ---------------------------------------------------------------------------------------------------------- timing
 
 
