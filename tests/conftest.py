@@ -27,7 +27,10 @@ SETUP_TIMEOUT_S = 400.0
 LONG = (
     "tests/native/",
     "tests/frameworks/",
-    *(f"tests/unit/test_{name}.py" for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")),
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
+    ),
     *(f"tests/dist/test_{name}.py" for name in ("lifecycle", "faults", "optim_growth", "train_gpt", "examples")),
     *(f"tests/dist/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
     "tests/test_layering.py",

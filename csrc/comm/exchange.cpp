@@ -144,7 +144,7 @@ void Exchange::pass_chunks() {
     return r == team_.rank() || (team_.record(r).*word) >= chunk_word(op_.seq, chunks);
   };
   for (uint64_t chunk = 0; chunk < count; ++chunk) {
-    // One ahead: peers copy this chunk while we fill the other buffer, once they have all taken what was in it.
+    // One ahead: peers copy this chunk while we fill the next buffer, once they have all taken what was in it.
     const uint64_t next = chunk + 1;
     if (is_staged_ && next < count) {
       if (next >= Control::kStagingSlots) {

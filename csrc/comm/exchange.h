@@ -1,8 +1,8 @@
 // Exchange: moves the data of one operation on one rank.
 //
 // [Note: pull] Every rank reads its peers' inputs and writes its own outputs; nobody writes into a peer's memory.
-// Inputs that peers can map are read where they are (direct). Other inputs go through two staging buffers per rank:
-// while peers read chunk c, the owner copies chunk c + 1 into the other buffer. Whether a rank's inputs are direct or
+// Inputs that peers can map are read where they are (direct). Other inputs go through a few staging buffers per
+// rank in turn: while peers read chunk c, the owner copies chunk c + 1 into the next one. Whether a rank's inputs are direct or
 // staged is its own affair, operation by operation, and told in its descriptor.
 #pragma once
 
