@@ -176,6 +176,25 @@ def test_python_stays_in_bindings_and_torch_outside() -> None:
     report(problems)
 
 
+STATIC_OBJECT = re.compile(r"\b(?:static|thread_local)\s+(?:(?:const|inline|thread_local)\s+)*py::\w+\s+(\w+)\s*[=;{]")
+
+
+def test_no_python_object_is_freed_after_python() -> None:
+    """A static one would be: its destructor runs when the process ends, which Python 3.12 does not survive."""
+    found = [
+        (path, text, hit)
+        for path in native_files()
+        for text in [path.read_text()]
+        for hit in STATIC_OBJECT.finditer(text)
+    ]
+    report(
+        [
+            f"{path}:{line_of(text, hit.start())}: {hit[1]} is static and an object of Python"
+            for path, text, hit in found
+        ]
+    )
+
+
 def test_platform_ifdefs_are_in_one_file() -> None:
     problems = []
     for path in native_files():

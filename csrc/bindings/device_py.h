@@ -81,7 +81,7 @@ inline void bind_cuda(py::module_& m) {
       [](const py::capsule& api) {
         BW_EXPECTS(api.name() != nullptr && std::string(api.name()) == kCudaApiCapsule, "not a CUDA table");
         install_cuda_api(api.get_pointer<const CudaApi>());
-        static const py::object owner = api;  // the table lives as long as its module
+        api.inc_ref();  // for ever: a static object would be freed after the end of Python
       },
       py::arg("api"));
   m.def("has_cuda", &has_cuda_api);

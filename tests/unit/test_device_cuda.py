@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -201,6 +203,32 @@ def test_devices_that_are_not_there_are_named() -> None:
 def test_a_table_of_another_version_is_refused() -> None:
     with pytest.raises((ValueError, TypeError), match="not a CUDA table|incompatible"):
         native().install_cuda(object())
+
+
+ENDING = """
+import ctypes
+from simulated_cuda import load
+from bucketwheel._build import native
+
+module, _ = load()
+api = ctypes.pythonapi
+api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+api.PyCapsule_New.restype = ctypes.py_object
+api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+name = b"bucketwheel.cuda_api"
+abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p)
+table = api.PyCapsule_New(api.PyCapsule_GetPointer(module.api, name), name, abort)
+native().install_cuda(table)
+native().install_cuda(table)
+print("installed", flush=True)
+"""
+
+
+def test_the_table_is_not_freed_when_the_process_ends() -> None:
+    """It is used to the very end, and after the interpreter has ended nothing of Python may be freed."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], check=False, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("installed\n", 0), ended.stderr
 
 
 def test_facts() -> None:
