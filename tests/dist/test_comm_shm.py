@@ -171,7 +171,10 @@ def test_memory_is_shut_to_other_users():
             assert "none" in own  # the ways are ways
 
 
-def call_all(addresses: list[str]) -> str:
+def call_all(addresses: list[str], called: int) -> str:
+    """Calls each address with hellos that are none, writes to the file descriptor ``called``, and waits for what comes of it: a
+    caller who says nothing is hung up on when every rank has called.
+    """
     calls = []
     for address in addresses:
         for hello in (b"", b"x" * 20, bytes(4000), b"xyz"):
@@ -185,6 +188,7 @@ def call_all(addresses: list[str]) -> str:
                 if hello:
                     call.send(hello)
             calls.append(call)
+    os.write(called, b".")
     for call in calls:
         with contextlib.suppress(ConnectionResetError):
             if call.recv(100):
@@ -205,34 +209,40 @@ def listening() -> list[str]:
     return [line[-1][1:] for line in lines if f"socket:[{line[6]}]" in held]
 
 
-def called_by_others(rank: int, size: int, user: int | None) -> str:
-    """The last rank calls late; until then the others listen, and somebody else calls them."""
+def called_by_others(rank: int, size: int, user: int | None, called: Path) -> str:
+    """The last rank calls once something stands in the file ``called``; until then the others listen, and somebody else calls
+    them.
+    """
     if rank == size - 1:
         call_lower_ranks = comm_shm._Links._call_lower_ranks
 
         def call_late(links: Any) -> None:
-            time.sleep(3.0)
+            until = time.monotonic() + 40
+            while not called.stat().st_size and time.monotonic() < until:
+                time.sleep(0.01)
             call_lower_ranks(links)
 
         with (
             mock.patch.object(comm_shm._Links, "_call_lower_ranks", call_late),
-            Communicator(backend="shm", timeout_s=30) as comm,
+            Communicator(backend="shm", timeout_s=60) as comm,
         ):
             check_usable(comm)
         return ""
     said: list[str] = []
 
     def call() -> None:
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 30
         while len(listening()) < size - 1 and time.monotonic() < until:
             time.sleep(0.01)
         found = listening()
-        said.append(f"{len(found) >= size - 1} {as_user(user, functools.partial(call_all, found))}")
+        with called.open("w") as mark:
+            answer = as_user(user, functools.partial(call_all, found, mark.fileno()))
+        said.append(f"{len(found) >= size - 1} {answer}")
 
     caller = threading.Thread(target=call)
     if rank == 0:
         caller.start()
-    with Communicator(backend="shm", timeout_s=30) as comm:
+    with Communicator(backend="shm", timeout_s=60) as comm:
         check_usable(comm)
         if rank == 0:
             caller.join(60)
@@ -240,12 +250,14 @@ def called_by_others(rank: int, size: int, user: int | None) -> str:
 
 
 @pytest.mark.parametrize("user", [None, OTHER_UID])
-def test_callers_that_are_no_ranks_are_hung_up_on(user):
+def test_callers_that_are_no_ranks_are_hung_up_on(user, tmp_path):
     """Of another user, or of ours but without the secret."""
     if user is not None:
         need_root()
+    called = tmp_path / "called"
+    called.touch()
     with RankPool(3, forked=True) as pool:
-        assert pool.run(called_by_others, user)[0] == "True hung up on"
+        assert pool.run(called_by_others, user, called)[0] == "True hung up on"
 
 
 def test_a_rank_that_is_another_process_is_refused():
