@@ -152,32 +152,31 @@ def sweep(t: Tensors, threads: int) -> Callable[[], None]:
     return run
 
 
-def check(sizes: list[int]) -> None:
-    """Equal to torch's fused kernel in float32 and nearly in bfloat16; with a master equal to float32 but for rounding."""
-    ours, theirs = (Tensors.make(sizes, KINDS["all-bfloat16"]) for _ in range(2))
-    step_ours(ours, "nearest")
+def check(sizes: list[int], kind: Kind) -> None:
+    """One step of every kind, by both ways, which give the same bits, against torch's fused kernel on the same values in
+    float32 (float64: in float64): equal but for what the kind's own dtypes round away.
+    """
+    ours, kept = (Tensors.make(sizes, kind) for _ in range(2))
+    wide = torch.promote_types(kind.dtype, torch.float32)
+    lists = (ours.masters or ours.p, ours.g, ours.m, ours.v)
+    theirs = Tensors(*([x.to(wide, copy=True) for x in tensors] for tensors in lists))
+    theirs.vmaxs, theirs.steps = clone(ours.vmaxs), clone(ours.steps)
+    before = clone(theirs.p)
+    step_ours(ours, kind.rounding)
+    table_step(kept, kind.rounding)()
     step_torch(theirs)
-    for name in "pmv":
+    for name in ("p", "m", "v", "masters", "remainders", "vmaxs"):
+        for a, b in zip(getattr(ours, name), getattr(kept, name), strict=True):
+            if not torch.equal(a, b):
+                raise RuntimeError(f"{kind}: {name} of adam_step and of the table differ")
+    for a, b, p in zip(ours.masters or ours.p, theirs.p, before, strict=True):
+        if a.dtype == wide:
+            torch.testing.assert_close(a - p, b - p, rtol=1e-4, atol=3e-7)
+    for name in ("p", "m", "v", "vmaxs"):
         for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
-    ours, theirs = (Tensors.make(sizes, KINDS["float32"]) for _ in range(2))
-    before = [p.clone() for p in ours.p]
-    for _ in range(3):
-        step_ours(ours)
-        step_torch(theirs)
-    for a, b, p in zip(ours.p, theirs.p, before, strict=True):
-        torch.testing.assert_close(a - p, b - p, rtol=1e-4, atol=3e-7)
-    narrow = Tensors.make(sizes, KINDS["bfloat16"])
-    wide = Tensors(
-        [p.clone() for p in narrow.masters], [g.float() for g in narrow.g], *map(clone, (narrow.m, narrow.v))
-    )
-    wide.steps = clone(narrow.steps)
-    for _ in range(3):
-        step_ours(narrow)
-        step_ours(wide)
-    for p, master, w in zip(narrow.p, narrow.masters, wide.p, strict=True):
-        assert torch.equal(master, w)
-        assert torch.equal(p, w.bfloat16())
+            digit = torch.finfo(a.dtype)
+            rtol, atol = max(digit.eps, 1e-12 if wide != F32 else 1e-5), max(1e-12, digit.eps * digit.smallest_normal)
+            torch.testing.assert_close(a.to(wide), b, rtol=rtol, atol=atol)
 
 
 def clone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -235,7 +234,8 @@ def main() -> None:
     counts = [int(n) for n in args.threads.split(",")] if args.threads else sorted({1, torch.get_num_threads()})
     results = Results("adam", args.json)
     names = QUICK if args.quick else SIZES
-    check([1000, 1, 0, 65536, 16384])
+    for kind in args.kinds.split(","):
+        check([1000, 1, 0, 65536, 16384], KINDS[kind])
     for threads in counts:
         torch.set_num_threads(threads)
         for name in names:

@@ -8,8 +8,8 @@ as it is. Peer: gloo's all-gather and reduce-scatter of one tensor on the same s
 of its slowest rank, over back-to-back calls. Limit: one memcpy on each rank, all at once, that reads and writes as many
 bytes as the operation must (all-gather: what is not there already; reduce-scatter: reads the rank's part of every
 input, writes the shard), so half their sum is copied. Agreement (post, collect) is compared with gloo's all_gather of 8
-bytes. `--plot` draws, for each backend and number of ranks, the bytes that must move over the time, by size; it needs
-matplotlib (the extra `demo`).
+bytes. `--plot` draws, for each backend and number of ranks, the bytes that must move over the time, by size, of gloo and of
+the memcpy of an all-gather too; it needs matplotlib (the extra `demo`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def copiers(lengths: dict[str, int]) -> dict[str, Callable[[], object]]:
     return {case: functools.partial(copy, length) for case, length in lengths.items()}
 
 
-def expect_near(ours: torch.Tensor, theirs: torch.Tensor, case: str) -> None:
+def expect_equal(ours: torch.Tensor, theirs: torch.Tensor, case: str) -> None:
     """Whole numbers, small enough that every order of the additions is exact."""
     if not torch.equal(ours, theirs):
         raise RuntimeError(f"{case}: the results differ from gloo's")
@@ -86,12 +86,14 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     gloo_scatter(scattered, foreign)
     out = torch.empty(shard_numel)
     for source, result in ((pooled, part), (foreign, out)):
+        result.zero_()
         reduce_scatter(result, source, comm).wait()
-        expect_near(result, scattered, f"{name} reduce-scatter")
+        expect_equal(result, scattered, f"{name} reduce-scatter")
     part.copy_(values[own])
     for target, source in ((pooled, part), (pooled, pooled[own]), (foreign, shard)):
+        target.copy_(values)  # no part of another rank is there yet
         all_gather(target, source, comm).wait()
-        expect_near(target, gathered, f"{name} all-gather")
+        expect_equal(target, gathered, f"{name} all-gather")
     ours: dict[str, Callable[[], object]] = {
         "all-gather, pool, in place": lambda: all_gather(pooled, pooled[own], comm).wait(),
         "all-gather, pool": lambda: all_gather(pooled, part, comm).wait(),
@@ -168,6 +170,9 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
                 moved = [bytes_moved(case, line["size_bytes"], world) for line in of_case]
                 rates = [size / line["peer_s"] / 1e9 for size, line in zip(moved, of_case, strict=True)]
                 axes.plot(sizes, rates, linestyle="--", label=f"gloo {case.split(',')[0]}")
+            if case == "all-gather, foreign":
+                rates = [size / line["limit_s"] / 1e9 for size, line in zip(moved, of_case, strict=True)]
+                axes.plot(sizes, rates, linestyle=":", color="black", label="memcpy")
         axes.set(xscale="log", xlabel="full buffer, MiB", ylabel="GB/s of bytes that must move", ylim=(0, None))
         axes.set_title(f"{backend}, {world} ranks")
         axes.legend(fontsize="x-small")

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_peer_reads.py [--quick] [--json PATH]
 
-Two ranks, float32, sizes of the full buffer. Ours: all-gather and reduce-scatter of `shm`, through staging buffers, whole
-operations. Peer: the reads alone, without any order between the ranks, straight into the output, or into a block of the
-cache that is added from there: less than an operation would cost. A ratio below 1 means that reading would win.
+Two ranks, float32, sizes of the full buffer. Ours: all-gather and reduce-scatter of `shm`, through staging buffers, and, as
+gradients are reduced, packing into the pool and the reduce-scatter from there; whole operations. Peer: the reads alone,
+without any order between the ranks, straight into the output, or into a block of the cache that is added from there:
+less than an operation would cost. A ratio below 1 means that reading would win.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from harness import Rank, Results, Timing, measure, parse_args, run_ranks, slowest
 
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
 
@@ -65,19 +67,27 @@ def cases_of(comm: Communicator, size_bytes: int) -> dict[str, Callable[[], obje
             read(pid, block.data_ptr(), their_source + (first + begin) * 4, some * 4)
             torch.add(source[first + begin : first + begin + some], block[:some], out=out[begin : begin + some])
 
-    for gather in (gather_by_reads, lambda: all_gather(full, shard, comm).wait()):
-        gather()
-        assert full.view(2, half)[:, 0].tolist() == [1.0, 2.0] and full[-1] == 2.0
-    for reduce in (reduce_by_reads, lambda: reduce_scatter(out, source, comm).wait()):
-        out.zero_()
-        reduce()
-        assert bool((out == 3.0).all())
-    return {
+    packed = comm.pool.acquire("packed", size_bytes).tensor(torch.float32, (numel,))
+
+    def pack_and_reduce() -> None:
+        native().copy_all([packed], [source])
+        reduce_scatter(out, packed, comm).wait()
+
+    cases = {
         "all-gather": lambda: all_gather(full, shard, comm).wait(),
         "reduce-scatter": lambda: reduce_scatter(out, source, comm).wait(),
+        "pack + reduce-scatter": pack_and_reduce,
         "all-gather by reads": gather_by_reads,
         "reduce-scatter by reads": reduce_by_reads,
     }
+    gathered = torch.tensor([1.0, 2.0]).repeat_interleave(half)
+    for case, call in cases.items():
+        full.zero_(), out.zero_(), packed.zero_()
+        comm.exchange(b"")
+        call()
+        if not (torch.equal(full, gathered) if "gather" in case else bool((out == 3.0).all())):
+            raise RuntimeError(f"{case}: the result is wrong")
+    return cases
 
 
 def measure_rank(rank: Rank, sizes: list[str], repeats: int) -> dict[str, dict[str, Timing]]:
@@ -91,6 +101,7 @@ def measure_rank(rank: Rank, sizes: list[str], repeats: int) -> dict[str, dict[s
             out[name] = measure(cases, repeats=repeats, inner=inner, before=lambda _: comm.exchange(b""))
             comm.exchange(b"")  # nobody reads any more
             del cases
+            comm.pool.trim()
     return out
 
 
@@ -101,8 +112,8 @@ def main() -> None:
     by_rank = run_ranks(2, measure_rank, sizes, 7 if args.quick else 21).values
     for name in sizes:
         timings = {case: slowest([each[name][case] for each in by_rank]) for case in by_rank[0][name]}
-        for case in ("all-gather", "reduce-scatter"):
-            by_reads = timings[f"{case} by reads"]
+        for case in ("all-gather", "reduce-scatter", "pack + reduce-scatter"):
+            by_reads = timings[f"{case.removeprefix('pack + ')} by reads"]
             results.add(f"{name} {case}", timings[case], peer="process_vm_readv", peer_timing=by_reads)
     results.print_table()
 

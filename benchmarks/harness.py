@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ __all__ = [
     "RankRun",
     "Results",
     "Timing",
+    "command",
     "commit",
     "keep_freed_memory",
     "load_native",
@@ -187,6 +189,18 @@ def machine() -> str:
     return f"{cpu}, {cores} cores, {memory_gib:.0f} GiB, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
+def command() -> str:
+    """What ran, as a user types it; the files it writes are left out."""
+    words = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+    rest = iter(sys.argv[1:])
+    for word in rest:
+        if word in ("--json", "--plot"):
+            next(rest, None)
+        elif not word.startswith(("--json=", "--plot=")):
+            words.append(word)
+    return shlex.join(words)
+
+
 @dataclass
 class Results:
     """Collects the lines of one benchmark, appends them to `path` as they come, prints them as a table at the end."""
@@ -195,6 +209,7 @@ class Results:
     path: Path | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
     commit: str = field(default_factory=commit)
+    command: str = field(default_factory=command)
     machine: str = field(default_factory=machine)
 
     def add(
@@ -226,6 +241,7 @@ class Results:
             "peer_spread": peer_timing.spread if peer_timing else None,
             "samples": len(ours.samples_s) if ours else None,
             "commit": self.commit,
+            "command": self.command,
             "machine": self.machine,
             **extra,
         }

@@ -74,7 +74,7 @@ def test_measure_stops_at_its_budget_but_not_before_three_samples() -> None:
 
 def test_result_lines_hold_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    results = Results("demo", path, commit="abc", machine="m")
+    results = Results("demo", path, commit="abc", command="python x.py", machine="m")
     results.add("case", Timing((0.5, 0.5)), peer="torch", peer_timing=Timing((1.0, 1.0)), limit_s=0.4, size_bytes=8)
     results.add("alone", Timing((0.5,)))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -91,6 +91,7 @@ def test_result_lines_hold_the_agreed_fields(tmp_path: Path) -> None:
         "peer_spread": 0.0,
         "samples": 2,
         "commit": "abc",
+        "command": "python x.py",
         "machine": "m",
         "size_bytes": 8,
     }
@@ -105,6 +106,12 @@ def test_table_shows_every_line(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[2] == ["case", "500.000", "0", "%", "torch", "1000.000", "2.00", "400.000", "80", "%"]
     assert rows[3] == ["without", "ours", "-", "-", "torch", "1000.000", "-", "-", "-"]
+
+
+def test_the_command_is_what_a_user_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/somewhere/bench_x.py", "--json", "/tmp/a", "--systems", "ours,bare loops", "--plot=b.png", "--quick"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert harness.command() == "python benchmarks/bench_x.py --systems 'ours,bare loops' --quick"
 
 
 def test_commit_and_machine_name_this_checkout() -> None:
