@@ -141,6 +141,12 @@ def precompiled(build: str) -> list[str]:
     return ["-include", str(compiled.with_suffix("")), "-Winvalid-pch"]
 
 
+def program(stem: str, objects: Sequence[Path], *flags: str, build: str = "plain") -> Path:
+    """The objects, linked with ``flags``."""
+    argv = [*compiler(build), *BUILDS[build].flags, "-pthread", *map(str, objects)]
+    return stored(f"{stem}-{build}", objects, [*argv, *flags, "-ldl"])
+
+
 def _compile_command(build: str) -> list[str]:
     recipe = _toolchain.read_recipe(ROOT / "csrc")
     includes = [f"-I{recipe.csrc}", f"-I{HERE}", *(w for folder in toolchain().includes for w in ("-isystem", folder))]

@@ -19,15 +19,13 @@ from pathlib import Path
 
 import pytest
 from native.objects import (
-    BUILDS,
     HERE,
     ROOT,
-    compiler,
     in_parallel,
     module_objects,
     object_of,
+    program,
     run_checked,
-    stored,
 )
 
 from tests.requirements import need_aarch64, need_valgrind
@@ -79,8 +77,7 @@ def binary(test: str, build: str) -> Path:
     extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
     objects = in_parallel(lambda path: object_of(path, build=build), [HERE / f"{test}.cpp", *extra])
     objects += module_objects(folders, build)
-    argv = [*compiler(build), *BUILDS[build].flags, "-pthread", *map(str, objects)]
-    return stored(f"run_{test}-{build}", objects, [*argv, *words(test, "link"), "-ldl"])
+    return program(f"run_{test}", objects, *words(test, "link"), build=build)
 
 
 def run(test: str, build: str, *under: str, **env: str) -> None:
