@@ -6,7 +6,6 @@
 
 #include "base/platform.h"
 #include "comm/outputs.h"
-#include "kernels/cpu_kernels.h"
 #include "kernels/reduce.h"
 
 namespace bucketwheel {
@@ -212,12 +211,7 @@ void Exchange::gather_direct(int rank) {
   for (size_t i = 0; i < op_.segments.size(); ++i) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
-      std::byte* to = place_of(rank, i);
-      if (bytes < kPastCacheBytes) {
-        std::memcpy(to, inputs.begins[i], bytes);
-      } else {
-        cpu_kernels().copy_past_cache(to, inputs.begins[i], bytes);
-      }
+      put_gathered(op_, i, place_of(rank, i), inputs.begins[i], bytes);
     }
   }
 }
@@ -228,7 +222,8 @@ void Exchange::gather_staged(int rank, uint64_t chunk) {
     const Segment& segment = op_.segments[piece->segment];
     const size_t element_bytes = size_of(segment.shard.dtype);
     std::byte* to = place_of(rank, piece->segment) + static_cast<size_t>(piece->begin) * element_bytes;
-    std::memcpy(to, slot + piece->offset_bytes, static_cast<size_t>(piece->numel) * element_bytes);
+    const size_t bytes = static_cast<size_t>(piece->numel) * element_bytes;
+    put_gathered(op_, piece->segment, to, slot + piece->offset_bytes, bytes);
   }
 }
 

@@ -196,7 +196,7 @@ void WireExchange::take(uint64_t chunk) {
 void WireExchange::scatter(uint64_t chunk, int from) {
   const std::byte* const data = rooms_.received(chunk, from);
   for (const Piece* piece = chunks_.begin(chunk); piece != chunks_.end(chunk); ++piece) {
-    std::memcpy(output_from(from, *piece), data + piece->offset_bytes, bytes_of(*piece));
+    put_gathered(op_, piece->segment, output_from(from, *piece), data + piece->offset_bytes, bytes_of(*piece));
   }
 }
 

@@ -86,8 +86,9 @@ def test_one_gib(on, kind):
 
 
 def longer_than_staging(comm: Communicator) -> None:
-    specs = [(F32, 900_001), (BF16, 1_200_000), (F32, 17)]
-    for kind in ("foreign", "by_rank"):
+    """And than what goes past the cache: of several dtypes, at places that are no multiple of a line."""
+    specs = [(F32, 900_001), (BF16, 1_200_000), (F32, 17), (F64, 9_001)]
+    for kind in ("foreign", "by_rank", "offset"):
         check_all_gather(comm, specs, kind)
         check_reduce_scatter(comm, specs, kind)
         check_broadcast(comm, [(F64, 2_500_001), (BF16, 3)], kind, comm.size - 1)
