@@ -206,6 +206,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
+        """This rank's number in the communicator, from 0."""
         return self._native.rank
 
     @property
@@ -215,6 +216,7 @@ class Communicator:
 
     @property
     def name(self) -> str:
+        """What messages and flight rings call it; the same on all ranks."""
         return self._native.name
 
     @property

@@ -47,6 +47,7 @@ class LocalWorld:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self._native.world
 
     def rank(self, rank: int) -> LocalRank:

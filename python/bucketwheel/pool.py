@@ -55,6 +55,7 @@ class Lease:
 
     @property
     def key(self) -> str:
+        """The name that it was acquired by."""
         return self._native.key
 
     @property
@@ -64,6 +65,7 @@ class Lease:
 
     @property
     def is_live(self) -> bool:
+        """Whether it has not been released."""
         return self._native.is_live
 
     @property
@@ -189,6 +191,7 @@ class Pool:
         return self._native.holds(tensor)
 
     def stats(self) -> PoolStats:
+        """What the pool holds now, and has counted since it was made."""
         stats = self._native.stats()
         return PoolStats(**{name: getattr(stats, name) for name in PoolStats.__dataclass_fields__})
 
