@@ -8,11 +8,13 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -83,6 +85,31 @@ size_t shared_mappings() {
     count += line.find("memfd:") != std::string::npos;
   }
   return count;
+}
+
+// The first test: the library has made no memfd yet, so it has to ask the system whether that can seal, and cannot.
+TEST(files_that_could_fault_are_refused_where_no_descriptor_is_left) {
+  const FileDescriptor unsealed = memfd(4096, false);
+  rlimit files{};
+  CHECK(getrlimit(RLIMIT_NOFILE, &files) == 0);
+  const rlimit few{64, files.rlim_max};
+  CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  std::vector<FileDescriptor> taken;
+  do {
+    taken.emplace_back(dup(unsealed.get()));
+  } while (taken.back().get() >= 0);
+  CHECK(errno == EMFILE);
+  std::exception_ptr refused;  // read below: the sanitizers need descriptors for that
+  try {
+    Mapping::of_file(unsealed.get(), 4096, false);
+  } catch (...) {
+    refused = std::current_exception();
+  }
+  taken.clear();
+  CHECK(setrlimit(RLIMIT_NOFILE, &files) == 0 && refused != nullptr);
+  CHECK_THROWS(CommError, "is not sealed: it could be cut off", std::rethrow_exception(refused));
+  CHECK_THROWS(CommError, "is not sealed: it could be cut off", Mapping::of_file(unsealed.get(), 4096, false));
+  CHECK(seals_memfds());
 }
 
 TEST(links_carry_slabs) {
