@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 
 namespace bucketwheel {
@@ -11,8 +12,23 @@ namespace {
 
 constexpr int kFinalSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// Whether it is; errno says why not.
-bool seal(int fd) { return fcntl(fd, F_ADD_SEALS, kFinalSize) == 0; }
+enum class Sealing { kUnknown, kThere, kMissing };
+
+std::atomic<Sealing>& known_sealing() {
+  static std::atomic<Sealing> known{Sealing::kUnknown};
+  return known;
+}
+
+// A memfd that was just made: whether it is sealed; errno says why not. The first says whether the system can; one that
+// could not be made, or not be sealed for another reason, says nothing.
+bool seal(int fd) {
+  const bool is_sealed = fcntl(fd, F_ADD_SEALS, kFinalSize) == 0;
+  if (is_sealed || errno == EINVAL) {
+    Sealing unknown = Sealing::kUnknown;
+    known_sealing().compare_exchange_strong(unknown, is_sealed ? Sealing::kThere : Sealing::kMissing);
+  }
+  return is_sealed;
+}
 
 }  // namespace
 
@@ -46,11 +62,13 @@ FileDescriptor try_make_memfd(const char* name, size_t size_bytes, const char*& 
 }
 
 bool seals_memfds() {
-  static const bool can_seal = [] {
+  if (known_sealing() == Sealing::kUnknown) {
     const FileDescriptor probe(memfd_create("bucketwheel-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    return probe.get() >= 0 && seal(probe.get());
-  }();
-  return can_seal;
+    if (probe.get() >= 0) {
+      seal(probe.get());
+    }
+  }
+  return known_sealing() != Sealing::kMissing;
 }
 
 bool is_size_final(int fd) {

@@ -32,7 +32,8 @@ class FileDescriptor {
 // (seals_memfds()), nobody can change its size. -1 when the system refuses: `failed` names the call, errno says why.
 FileDescriptor try_make_memfd(const char* name, size_t size_bytes, const char*& failed);
 
-// Whether the system keeps the size of a memfd from being changed. Found by trying, once.
+// Whether the system keeps the size of a memfd from being changed. Found by trying, once; true as long as trying was not
+// possible, where no descriptor was left: then files that are not sealed are not to be trusted either.
 bool seals_memfds();
 
 // Whether nobody can shrink the file under a mapping, as far as the system can say: sealed, or there are no seals. Where

@@ -133,6 +133,26 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
   }
 }
 
+void send_control(int socket, int file, size_t size_bytes, int rank, Deadline deadline, const std::string& where) {
+  const std::string named = where + "rank " + std::to_string(rank);
+  for (;;) {
+    switch (send_message(socket, {LinkMessage::Kind::kControl, 0, size_bytes}, file)) {
+      case Sent::kSent:
+        return;
+      case Sent::kEnd:
+        throw PeerError(named + " died while the communicator was being made", {.rank = rank});
+      case Sent::kFull:
+      case Sent::kShort:
+        break;
+    }
+    if (has_passed(deadline)) {
+      throw CommTimeout(named + " could not be sent the control segment: the system passes no more file descriptors");
+    }
+    pollfd writable{socket, POLLOUT, 0};
+    poll(&writable, 1, 10);
+  }
+}
+
 std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vector<FileDescriptor>& sockets) {
   const size_t size_bytes = Control::size_bytes(options.world);
   const Deadline deadline = Clock::now() + options.timeout;
@@ -143,10 +163,7 @@ std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vec
   }
   const FileDescriptor file = make_memfd("bucketwheel-control", size_bytes);
   for (int r = 1; r < options.world; ++r) {
-    const LinkMessage message{LinkMessage::Kind::kControl, 0, size_bytes};
-    if (!send_message(sockets[static_cast<size_t>(r)].get(), message, file.get(), deadline)) {
-      throw PeerError(where + "rank " + std::to_string(r) + " died while the communicator was being made", {.rank = r});
-    }
+    send_control(sockets[static_cast<size_t>(r)].get(), file.get(), size_bytes, r, deadline, where);
   }
   return Mapping::of_file(file.get(), size_bytes, true);
 }

@@ -1,6 +1,5 @@
 #include "comm/shm_links.h"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -19,10 +18,9 @@
 namespace bucketwheel {
 namespace {
 
-// A peer that takes no message for this long is stuck, not busy: its watcher does nothing else.
-constexpr std::chrono::seconds kSendPatience{60};
-// How often the watcher looks for freed slabs of ours.
+// How often the watcher looks for freed slabs of ours, and how often while a message waits for what poll() does not see.
 constexpr int kPollMs = 1000;
+constexpr int kShortPollMs = 10;
 
 // [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The
 // descriptors registered here are closed in the child at once.
@@ -82,7 +80,7 @@ std::vector<FileDescriptor> passed_files(msghdr& header) {
 
 }  // namespace
 
-bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline) {
+Sent send_message(int socket, const LinkMessage& message, int file) {
   iovec data{const_cast<LinkMessage*>(&message), sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr header{};
@@ -97,21 +95,22 @@ bool send_message(int socket, const LinkMessage& message, int file, Deadline dea
     passed->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(passed), &file, sizeof(int));
   }
-  for (;;) {
-    if (sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
-      return true;
-    }
-    if (errno == EINTR) {
-      continue;
-    }
-    if (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS) {
-      return false;
-    }
-    if (has_passed(deadline)) {
-      throw CommTimeout("a peer takes no messages");
-    }
-    pollfd writable{socket, POLLOUT, 0};
-    poll(&writable, 1, 10);
+  ssize_t size;
+  do {
+    size = sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (size < 0 && errno == EINTR);
+  if (size >= 0) {
+    return Sent::kSent;
+  }
+  switch (errno) {
+    case EAGAIN:
+      return Sent::kFull;
+    case ENOBUFS:
+    case ENOMEM:
+    case ETOOMANYREFS:
+      return Sent::kShort;
+    default:
+      return Sent::kEnd;
   }
 }
 
@@ -192,30 +191,61 @@ std::shared_ptr<Mapping> ShmLinks::slab(int rank, uint32_t id) const {
 
 void ShmLinks::announce(const SlabRef& slab) {
   std::lock_guard lock(send_mutex_);
-  if (!is_closed_) {
-    announced_[slab->id] = slab;
-    send_to_all({LinkMessage::Kind::kSlab, slab->id, slab->size_bytes}, slab->fd);
+  if (is_closed_) {
+    return;
   }
-}
-
-// Called with send_mutex_.
-void ShmLinks::send_to_all(const LinkMessage& message, int file) {
-  for (const auto& peer : peers_) {
-    if (peer->socket.get() >= 0 && !peer->is_dead) {
-      send_message(peer->socket.get(), message, file, Clock::now() + kSendPatience);  // gone: the watcher sees it
+  Announced& announced = announced_.emplace(slab->id, Announced{slab, std::vector<bool>(peers_.size())}).first->second;
+  bool has_more = false;
+  for (size_t r = 0; r < peers_.size(); ++r) {
+    if (peers_[r]->last_sent == Sent::kSent) {
+      tell(r, slab->id, announced);
+      has_more = has_more || peers_[r]->last_sent != Sent::kSent;
     }
   }
+  if (has_more) {
+    wake_watcher();
+  }
 }
 
-void ShmLinks::announce_gone() {
+// Tells a peer what it does not know of a slab, if it takes that. Called with send_mutex_.
+void ShmLinks::tell(size_t rank, uint32_t id, Announced& announced) {
+  Peer& peer = *peers_[rank];
+  if (peer.socket.get() < 0 || peer.is_dead) {
+    announced.is_known[rank] = false;
+    return;
+  }
+  if (announced.is_known[rank] != announced.slab.expired()) {
+    return;
+  }
+  const SlabRef slab = announced.slab.lock();  // its file stays open meanwhile
+  if (slab == nullptr && !announced.is_known[rank]) {
+    return;  // freed just now
+  }
+  const LinkMessage message = slab != nullptr ? LinkMessage{LinkMessage::Kind::kSlab, id, slab->size_bytes}
+                                              : LinkMessage{LinkMessage::Kind::kSlabGone, id, 0};
+  peer.last_sent = send_message(peer.socket.get(), message, slab != nullptr ? slab->fd : -1);
+  if (peer.last_sent == Sent::kSent) {  // kEnd: the watcher sees it
+    announced.is_known[rank] = slab != nullptr;
+  }
+}
+
+// All that peers do not know, to those that take it. Nobody is told of what has come and gone meanwhile.
+void ShmLinks::tell_peers() {
   std::lock_guard lock(send_mutex_);
+  for (const auto& peer : peers_) {
+    peer->last_sent = Sent::kSent;
+  }
   for (auto entry = announced_.begin(); entry != announced_.end();) {
-    if (entry->second.expired()) {
-      send_to_all({LinkMessage::Kind::kSlabGone, entry->first, 0}, -1);
-      entry = announced_.erase(entry);
-    } else {
-      ++entry;
+    Announced& announced = entry->second;
+    for (size_t r = 0; r < peers_.size(); ++r) {
+      if (peers_[r]->last_sent == Sent::kSent) {
+        tell(r, entry->first, announced);
+      }
     }
+    const auto& is_known = announced.is_known;
+    const bool is_over =
+        announced.slab.expired() && std::find(is_known.begin(), is_known.end(), true) == is_known.end();
+    entry = is_over ? announced_.erase(entry) : std::next(entry);
   }
 }
 
@@ -279,37 +309,55 @@ void ShmLinks::look_at(Peer& peer, bool has_ended) noexcept {
   ring(own_);
 }
 
+// What the watcher waits for; returns for how many milliseconds at most.
+int ShmLinks::list_polled(std::vector<pollfd>& polled, std::vector<Peer*>& owners) {
+  polled.assign(1, {wake_.get(), POLLIN, 0});
+  owners.assign(1, nullptr);
+  int timeout_ms = kPollMs;
+  std::lock_guard lock(send_mutex_);
+  for (const auto& peer : peers_) {
+    if (peer->socket.get() < 0 || peer->is_dead) {
+      continue;
+    }
+    const short to_send = peer->last_sent == Sent::kFull ? POLLOUT : 0;
+    polled.push_back({peer->socket.get(), static_cast<short>(POLLIN | to_send), 0});
+    owners.push_back(peer.get());
+    if (peer->pidfd.get() >= 0) {
+      polled.push_back({peer->pidfd.get(), POLLIN, 0});
+      owners.push_back(peer.get());
+    }
+    if (peer->last_sent == Sent::kShort) {
+      timeout_ms = kShortPollMs;
+    }
+  }
+  return timeout_ms;
+}
+
 void ShmLinks::watch() noexcept {
   std::vector<pollfd> polled;
   std::vector<Peer*> owners;
   while (!must_stop_) {
-    polled.assign(1, {wake_.get(), POLLIN, 0});
-    owners.assign(1, nullptr);
-    for (const auto& peer : peers_) {
-      for (const int fd : {peer->socket.get(), peer->pidfd.get()}) {
-        if (fd >= 0 && !peer->is_dead) {
-          polled.push_back({fd, POLLIN, 0});
-          owners.push_back(peer.get());
-        }
-      }
-    }
-    poll(polled.data(), polled.size(), kPollMs);
+    const int timeout_ms = list_polled(polled, owners);
+    poll(polled.data(), polled.size(), timeout_ms);
+    uint64_t wakes = 0;
+    [[maybe_unused]] const ssize_t taken = read(wake_.get(), &wakes, sizeof(wakes));
     for (size_t i = 1; i < polled.size() && !must_stop_; ++i) {
-      if (polled[i].revents != 0 && !owners[i]->is_dead) {
+      if ((polled[i].revents & ~POLLOUT) != 0 && !owners[i]->is_dead) {
         look_at(*owners[i], polled[i].fd == owners[i]->pidfd.get());
       }
     }
-    try {
-      announce_gone();
-    } catch (const std::exception&) {  // a peer that takes no messages keeps a mapping longer than it must
-    }
+    tell_peers();
   }
+}
+
+void ShmLinks::wake_watcher() noexcept {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
 }
 
 void ShmLinks::close() noexcept {
   must_stop_ = true;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+  wake_watcher();
   if (watcher_.joinable()) {
     watcher_.join();
   }

@@ -5,16 +5,23 @@
 // peer dead and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it
 // closes. A peer that sends what no rank sends is treated as one that has died.
 //
-// [Note: slabs travel ahead] A rank announces a slab to every peer before anybody can use it; operations name slabs
-// by id. A peer's watcher may still be about to receive the announcement when an operation names the slab: the
-// operation then waits for the doorbell. A slab that its owner has freed is announced as gone, and unmapped when no
+// [Note: slabs travel ahead] A rank announces a slab to its peers before anybody can use it; operations name slabs
+// by id. A peer may have yet to receive the announcement when an operation names the slab: the operation then waits
+// for the doorbell, which its watcher rings. A slab that its owner has freed is announced as gone, and unmapped when no
 // operation reads it.
+//
+// [Note: peers that take no messages] The socket of a peer that does not run (SIGSTOP, a debugger, a frozen cgroup) is
+// full after some hundred messages. Nobody waits for it: not the thread that announces, nor the watcher, which has the
+// deaths of the others to see, nor close(). What such a peer has yet to hear is in no queue; it is the difference
+// between our slabs and those it knows, and the watcher tells it when there is room. So every peer hears of a slab
+// before its end, of neither twice, and never of a slab that has come and gone meanwhile. The peer's operations wait for
+// the slabs that they need as above, within their own time limits.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <atomic>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,7 +29,6 @@
 #include <thread>
 #include <vector>
 
-#include "base/deadline.h"
 #include "comm/control.h"
 #include "comm/mapping.h"
 #include "pool/upstream.h"
@@ -37,8 +43,11 @@ struct LinkMessage {
   uint64_t size_bytes;
 };
 
-// Sends, with a file descriptor (-1: none). False when the peer is gone. CommTimeout at the deadline.
-bool send_message(int socket, const LinkMessage& message, int file, Deadline deadline);
+// kFull: the peer has yet to read earlier ones, and POLLOUT says when it did; kShort: the system has no memory or no
+// passed descriptors left for it now, and nothing says when; kEnd: the peer is gone.
+enum class Sent { kSent, kFull, kShort, kEnd };
+// Never blocks. `file`: the descriptor to pass, -1: none.
+Sent send_message(int socket, const LinkMessage& message, int file);
 struct UnknownMessage {  // thrown inside comm/ only
   std::string text;
 };
@@ -59,9 +68,9 @@ class ShmLinks {
   pid_t pid(int rank) const { return peers_[static_cast<size_t>(rank)]->pid; }
   // A peer's slab, null when its announcement has not arrived. CommError when we could not receive it.
   std::shared_ptr<Mapping> slab(int rank, uint32_t id) const;
-  // Tells all peers about a slab of ours.
+  // Tells all peers about a slab of ours; those that take no messages now hear of it when they do.
   void announce(const SlabRef& slab);
-  // Stops the watcher and closes the sockets. Idempotent.
+  // Stops the watcher and closes the sockets; waits for no peer. Idempotent.
   void close() noexcept;
 
  private:
@@ -73,20 +82,27 @@ class ShmLinks {
     std::map<uint32_t, std::shared_ptr<Mapping>> slabs;
     std::string broken;  // why slabs can no longer be received
     std::string fault;   // what it sent that no rank sends: nothing more is read of it
+    Sent last_sent = Sent::kSent;
+  };
+  struct Announced {
+    std::weak_ptr<Slab> slab;
+    std::vector<bool> is_known;  // by rank: it was told of the slab, and not of its end
   };
   void watch() noexcept;
   void look_at(Peer& peer, bool has_ended) noexcept;
   void take(Peer& peer, const LinkMessage& message, const FileDescriptor& file);
   void cut_off(Peer& peer, const std::string& fault) noexcept;
-  void announce_gone();
-  void send_to_all(const LinkMessage& message, int file);
+  int list_polled(std::vector<pollfd>& polled, std::vector<Peer*>& owners);
+  void tell_peers();
+  void tell(size_t rank, uint32_t id, Announced& announced);
+  void wake_watcher() noexcept;
 
   const int rank_;
   RankRecord& own_;
   std::vector<std::unique_ptr<Peer>> peers_;
   mutable std::mutex slabs_mutex_;  // of Peer::slabs, broken and fault
-  std::mutex send_mutex_;           // of the two below, and of sending
-  std::map<uint32_t, std::weak_ptr<Slab>> announced_;
+  std::mutex send_mutex_;           // of Peer::last_sent, of the two below, and of sending
+  std::map<uint32_t, Announced> announced_;
   bool is_closed_ = false;
   FileDescriptor wake_;
   std::atomic<bool> must_stop_{false};

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from requirements import slow_case
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
-from bucketwheel.ops import reduce_scatter
+from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.pool import Lease
 from bucketwheel.testing import RankPool
 
 pytestmark = pytest.mark.dist
@@ -178,6 +180,73 @@ all_gather(torch.empty(20), torch.empty(10), comm)
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - begin < 30
+
+
+# ------------------------------------------------------------------------------------------------- a rank that stands still
+
+STILL = 3
+MANY_SLABS = 400  # more than the socket of a rank that does not read takes messages
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        time.sleep(0.01)
+
+
+def many_slabs_come_and_go(comm: Communicator) -> Lease:
+    """The last one stays."""
+    begin = time.monotonic()
+    leases = [comm.pool.acquire("", 9 << 20) for _ in range(MANY_SLABS)]
+    for lease in leases[:-1]:
+        lease.release()
+    assert comm.pool.trim() >= (MANY_SLABS - 1) * (9 << 20)
+    assert time.monotonic() - begin < 20, "it waited for the rank that stands still"
+    time.sleep(1.5)  # in which peers are told
+    return leases[-1]
+
+
+def one_stands_still(rank: int, size: int) -> tuple[str, float, float]:
+    comm = Communicator(backend="shm", timeout_s=60)
+    pids = [int(pid) for pid in comm.exchange(str(os.getpid()).encode())]
+    # It goes on, and hears then of the memory that the others read already.
+    lease = comm.pool.acquire("full", 4 * size)
+    if rank == 0:
+        stop(pids[STILL])
+        lease = many_slabs_come_and_go(comm)
+        os.kill(pids[STILL], signal.SIGCONT)
+    full = lease.tensor(torch.float32, (size,))
+    full[rank] = rank
+    all_gather(full, full[rank : rank + 1], comm).wait()
+    assert full.tolist() == list(range(size))
+    comm.exchange(b"")
+    # It hides nobody's death.
+    if rank == 0:
+        stop(pids[STILL])
+        many_slabs_come_and_go(comm)
+        os.kill(pids[2], signal.SIGKILL)
+    if rank == 2:
+        time.sleep(60)
+    begin = time.monotonic()
+    kind, text, dead = error_of(lambda: comm.exchange(b""))
+    told_s = time.monotonic() - begin
+    assert kind == "PeerError" and (dead == 2 or rank == STILL), text
+    begin = time.monotonic()
+    comm.close(0.5)
+    closed_s = time.monotonic() - begin
+    if rank == 0:
+        os.kill(pids[STILL], signal.SIGCONT)
+    return text, told_s, closed_s
+
+
+def test_a_rank_that_stands_still_holds_up_nobody():
+    with RankPool(4, forked=True) as pool:
+        results = pool.run(one_stands_still, expect_dead=[2])
+    text, told_s, closed_s = results[0]
+    assert "rank 2" in text and "died" in text
+    assert told_s < SOON_S
+    assert closed_s < SOON_S and results[1][2] < SOON_S
 
 
 # ---------------------------------------------------------------------------------------------------------------- fork

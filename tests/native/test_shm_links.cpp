@@ -8,12 +8,13 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
+#include <exception>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -26,6 +27,7 @@
 #include "comm/control.h"
 #include "comm/mapping.h"
 #include "comm/shm_links.h"
+#include "shm_link.h"
 
 using namespace bucketwheel;
 
@@ -38,13 +40,6 @@ constexpr int kFuzzedMessages = 100'000;
 #else
 constexpr int kFuzzedMessages = 10'000;
 #endif
-
-FileDescriptor memfd(size_t size_bytes, bool is_sealed = true) {
-  FileDescriptor file(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  CHECK(ftruncate(file.get(), static_cast<off_t>(size_bytes)) == 0);
-  CHECK(!is_sealed || fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
-  return file;
-}
 
 // Whatever bytes and descriptors; waits while the socket is full.
 void send_bytes(int socket, const void* bytes, size_t size_bytes, const std::vector<int>& files) {
@@ -76,41 +71,11 @@ void send(int socket, const LinkMessage& message, const std::vector<int>& files)
   send_bytes(socket, &message, sizeof(message), files);
 }
 
-// One rank, and the other end of its only peer's socket.
-class Link {
- public:
-  Link() : record_(std::make_unique<RankRecord>()) {
-    int pair[2];
-    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
-    std::vector<FileDescriptor> sockets(2);
-    sockets[1].reset(pair[0]);
-    peer.reset(pair[1]);
-    links = std::make_unique<ShmLinks>(0, std::move(sockets), std::vector<pid_t>{getpid(), getpid()}, *record_);
-  }
-  bool is_cut_off() const { return links->is_dead(1); }
-
- private:
-  std::unique_ptr<RankRecord> record_;
-
- public:
-  FileDescriptor peer;
-  std::unique_ptr<ShmLinks> links;
-};
-
 // Whether something that was sent has not been read.
 bool is_unread(int socket) {
   int bytes = 0;
   CHECK(ioctl(socket, SIOCOUTQ, &bytes) == 0);
   return bytes != 0;
-}
-
-// Not under qemu, which keeps those open that did not fit in the receiver's message.
-size_t open_files() {
-  if (emulator() == "qemu") {
-    return 0;
-  }
-  const std::filesystem::directory_iterator files("/proc/self/fd");
-  return static_cast<size_t>(std::distance(begin(files), end(files)));
 }
 
 size_t shared_mappings() {
@@ -120,6 +85,31 @@ size_t shared_mappings() {
     count += line.find("memfd:") != std::string::npos;
   }
   return count;
+}
+
+// The first test: the library has made no memfd yet, so it has to ask the system whether that can seal, and cannot.
+TEST(files_that_could_fault_are_refused_where_no_descriptor_is_left) {
+  const FileDescriptor unsealed = memfd(4096, false);
+  rlimit files{};
+  CHECK(getrlimit(RLIMIT_NOFILE, &files) == 0);
+  const rlimit few{64, files.rlim_max};
+  CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  std::vector<FileDescriptor> taken;
+  do {
+    taken.emplace_back(dup(unsealed.get()));
+  } while (taken.back().get() >= 0);
+  CHECK(errno == EMFILE);
+  std::exception_ptr refused;  // read below: the sanitizers need descriptors for that
+  try {
+    Mapping::of_file(unsealed.get(), 4096, false);
+  } catch (...) {
+    refused = std::current_exception();
+  }
+  taken.clear();
+  CHECK(setrlimit(RLIMIT_NOFILE, &files) == 0 && refused != nullptr);
+  CHECK_THROWS(CommError, "is not sealed: it could be cut off", std::rethrow_exception(refused));
+  CHECK_THROWS(CommError, "is not sealed: it could be cut off", Mapping::of_file(unsealed.get(), 4096, false));
+  CHECK(seals_memfds());
 }
 
 TEST(links_carry_slabs) {
