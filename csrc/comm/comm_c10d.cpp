@@ -116,7 +116,7 @@ std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op,
 
 std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
   const std::exception_ptr error = peers_->fail(failure, {failure.seq, op, ""});
-  if (!flight_.is_written()) {
+  if (!flight_.has_tried()) {
     flight_.write(peers_->health().message());
   }
   return error;

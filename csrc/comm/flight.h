@@ -37,9 +37,9 @@ class FlightRing {
   // that belongs to a CUDA graph.
   std::string json(const std::string& reason) const;
   // To BW_TRACE_DIR/<comm>-rank<rank>.json, if that is set; what was there is replaced. Never throws: the failure that
-  // is being reported matters more than its report.
+  // is being reported matters more than its report. Where it cannot be written stderr says so, once.
   void write(const std::string& reason) noexcept;
-  bool is_written() const { return is_written_; }
+  bool has_tried() const { return has_tried_; }  // to write, whatever came of it
 
  private:
   enum class State : uint8_t { kIssued, kRunning, kDone, kFailed, kCaptured };
@@ -56,8 +56,9 @@ class FlightRing {
   Entry* find(uint64_t seq);
 
   const Identity identity_;
-  std::atomic<bool> is_written_{false};
+  std::atomic<bool> has_tried_{false};
   std::mutex write_mutex_;
+  bool has_complained_ = false;
   mutable std::mutex mutex_;
   std::array<Entry, kCapacity> entries_;
   uint64_t last_seq_ = 0;

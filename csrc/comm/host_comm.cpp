@@ -194,7 +194,7 @@ std::exception_ptr HostComm::fail(const Failure& failure, const FailedAt& at) {
 // Called by the watchdog. A rank that is busy elsewhere does not notice that a peer failed; its last operations are
 // written out all the same, for they may be why.
 void HostComm::look() {
-  if (!has_flight_ || flight_.is_written() || health_.is_closing()) {
+  if (!has_flight_ || flight_.has_tried() || health_.is_closing()) {
     return;
   }
   if (const auto failure = trouble(0, [](int) { return false; }, nullptr)) {
