@@ -135,7 +135,8 @@ std::string FlightRing::json(const std::string& reason) const {
   char host[256] = "";
   (void)gethostname(host, sizeof(host) - 1);
   const double wall_s = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-  std::string out = "{\"comm\": " + quoted(identity_.comm) + ", \"rank\": " + std::to_string(identity_.rank) +
+  std::string out = "{\"comm\": " + quoted(identity_.comm) + ", \"id\": " + quoted(identity_.id) +
+                    ", \"rank\": " + std::to_string(identity_.rank) +
                     ", \"world\": " + std::to_string(identity_.world) + ", \"backend\": " + quoted(identity_.backend) +
                     ", \"pid\": " + std::to_string(getpid()) + ", \"host\": " + quoted(host) +
                     ", \"written_at\": " + time_text(wall_s) + ", \"now_s\": " + time_text(now_s()) +
@@ -160,7 +161,8 @@ void FlightRing::write(const std::string& reason) noexcept {
   }
   std::lock_guard lock(write_mutex_);
   try {
-    const std::string file = file_text(identity_.comm) + "-rank" + std::to_string(identity_.rank) + ".json";
+    const std::string file =
+        file_text(identity_.comm) + "-" + file_text(identity_.id) + "-rank" + std::to_string(identity_.rank) + ".json";
     write_file(env().trace_dir + "/" + file, json(reason));
   } catch (const std::exception& error) {
     if (!has_complained_) {

@@ -91,7 +91,8 @@ class _Links:
     def _make(self, name: str, timeout_s: float) -> Any:
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
-        return native().make_shm_comm(self.rank, fds, [peer["pid"] for peer in self.peers], name, timeout_s)
+        pids = [peer["pid"] for peer in self.peers]
+        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.meeting.id)
 
     def _expect_connected(self, failure: str) -> None:
         failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bucketwheel.__main__ import main
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout, PeerError
 from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.place import LocalWorld
 from bucketwheel.testing import RankPool
 
 pytestmark = pytest.mark.dist
@@ -48,8 +51,10 @@ def test_a_rank_that_sleeps(tmp_path, capsys, comes):
     """Its watchdog writes its ring while it sleeps; when it comes, it has a failed operation like the others."""
     with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
         pool.run(sleeper, 1.6, comes)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"sleepy-rank{rank}.json" for rank in range(3)]
     one, text = verdict_of(tmp_path, capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)
+    ]
     assert (one["culprits"], one["late"], one["waiting"], one["missing"]) == ([1], [1], [0, 2], [])
     assert one["stopped_at"] == 2 and one["origin"] in (0, 2)
     assert "look at rank 1" in text and "waited in operation 2 (reduce_scatter of 1 tensor, 96 bytes)" in text
@@ -75,6 +80,38 @@ def test_a_rank_that_is_killed(tmp_path, capsys):
     one, text = verdict_of(tmp_path, capsys)
     assert (one["culprits"], one["missing"], one["stopped_at"]) == ([2], [2], 2)
     assert "rank 2 wrote nothing: it died or left, say the others" in text
+
+
+def rows(rank: int, size: int, backend: str) -> None:
+    """Two rows of a grid, whose communicators have one name; then they do so again; then each rank has one alone."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for _ in range(2):
+        with Communicator(groups[rank // 2], backend=backend, name="row", timeout_s=30) as comm:
+            all_gather(torch.empty(4), torch.ones(2), comm).wait()
+            comm.exchange(b"")
+            if rank in (1, 2):
+                comm.abort(f"by {rank}")
+            with pytest.raises(CommError):
+                comm.exchange(b"")
+    with Communicator(LocalWorld(1).rank(0), name="row") as comm:
+        comm.abort("alone")
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys, backend):
+    """Of other processes, and of the same one."""
+    with RankPool(4, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
+        pool.run(rows, backend)
+    assert len(list(tmp_path.iterdir())) == 2 * 4 + 4
+    assert main(["flight", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["communicators"]
+    assert {one["comm"] for one in found} == {"row"} and len({one["id"] for one in found}) == len(found) == 2 * 2 + 4
+    shared = [one for one in found if one["world"] == 2]
+    assert sorted(one["culprits"] for one in shared) == [[0], [0], [1], [1]] and not any(
+        one["missing"] for one in shared
+    )
+    pids = [tuple(rank["pid"] for rank in one["ranks"]) for one in shared]
+    assert sorted(Counter(pids).values()) == [2, 2] and len({pid for row in pids for pid in row}) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- the files
