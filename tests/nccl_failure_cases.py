@@ -99,12 +99,16 @@ def facts_of(call: Callable[[], Any]) -> Facts:
     return {}
 
 
+def flights(folder: Path | str, comm: str, rank: int) -> list[Path]:
+    return list(Path(folder).glob(f"{comm.replace('/', '_')}-*-rank{rank}.json"))
+
+
 def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:
     """What the rank wrote when it failed, in a while."""
-    path = Path(folder, f"{comm.replace('/', '_')}-rank{rank}.json")
     until = time.monotonic() + GONE_S
-    while not path.exists() and time.monotonic() < until:
+    while not (paths := flights(folder, comm, rank)) and time.monotonic() < until:
         time.sleep(0.01)
+    (path,) = paths
     record: dict[str, Any] = json.loads(path.read_text())
     return record
 

@@ -342,16 +342,19 @@ inline void bind_host_comms(py::module_& m) {
   m.def("expect_shared_memory", &expect_shared_memory, Unlocked());
   m.def(
       "make_shm_comm",
-      [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s) {
+      [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s,
+         std::string id) {
         ShmOptions options{rank,
                            static_cast<int>(sockets.size()),
                            std::move(sockets),
                            std::move(pids),
                            std::move(name),
-                           expect_timeout(timeout_s)};
+                           expect_timeout(timeout_s),
+                           std::move(id)};
         return released_without_gil(make_shm_comm(options));
       },
-      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), Unlocked());
+      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), py::arg("id") = "",
+      Unlocked());
 }
 
 inline void bind_comm(py::module_& m) {

@@ -213,12 +213,12 @@ inline void bind_store_peers(py::module_& m) {
   py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>> type(m, "StorePeers");
   bind_progress(type);
   type.def(py::init([](std::string name, int rank, int world, double timeout_s, const py::object& post,
-                       const py::object& collect) {
+                       const py::object& collect, std::string id) {
              return std::make_shared<StorePeers>(std::move(name), rank, world, expect_timeout(timeout_s),
-                                                 agreement_of(post, collect));
+                                                 agreement_of(post, collect), std::move(id));
            }),
            py::arg("name"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("post"),
-           py::arg("collect"))
+           py::arg("collect"), py::arg("id") = "")
       .def("take_report", &take_report, py::arg("timeout"))
       .def("deliver", &deliver, py::arg("report"), Unlocked())
       .def("lose", &StorePeers::lose, py::arg("rank"), Unlocked())

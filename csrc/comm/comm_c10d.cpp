@@ -26,7 +26,8 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
       wire_(std::move(wire)),
       rooms_(std::make_unique<WireRooms>(peers_->health().world())),
       pool_(std::move(pool)),
-      flight_({peers_->health().name(), peers_->health().rank(), peers_->health().world(), "c10d"}),
+      flight_(
+          {peers_->health().name(), peers_->health().rank(), peers_->health().world(), "c10d", peers_->health().id()}),
       order_(
           peers_->health(), flight_, [this](const Operation& op, const char* name) { return execute(op, name); },
           IssueOrder::Runs::kByOneThread) {
@@ -116,7 +117,7 @@ std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op,
 
 std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
   const std::exception_ptr error = peers_->fail(failure, {failure.seq, op, ""});
-  if (!flight_.is_written()) {
+  if (!flight_.has_tried()) {
     flight_.write(peers_->health().message());
   }
   return error;

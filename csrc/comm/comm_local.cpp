@@ -48,6 +48,7 @@ int expect_world(int world) {
 LocalWorld::LocalWorld(int world, bool stages_inputs)
     : world_(expect_world(world)),
       stages_inputs_(stages_inputs),
+      id_(random_id()),
       memory_(Mapping::anonymous(Control::size_bytes(world))),
       has_joined_(static_cast<size_t>(world)) {}
 
@@ -59,8 +60,9 @@ std::shared_ptr<HostComm> LocalWorld::make_host(int rank, std::string name, std:
     BW_EXPECTS(!has_joined_[static_cast<size_t>(rank)], "rank " + std::to_string(rank) + " has joined already");
     has_joined_[static_cast<size_t>(rank)] = true;
   }
-  return std::make_shared<HostComm>(HostCommOptions{rank, std::move(name), timeout}, Control(memory_->data(), world_),
-                                    memory_, std::make_unique<LocalTransport>(stages_inputs_));
+  return std::make_shared<HostComm>(HostCommOptions{rank, std::move(name), timeout, id_},
+                                    Control(memory_->data(), world_), memory_,
+                                    std::make_unique<LocalTransport>(stages_inputs_));
 }
 
 CommRef LocalWorld::join(int rank, std::string name, std::chrono::nanoseconds timeout) {

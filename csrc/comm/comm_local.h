@@ -31,6 +31,7 @@ class LocalWorld {
 
   const int world_;
   const bool stages_inputs_;
+  const std::string id_;  // of its communicators' Health
   const std::shared_ptr<Mapping> memory_;
   std::mutex mutex_;
   std::vector<bool> has_joined_;

@@ -39,7 +39,7 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
       turn_(std::move(turn)),
       stream_(CudaDevice::at(session_->device()).new_stream("bw" + part)),
       pool_(options_.pool),
-      flight_({name_, session_->rank(), session_->world(), "nccl"}) {
+      flight_({name_, session_->rank(), session_->world(), "nccl", peers_->health().id()}) {
   if (options_.registers_memory) {
     memory_ = std::make_shared<NcclMemory>(session_);
     pool_ = Pool::make(CudaDevice::at(session_->device()), memory_);

@@ -186,8 +186,8 @@ CommRef make_shm_comm(const ShmOptions& options) {
   const auto memory = share_control(options, sockets);
   const Control control(memory->data(), options.world);
   auto links = std::make_shared<ShmLinks>(options.rank, std::move(sockets), options.pids, control.record(options.rank));
-  return std::make_shared<HostComm>(HostCommOptions{options.rank, options.name, options.timeout}, control, memory,
-                                    std::make_unique<ShmTransport>(std::move(links)));
+  return std::make_shared<HostComm>(HostCommOptions{options.rank, options.name, options.timeout, options.id}, control,
+                                    memory, std::make_unique<ShmTransport>(std::move(links)));
 }
 
 }  // namespace bucketwheel

@@ -22,6 +22,7 @@ struct ShmOptions {
   std::vector<pid_t> pids;
   std::string name;
   std::chrono::nanoseconds timeout{};  // of an operation, from when the stream reaches it; also of this call
+  std::string id{};                    // of Health
 };
 
 // CommError with the reason where this system cannot share memory.

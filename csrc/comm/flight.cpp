@@ -1,13 +1,16 @@
 #include "comm/flight.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
+#include <system_error>
 
 #include "base/env.h"
+#include "base/error.h"
+#include "base/memfd.h"
 
 namespace bucketwheel {
 namespace {
@@ -30,6 +33,55 @@ std::string quoted(const std::string& text) {
     }
   }
   return out + "\"";
+}
+
+// A communicator's name as part of the name of a file, which file systems bound. The end of a long one is kept: it is
+// what tells the parts of a communicator apart.
+std::string file_text(std::string name) {
+  constexpr size_t kMaxBytes = 100;
+  size_t begin = name.size() > kMaxBytes ? name.size() - kMaxBytes : 0;
+  while (begin > 0 && begin < name.size() && (static_cast<unsigned char>(name[begin]) & 0xc0) == 0x80) {
+    ++begin;  // not within a character
+  }
+  name.erase(0, begin);
+  for (char& c : name) {
+    if (c == '/' || static_cast<unsigned char>(c) < 0x20) {
+      c = '_';
+    }
+  }
+  return name;
+}
+
+void write_all(const FileDescriptor& file, const std::string& text, const std::string& path) {
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t count = ::write(file.get(), text.data() + done, text.size() - done);
+    if (count < 0 && errno != EINTR) {
+      throw Error("cannot write " + path + ": " + std::generic_category().message(errno));
+    }
+    done += count > 0 ? static_cast<size_t>(count) : 0;
+  }
+}
+
+// Readers find a whole file or none. Nothing is followed or changed that somebody else has put into the folder, where
+// others may be allowed to write: what is written to is new.
+void write_file(const std::string& path, const std::string& text) {
+  const std::string unfinished = path + "." + std::to_string(getpid());
+  FileDescriptor file(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (file.get() < 0) {
+    throw Error("cannot make " + unfinished + ": " + std::generic_category().message(errno));
+  }
+  try {
+    write_all(file, text, unfinished);
+    if (close(file.release()) != 0) {  // some file systems notice only then that they are full
+      throw Error("cannot write " + unfinished + ": " + std::generic_category().message(errno));
+    }
+    if (std::rename(unfinished.c_str(), path.c_str()) != 0) {
+      throw Error("cannot make " + path + ": " + std::generic_category().message(errno));
+    }
+  } catch (const Error&) {
+    (void)unlink(unfinished.c_str());
+    throw;
+  }
 }
 
 std::string time_text(double seconds) {
@@ -83,7 +135,8 @@ std::string FlightRing::json(const std::string& reason) const {
   char host[256] = "";
   (void)gethostname(host, sizeof(host) - 1);
   const double wall_s = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-  std::string out = "{\"comm\": " + quoted(identity_.comm) + ", \"rank\": " + std::to_string(identity_.rank) +
+  std::string out = "{\"comm\": " + quoted(identity_.comm) + ", \"id\": " + quoted(identity_.id) +
+                    ", \"rank\": " + std::to_string(identity_.rank) +
                     ", \"world\": " + std::to_string(identity_.world) + ", \"backend\": " + quoted(identity_.backend) +
                     ", \"pid\": " + std::to_string(getpid()) + ", \"host\": " + quoted(host) +
                     ", \"written_at\": " + time_text(wall_s) + ", \"now_s\": " + time_text(now_s()) +
@@ -106,17 +159,19 @@ void FlightRing::write(const std::string& reason) noexcept {
   if (env().trace_dir.empty()) {
     return;
   }
+  std::lock_guard lock(write_mutex_);
   try {
-    std::lock_guard lock(write_mutex_);
-    std::string file = identity_.comm;
-    std::replace(file.begin(), file.end(), '/', '_');
-    const std::string path = env().trace_dir + "/" + file + "-rank" + std::to_string(identity_.rank) + ".json";
-    const std::string unfinished = path + "." + std::to_string(getpid());
-    std::ofstream(unfinished) << json(reason);
-    std::rename(unfinished.c_str(), path.c_str());  // readers find a whole file
-    is_written_ = true;
-  } catch (const std::exception&) {  // no memory, say
+    const std::string file =
+        file_text(identity_.comm) + "-" + file_text(identity_.id) + "-rank" + std::to_string(identity_.rank) + ".json";
+    write_file(env().trace_dir + "/" + file, json(reason));
+  } catch (const std::exception& error) {
+    if (!has_complained_) {
+      has_complained_ = true;
+      std::fprintf(stderr, "[bucketwheel rank %d/%d comm '%s'] its last operations are not in BW_TRACE_DIR: %s\n",
+                   identity_.rank, identity_.world, identity_.comm.c_str(), error.what());
+    }
   }
+  has_tried_ = true;
 }
 
 }  // namespace bucketwheel

@@ -22,6 +22,7 @@ class FlightRing {
     int rank = 0;
     int world = 1;
     const char* backend = "";
+    std::string id{};  // of Health
   };
   explicit FlightRing(Identity identity) : identity_(std::move(identity)) {}
 
@@ -31,15 +32,15 @@ class FlightRing {
   void finished(uint64_t seq, bool is_ok);
   void captured(uint64_t seq);
 
-  // JSON: {"comm", "rank", "world", "backend", "pid", "host", "written_at" (seconds since 1970), "now_s", "reason",
+  // JSON: {"comm", "id", "rank", "world", "backend", "pid", "host", "written_at" (seconds since 1970), "now_s", "reason",
   // "operations": [{"seq", "kind", "tensors", "bytes", "state", "issued_s", "started_s", "finished_s"}]}, oldest first;
   // times on the steady clock of the host, like "now_s"; null when not reached. "captured" is the state of an operation
   // that belongs to a CUDA graph.
   std::string json(const std::string& reason) const;
-  // To BW_TRACE_DIR/<comm>-rank<rank>.json, if that is set; what was there is replaced. Never throws: the failure that
-  // is being reported matters more than its report.
+  // To BW_TRACE_DIR/<comm>-<id>-rank<rank>.json, if that is set; what it wrote before is replaced. Never throws: the failure that
+  // is being reported matters more than its report. Where it cannot be written stderr says so, once.
   void write(const std::string& reason) noexcept;
-  bool is_written() const { return is_written_; }
+  bool has_tried() const { return has_tried_; }  // to write, whatever came of it
 
  private:
   enum class State : uint8_t { kIssued, kRunning, kDone, kFailed, kCaptured };
@@ -56,8 +57,9 @@ class FlightRing {
   Entry* find(uint64_t seq);
 
   const Identity identity_;
-  std::atomic<bool> is_written_{false};
+  std::atomic<bool> has_tried_{false};
   std::mutex write_mutex_;
+  bool has_complained_ = false;
   mutable std::mutex mutex_;
   std::array<Entry, kCapacity> entries_;
   uint64_t last_seq_ = 0;

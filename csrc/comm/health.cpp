@@ -1,5 +1,11 @@
 #include "comm/health.h"
 
+#include <unistd.h>
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -45,8 +51,22 @@ Failure failure_of(const std::exception& error, int rank, uint64_t seq) {
   return failure;
 }
 
-Health::Health(std::string name, int rank, int world)
-    : name_(std::move(name)), rank_(rank), world_(world), fork_generation_(fork_generation()) {}
+std::string random_id() {
+  uint64_t bits = 0;
+  if (getentropy(&bits, sizeof(bits)) != 0) {
+    throw Error("no random bytes: " + std::generic_category().message(errno));
+  }
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016" PRIx64, bits);
+  return text;
+}
+
+Health::Health(std::string name, int rank, int world, std::string id)
+    : name_(std::move(name)),
+      rank_(rank),
+      world_(world),
+      id_(id.empty() ? random_id() : std::move(id)),
+      fork_generation_(fork_generation()) {}
 
 std::string Health::who(const std::string& part) const {
   return "rank " + std::to_string(rank_) + "/" + std::to_string(world_) + " comm '" + name_ + part + "'";

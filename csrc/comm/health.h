@@ -38,11 +38,17 @@ inline std::string prefix_of(const std::string& who, uint64_t seq) {
   return "[bucketwheel " + who + " seq " + std::to_string(seq) + "] ";
 }
 
+// 16 hexadecimal digits of the system's randomness.
+std::string random_id();
+
 class Health {
  public:
-  Health(std::string name, int rank, int world);
+  // `id` tells the communicator from others of its name, also of other processes; the same on all ranks. Empty: one is
+  // made up, which does for a single rank.
+  Health(std::string name, int rank, int world, std::string id);
 
   const std::string& name() const { return name_; }
+  const std::string& id() const { return id_; }
   int rank() const { return rank_; }
   int world() const { return world_; }
   // "rank r/w comm 'name'"; `part` is appended to the name.
@@ -73,6 +79,7 @@ class Health {
   const std::string name_;
   const int rank_;
   const int world_;
+  const std::string id_;
   const uint64_t fork_generation_;
   mutable std::mutex mutex_;
   std::exception_ptr error_;

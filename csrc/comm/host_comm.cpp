@@ -19,10 +19,10 @@ constexpr std::chrono::seconds kHostGrace{5};
 HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<void> control_owner,
                    std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
-      health_(options_.name, options_.rank, control.world()),
+      health_(options_.name, options_.rank, control.world(), options_.id),
       control_owner_(std::move(control_owner)),
       team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
-      flight_({options_.name, options_.rank, control.world(), team_->transport().backend()}),
+      flight_({options_.name, options_.rank, control.world(), team_->transport().backend(), health_.id()}),
       order_(
           health_, flight_, [this](const Operation& op, const char* name) { return execute(op, name); },
           IssueOrder::Runs::kInTheirStream) {
@@ -194,7 +194,7 @@ std::exception_ptr HostComm::fail(const Failure& failure, const FailedAt& at) {
 // Called by the watchdog. A rank that is busy elsewhere does not notice that a peer failed; its last operations are
 // written out all the same, for they may be why.
 void HostComm::look() {
-  if (!has_flight_ || flight_.is_written() || health_.is_closing()) {
+  if (!has_flight_ || flight_.has_tried() || health_.is_closing()) {
     return;
   }
   if (const auto failure = trouble(0, [](int) { return false; }, nullptr)) {

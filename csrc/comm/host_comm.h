@@ -22,6 +22,7 @@ struct HostCommOptions {
   int rank = 0;
   std::string name;
   std::chrono::nanoseconds timeout{};  // of an operation, from when the stream reaches it
+  std::string id{};                    // of Health
 };
 
 class HostComm final : public Comm, public Peers {

@@ -18,8 +18,9 @@ constexpr std::chrono::milliseconds kNewsPatience{500};
 
 }  // namespace
 
-StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement)
-    : health_(std::move(name), rank, world),
+StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement,
+                       std::string id)
+    : health_(std::move(name), rank, world, std::move(id)),
       timeout_(timeout),
       agreement_(std::move(agreement)),
       is_gone_(static_cast<size_t>(world)) {}

@@ -26,7 +26,8 @@ class StorePeers final : public Peers {
     std::function<void(std::span<const std::byte>)> post;
     std::function<Payloads(Deadline, const std::function<void()>&)> collect;
   };
-  StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement);
+  StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement,
+             std::string id = {});
 
   Health& health() override { return health_; }
   std::chrono::nanoseconds timeout() const override { return timeout_; }

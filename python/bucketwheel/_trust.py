@@ -7,7 +7,8 @@ in them belong to one of these and can be written by their owner only. Of the fo
 might rename or replace, the same is asked, except that
 
 - a sticky one (the temporary folder) may be writable by all: nobody renames others' files in it;
-- one may be writable by a private group, which has its user's name and no other members: such users have umask 002;
+- one may be writable by a private group, which has its user's name and no other members, nor is it the group of another
+  user that the system lists: such users have umask 002;
 - in a user namespace (Apptainer, rootless containers) one may belong to the overflow user, as whom root's appear.
 
 Symbolic links are followed, and the folders above them and above their targets are asked too. There is no exception for
@@ -107,7 +108,10 @@ def _is_private(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return gid == user.pw_gid and group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
+    if gid != user.pw_gid or group.gr_name != user.pw_name or set(group.gr_mem) - {user.pw_name}:
+        return False
+    # Members are listed with the group only where it is not their own.
+    return all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == gid)
 
 
 def _is_unmapped(uid: int) -> bool:

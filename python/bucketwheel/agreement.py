@@ -77,7 +77,7 @@ class _Agreement:
         self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
         self._group = connect(meeting, "gloo")
-        self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect)
+        self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         ring = _Ring(self._group, self._rank, self._size)
         start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size, ring=ring)
         start(_watch, self.peers, ring, ring=ring)

@@ -155,7 +155,7 @@ def _make_peers(making: Making) -> Any:
         return native().peers_of(native().LocalWorld(1).join(0, name, timeout_s))
     try:
         return native().peers_of(comm_shm.connect(meeting, name, timeout_s))
-    except comm_shm.NotOneHost:
+    except comm_shm.CannotShare:
         return agreement.make_peers(meeting, name, timeout_s)
 
 

@@ -17,25 +17,37 @@ from typing import Any
 from ._build import native
 from .meeting import Meeting
 
-__all__ = ["NoSharedMemory", "NotOneHost", "connect"]
+__all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
 
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
-_HELLO_TIMEOUT_S = 1.0
+_HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
 
-class NotOneHost(Exception):
-    """The ranks do not all share a host; the text says who could not reach whom. On every rank alike."""
+class CannotShare(Exception):
+    """The ranks have no memory in common; the text says of which ranks that is known, and why. On every rank alike."""
+
+    what = "cannot share memory"  # the ranks, for a message
 
 
-class NoSharedMemory(NotOneHost):
-    """There is none on some rank's system; the text says on which, and why. On every rank alike."""
+class NotOneHost(CannotShare):
+    """The ranks do not all share a host: on some there is no socket of another."""
+
+
+class NoSharedMemory(CannotShare):
+    """There is none on some rank's system."""
+
+
+class NotConnected(CannotShare):
+    """The ranks share a host, for every socket that was called is there, and something else went wrong."""
+
+    what = "found each other on one host and could not be connected"
 
 
 def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
-    """The native communicator of the ranks, all or none: `NotOneHost`, or `CommError` on every rank."""
+    """The native communicator of the ranks, all or none: `CannotShare`, or `CommError` on every rank."""
     failures = meeting.failures(meeting.attempt(native().expect_shared_memory))
     if failures:
         raise NoSharedMemory(failures)
@@ -53,6 +65,7 @@ class _Links:
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
         self.sockets: dict[int, socket.socket] = {}
+        self.has_found_all = True  # whom it has called
 
     def connect(self, name: str, timeout_s: float) -> Any:
         meeting = self.meeting
@@ -66,8 +79,8 @@ class _Links:
             self.peers = meeting.exchange(me)
             # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
             acceptor = stack.enter_context(_Acceptor(self, listener))
-            self._expect_reached(meeting.attempt(self._call_lower_ranks))
-            self._expect_reached(acceptor.failure())
+            self._expect_connected(meeting.attempt(self._call_lower_ranks))
+            self._expect_connected(acceptor.failure())
             self.sockets.update(acceptor.accepted)
             return meeting.make(lambda: self._make(name, timeout_s), lambda comm: comm.close(0.0))
 
@@ -78,12 +91,13 @@ class _Links:
     def _make(self, name: str, timeout_s: float) -> Any:
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
-        return native().make_shm_comm(self.rank, fds, [peer["pid"] for peer in self.peers], name, timeout_s)
+        pids = [peer["pid"] for peer in self.peers]
+        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.meeting.id)
 
-    def _expect_reached(self, failure: str) -> None:
-        failures = self.meeting.failures(failure)
+    def _expect_connected(self, failure: str) -> None:
+        failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)
         if failures:
-            raise NotOneHost(failures)
+            raise (NotConnected if all(have_found_all) else NotOneHost)(failures)
 
     def _call_lower_ranks(self) -> None:
         for rank in range(self.rank):
@@ -95,6 +109,7 @@ class _Links:
             ) == errno.EAGAIN and time.monotonic() < self.meeting.deadline:
                 time.sleep(_PAUSE_S)  # too many call
             if error:
+                self.has_found_all = error != errno.ECONNREFUSED  # nobody listens there
                 raise OSError(error, f"calling rank {rank}: {os.strerror(error)}")
             if not _is_peer(call, peer):
                 raise ConnectionRefusedError(
@@ -153,12 +168,20 @@ class _Acceptor:
     def _take_call(self, waiting: selectors.BaseSelector, unknown: contextlib.ExitStack) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # who called has gone
             call, _ = self._listener.accept()
-            if _credentials(call)[1] != os.getuid():
+            pid, uid = _credentials(call)
+            if uid != os.getuid():
                 call.close()  # who cannot be one of us is not listened to
                 return
             call.setblocking(False)
-            waiting.register(call, selectors.EVENT_READ, time.monotonic() + _HELLO_TIMEOUT_S)
+            # A rank may be held up before its hello as anywhere else, and nobody but it can have its pid.
+            until = math.inf if self._awaits(pid) else time.monotonic() + _HELLO_TIMEOUT_S
+            waiting.register(call, selectors.EVENT_READ, until)
             unknown.callback(self._close_unknown, call)
+
+    def _awaits(self, pid: int) -> bool:
+        """Whether a rank that has yet to call is this process."""
+        higher = range(self._links.rank + 1, self._links.size)
+        return any(rank not in self.accepted and self._links.peers[rank]["pid"] == pid for rank in higher)
 
     def _hear(self, waiting: selectors.BaseSelector, call: socket.socket) -> None:
         rank = self._caller(call)

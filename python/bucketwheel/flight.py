@@ -41,12 +41,15 @@ class Operation:
 class Ring:
     """What one rank of one communicator has written."""
 
+    file: str  # its name up to the rank, which is the communicator's
     comm: str
+    id: str  # tells communicators of one name apart, also those of one process
     world: int
     backend: str
     rank: int
     host: str
     pid: int
+    written_s: float  # since 1970
     reason: str
     operations: Mapping[int, Operation]  # by seq
     idle_s: float | None  # since the last operation was over; None: there was none
@@ -73,6 +76,7 @@ class Verdict:
     """What is known of one communicator. Lists of ranks are ascending."""
 
     comm: str
+    id: str
     world: int
     rings: Mapping[int, Ring]  # by rank
     missing: list[int]  # ranks without a file
@@ -114,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
         return 2
     rings, broken = read(folder)
     if not rings and not broken:
-        print(f"no flight ring (COMM-rankN.json) in {folder}", file=sys.stderr)
+        print(f"no flight ring (COMM-ID-rankN.json) in {folder}", file=sys.stderr)
         return 2
     verdicts = judge(rings, broken)
     status = 1 if broken or any(verdict.culprits for verdict in verdicts) else 0
@@ -133,15 +137,15 @@ def read(folder: Path) -> tuple[list[Ring], dict[str, str]]:
     """The rings in ``folder``, and by name of file what is wrong with those that are none."""
     rings, broken = [], {}
     for path in sorted(folder.glob("*.json")):
-        if _FILE.fullmatch(path.name):
+        if name := _FILE.fullmatch(path.name):
             try:
-                rings.append(_ring_of(json.loads(path.read_text(errors="replace"))))
+                rings.append(_ring_of(name[1], json.loads(path.read_text(errors="replace"))))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 broken[path.name] = f"{type(error).__name__}: {error}"
     return rings, broken
 
 
-def _ring_of(found: Any) -> Ring:
+def _ring_of(file: str, found: Any) -> Ring:
     now_s = float(found["now_s"])
     operations = [_operation_of(entry, now_s) for entry in found["operations"]]
     ends = [float(entry["finished_s"]) for entry in found["operations"] if entry["finished_s"] is not None]
@@ -149,12 +153,15 @@ def _ring_of(found: Any) -> Ring:
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} in a world of {world}")
     return Ring(
+        file=file,
         comm=str(found["comm"]),
+        id=str(found["id"]),
         world=world,
         backend=str(found["backend"]),
         rank=rank,
         host=str(found["host"]),
         pid=int(found["pid"]),
+        written_s=float(found["written_at"]),
         reason=str(found["reason"]),
         operations={op.seq: op for op in operations},
         idle_s=max(0.0, now_s - max(ends)) if ends else None,
@@ -179,17 +186,23 @@ def _operation_of(entry: Any, now_s: float) -> Operation:
 
 
 def judge(rings: Iterable[Ring], broken: Iterable[str] = ()) -> list[Verdict]:
-    """One verdict for each communicator. The ranks of ``broken`` files have written something: they are not missing."""
-    groups: dict[tuple[str, int], dict[int, Ring]] = {}
+    """One verdict for each communicator; of those of one name the last to be written comes last. The ranks of ``broken``
+    files have written something: they are not missing."""
+    groups: dict[tuple[str, str, int], dict[int, Ring]] = {}
     for ring in rings:
-        groups.setdefault((ring.comm, ring.world), {})[ring.rank] = ring
+        groups.setdefault((ring.comm, ring.id, ring.world), {})[ring.rank] = ring
     unreadable = {(found[1], int(found[2])) for found in map(_FILE.fullmatch, broken) if found}
     verdicts = []
-    for (comm, world), group in sorted(groups.items()):
-        file = comm.replace("/", "_")
+    for (_, _, world), group in sorted(groups.items(), key=_name_and_time):
+        file = next(iter(group.values())).file
         missing = [rank for rank in range(world) if rank not in group and (file, rank) not in unreadable]
         verdicts.append(_judge_one(dict(sorted(group.items())), missing))
     return verdicts
+
+
+def _name_and_time(of_group: tuple[tuple[str, str, int], Mapping[int, Ring]]) -> tuple[str, float]:
+    (comm, _, _), group = of_group
+    return comm, max(ring.written_s for ring in group.values())
 
 
 def _judge_one(rings: Mapping[int, Ring], missing: list[int]) -> Verdict:
@@ -206,7 +219,7 @@ def _judge_one(rings: Mapping[int, Ring], missing: list[int]) -> Verdict:
     failed = [] if is_timeout or origin is None else [origin]
     evidence = [_minority(mismatch), sorted({*missing, *gone}), aborted, failed, late]
     culprits = next((ranks for ranks in evidence if ranks), [])
-    verdict = Verdict(first.comm, first.world, rings, missing, mismatch, seq, late, waiting, origin, culprits)
+    verdict = Verdict(first.comm, first.id, first.world, rings, missing, mismatch, seq, late, waiting, origin, culprits)
     verdict.lines.extend(_story(verdict, sorted(gone)))
     return verdict
 
@@ -355,7 +368,9 @@ def render(verdicts: Sequence[Verdict], broken: Mapping[str, str]) -> str:
     lines = [f"{name} cannot be read: {why}" for name, why in broken.items()]
     for verdict in verdicts:
         backend = next(iter(verdict.rings.values())).backend
-        lines += ["", f"communicator '{verdict.comm}', {verdict.world} ranks, {backend}"]
+        is_alone = [other.comm for other in verdicts].count(verdict.comm) == 1
+        name = f"'{verdict.comm}'" if is_alone else f"'{verdict.comm}' ({verdict.id})"
+        lines += ["", f"communicator {name}, {verdict.world} ranks, {backend}"]
         rows = []
         for rank in range(verdict.world):
             ring = verdict.rings.get(rank)
@@ -393,6 +408,7 @@ def _object_of(verdict: Verdict) -> dict[str, Any]:
 
     return {
         "comm": verdict.comm,
+        "id": verdict.id,
         "world": verdict.world,
         "ranks": [rank_object(ring) for ring in verdict.rings.values()],
         "missing": verdict.missing,

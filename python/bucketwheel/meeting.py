@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,6 +47,11 @@ class Meeting:
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
         return cls(dist.PrefixStore(f"bucketwheel/{life}/{number}", store), rank, dist.get_world_size(group), timeout_s)
+
+    @functools.cached_property
+    def id(self) -> str:
+        """16 hexadecimal digits that are this meeting's alone, the same on all ranks: of the first that asks for them."""
+        return str(self.store.compare_set("id", "", secrets.token_hex(8)).decode())
 
     def part(self, name: str, rank: int, size: int) -> Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""

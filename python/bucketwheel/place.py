@@ -99,14 +99,14 @@ class Place:
             return native().make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
         try:
             return comm_shm.connect(self.meeting, agreed, self.timeout_s)
-        except comm_shm.NotOneHost as error:
+        except comm_shm.CannotShare as error:
             if backend == "shm":
                 raise CommError(
-                    f"the ranks cannot share memory, which backend 'shm' needs; 'auto' or 'c10d' work without{error}"
+                    f"the ranks {error.what}, which backend 'shm' needs; 'auto' or 'c10d' work without{error}"
                 ) from None
-            if isinstance(error, comm_shm.NoSharedMemory):
+            if not isinstance(error, comm_shm.NotOneHost):
                 warnings.warn(
-                    f"ranks talk over {self.wire}, which is slower, for they cannot share memory{error}", stacklevel=3
+                    f"ranks talk over {self.wire}, which is slower, for they {error.what}{error}", stacklevel=3
                 )
         agreed = agreed if name else agreed.replace("shm", "c10d")
         return comm_c10d.make(self.meeting, self.wire, agreed, self.timeout_s)

@@ -226,8 +226,10 @@ comm.abort('"why"')
 """
     env = {**os.environ, "BW_TRACE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env)
-    record = json.loads((tmp_path / "box-rank0.json").read_text())
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
     assert (record["comm"], record["rank"], record["world"]) == ("box", 0, 1)
+    assert path.name == f"box-{record['id']}-rank0.json" and len(record["id"]) == 16
     assert 'aborted by rank 0: "why"' in record["reason"]
     assert [op["seq"] for op in record["operations"]] == list(range(7, 1031))
     last = record["operations"][-1]

@@ -171,13 +171,13 @@ def test_memory_is_shut_to_other_users():
             assert "none" in own  # the ways are ways
 
 
-def call_all(addresses: list[str], called: int) -> str:
-    """Calls each address with hellos that are none, writes to the file descriptor ``called``, and waits for what comes of it: a
-    caller who says nothing is hung up on when every rank has called.
+def call_all(addresses: list[str], called: int, hello_of_a_rank: bytes) -> str:
+    """Calls each address with hellos that are none, and with ``hello_of_a_rank``; writes to the file descriptor ``called``, and
+    waits for what comes of it: a caller who says nothing is hung up on when every rank has called.
     """
     calls = []
     for address in addresses:
-        for hello in (b"", b"x" * 20, bytes(4000), b"xyz"):
+        for hello in (b"", b"x" * 20, bytes(4000), b"xyz", hello_of_a_rank):
             call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             call.settimeout(20)
             try:
@@ -211,8 +211,16 @@ def listening() -> list[str]:
 
 def called_by_others(rank: int, size: int, user: int | None, called: Path) -> str:
     """The last rank calls once something stands in the file ``called``; until then the others listen, and somebody else calls
-    them.
+    them: as that rank, with their secret, if of another user.
     """
+    secret = bytes(range(16))
+    nonce = secret if user is not None else b"x" * 16
+    make_links = comm_shm._Links.__init__
+
+    def make_known_links(links: Any, meeting: Any) -> None:
+        make_links(links, meeting)
+        links.nonce = secret
+
     if rank == size - 1:
         call_lower_ranks = comm_shm._Links._call_lower_ranks
 
@@ -236,13 +244,17 @@ def called_by_others(rank: int, size: int, user: int | None, called: Path) -> st
             time.sleep(0.01)
         found = listening()
         with called.open("w") as mark:
-            answer = as_user(user, functools.partial(call_all, found, mark.fileno()))
+            hello = comm_shm._HELLO.pack(size - 1, nonce)
+            answer = as_user(user, functools.partial(call_all, found, mark.fileno(), hello))
         said.append(f"{len(found) >= size - 1} {answer}")
 
     caller = threading.Thread(target=call)
     if rank == 0:
         caller.start()
-    with Communicator(backend="shm", timeout_s=60) as comm:
+    with (
+        mock.patch.object(comm_shm._Links, "__init__", make_known_links),
+        Communicator(backend="shm", timeout_s=60) as comm,
+    ):
         check_usable(comm)
         if rank == 0:
             caller.join(60)
@@ -251,7 +263,7 @@ def called_by_others(rank: int, size: int, user: int | None, called: Path) -> st
 
 @pytest.mark.parametrize("user", [None, OTHER_UID])
 def test_callers_that_are_no_ranks_are_hung_up_on(user, tmp_path):
-    """Of another user, or of ours but without the secret."""
+    """Of another user, whatever they know, or of ours but without the secret."""
     if user is not None:
         need_root()
     called = tmp_path / "called"

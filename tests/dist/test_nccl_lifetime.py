@@ -15,7 +15,7 @@ import pytest
 import torch
 from comm_cases import check_usable, on_nccl
 from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
-from nccl_failure_cases import die, expect_gone, fresh_ranks, nccl_comm, read_flight, script
+from nccl_failure_cases import die, expect_gone, flights, fresh_ranks, nccl_comm, read_flight, script
 from requirements import slow_case
 from simulated_cuda import posing
 
@@ -374,7 +374,7 @@ def test_every_living_rank_writes_its_last_operations(why, tmp_path):
         assert ("timeout in all_gather" if why == "timeout" else "rank 2") in record["reason"]
         assert [op["state"] for op in record["operations"]] == ["done", "failed", "failed"]
         assert record["operations"][1]["started_s"] is not None
-    assert not (tmp_path / "box_1-rank2.json").exists() or not dead
+    assert not flights(tmp_path, "box/1", 2) or not dead
 
 
 def test_a_rank_with_nothing_in_flight_writes_too(tmp_path):

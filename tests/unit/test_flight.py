@@ -18,8 +18,10 @@ NOBODY_KNOWS = "(not noticed yet) rank 0 failed first: timeout. Not arrived: ran
 class Rank:
     """Makes the ring of one rank. Its clock has nothing to do with that of others."""
 
-    def __init__(self, rank: int, world: int, reason: str = "timeout in all_gather", comm: str = "box") -> None:
-        self.rank, self.world, self.comm = rank, world, comm
+    def __init__(
+        self, rank: int, world: int, reason: str = "timeout in all_gather", comm: str = "box", id: str = "5eed"
+    ) -> None:
+        self.rank, self.world, self.comm, self.id = rank, world, comm, id
         self.reason = f"[bucketwheel rank {rank}/{world} comm '{comm}' seq 1] {reason}"
         self.now_s = 1000.0 * (rank + 1)
         self.operations: list[dict[str, Any]] = []
@@ -49,11 +51,19 @@ class Rank:
 
     def write(self, folder: Path) -> None:
         ring = {
-            **{"comm": self.comm, "rank": self.rank, "world": self.world, "backend": "shm", "pid": 100 + self.rank},
+            **{
+                "comm": self.comm,
+                "id": self.id,
+                "rank": self.rank,
+                "world": self.world,
+                "backend": "shm",
+                "pid": 100 + self.rank,
+            },
             **{"host": f"node{self.rank}", "written_at": 1.5e9 - self.rank, "now_s": self.now_s},
             **{"reason": self.reason, "operations": self.operations},
         }
-        (folder / f"{self.comm.replace('/', '_')}-rank{self.rank}.json").write_text(json.dumps(ring))
+        file = f"{self.comm.replace('/', '_')}-{self.id}-rank{self.rank}.json"
+        (folder / file).write_text(json.dumps(ring))
 
 
 @pytest.fixture
@@ -257,22 +267,39 @@ def test_short_times_say_nothing(flight):
 
 
 def test_several_communicators(flight):
-    """Each has its verdict; rings of another world are of another run, so of another communicator."""
+    """Each has its verdict, also where two have one name."""
     status, text, found = flight(
         Rank(0, 2, "timeout", comm="b/c").running(GATHER, 3.0),
         Rank(1, 2, NOBODY_KNOWS, comm="b/c"),
-        Rank(0, 1, "timeout", comm="a").done(GATHER),
-        Rank(1, 3, "timeout", comm="a").done(GATHER),
+        Rank(0, 1, "timeout", comm="a", id="cafe").done(GATHER),
+        Rank(1, 3, "timeout", comm="a", id="beef").done(GATHER),
     )
     assert status == 1
     culprits = {(one["comm"], one["world"]): one["culprits"] for one in found["communicators"]}
     assert culprits == {("a", 1): [], ("a", 3): [0, 2], ("b/c", 2): [1]}
     headings = [line for line in text.splitlines() if line.startswith("communicator")]
     assert headings == [
-        "communicator 'a', 1 ranks, shm",
-        "communicator 'a', 3 ranks, shm",
+        "communicator 'a' (beef), 3 ranks, shm",
+        "communicator 'a' (cafe), 1 ranks, shm",
         "communicator 'b/c', 2 ranks, shm",
     ]
+
+
+def test_communicators_of_one_name(flight, tmp_path):
+    """Two rows of a grid, say. Their ranks have nothing to do with each other, nor has an unreadable file of one with the
+    other; the last to be written comes last.
+    """
+    (tmp_path / "row-b0-rank2.json").write_text("{")
+    status, _, found = flight(
+        Rank(0, 3, "timeout", comm="row", id="a0").done(GATHER).running(REDUCE, 9.0),
+        Rank(1, 3, NOBODY_KNOWS, comm="row", id="a0").done(GATHER),
+        Rank(0, 3, "timeout", comm="row", id="b0").done(REDUCE),
+        Rank(1, 3, "timeout", comm="row", id="b0").done(REDUCE),
+    )
+    first, second = found["communicators"]
+    assert status == 1 and (first["id"], second["id"]) == ("a0", "b0")
+    assert (first["culprits"], first["missing"]) == ([2], [2])
+    assert (second["culprits"], second["missing"], second["mismatch"]) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -280,12 +307,12 @@ def test_several_communicators(flight):
 )
 def test_a_broken_file(flight, tmp_path, content):
     """It is named, and its rank has written something."""
-    (tmp_path / "box-rank1.json").write_text(content)
+    (tmp_path / "box-5eed-rank1.json").write_text(content)
     (tmp_path / "unrelated.json").write_text("{")
-    (tmp_path / "box-rank0.json.77").write_text("{")
+    (tmp_path / "box-5eed-rank0.json.77").write_text("{")
     status, text, found = flight(Rank(0, 2, "timeout").done(GATHER))
-    assert (status, list(found["broken"])) == (1, ["box-rank1.json"])
-    assert "box-rank1.json cannot be read: " in text
+    assert (status, list(found["broken"])) == (1, ["box-5eed-rank1.json"])
+    assert "box-5eed-rank1.json cannot be read: " in text
     assert re.search(r"^  rank 1 +cannot be read$", text, re.MULTILINE)
     assert the_one(found)["missing"] == []
 
@@ -301,4 +328,4 @@ def test_directories_without_rings(tmp_path, capsys):
     assert main(["flight", str(tmp_path / "nothing")]) == 2
     assert "nothing is not a directory" in capsys.readouterr().err
     assert main(["flight", str(tmp_path)]) == 2
-    assert "no flight ring (COMM-rankN.json) in" in capsys.readouterr().err
+    assert "no flight ring (COMM-ID-rankN.json) in" in capsys.readouterr().err

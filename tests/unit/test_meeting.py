@@ -56,6 +56,19 @@ def test_parts_do_not_hear_each_other():
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
+def test_an_id_is_of_one_meeting(kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def ids(rank: int, _: int) -> list[str]:
+        meeting = Meeting(dist.PrefixStore("one", store), rank, 3, 20)
+        return [meeting.id, meeting.part(f"part {rank}", 0, 1).id, meeting.id]
+
+    everyone = run_threads(ids, 3, timeout_s=40)
+    assert len({one for mine in everyone for one in mine}) == 1 + 3
+    assert len({tuple(mine[::2]) for mine in everyone}) == 1 and len(everyone[0][0]) == 16
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_who_has_not_come_is_named(missing, kind, tmp_path):
     store = stores(kind, tmp_path)

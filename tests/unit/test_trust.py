@@ -71,7 +71,9 @@ def test_a_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_private_group(monkeypatch: pytest.MonkeyPatch) -> None:
     user = _trust.pwd.struct_passwd(("ann", "x", os.geteuid(), 70, "", "/", "/bin/sh"))
     groups = {70: ("ann", []), 71: ("ann", []), 72: ("staff", ["ann"])}
+    everyone = [user]
     monkeypatch.setattr(_trust.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(_trust.pwd, "getpwall", lambda: everyone)
     monkeypatch.setattr(
         _trust.grp, "getgrgid", lambda gid: _trust.grp.struct_group((groups[gid][0], "x", gid, groups[gid][1]))
     )
@@ -80,6 +82,14 @@ def test_a_private_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _trust._is_private(70)
     groups[70] = ("ann", ["ann", "bob"])
     assert not _trust._is_private(70)
+    groups[70] = ("ann", [])
+    for name, uid, gid, is_private in [
+        ("bob", user.pw_uid + 1, 71, True),
+        ("also-ann", user.pw_uid, 70, True),
+        ("bob", user.pw_uid + 1, 70, False),
+    ]:
+        everyone[1:] = [_trust.pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))]
+        assert _trust._is_private(70) == is_private, name
 
 
 def test_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

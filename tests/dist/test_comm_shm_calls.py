@@ -1,0 +1,104 @@
+"""Ranks that call each other over Unix sockets to share memory: what holds them up, and what they hear if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+from comm_cases import check_usable
+
+from bucketwheel import comm_shm
+from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.testing import RankPool
+
+pytestmark = pytest.mark.dist
+
+
+def made(backend: str) -> tuple[str, list[str]]:
+    """The backend of a new communicator, and what was warned of; the error instead where there is one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            comm = Communicator(backend=backend, timeout_s=60)
+        except CommError as error:
+            return str(error), []
+    with comm:
+        check_usable(comm)
+        return comm.backend, [str(one.message) for one in caught]
+
+
+def held_up(rank: int, size: int, backend: str) -> tuple[str, list[str]]:
+    """The last rank is, between its calls and its hellos, for longer than a stranger is heard."""
+    is_peer = comm_shm._is_peer
+
+    def is_peer_later(call: socket.socket, peer: dict[str, Any]) -> bool:
+        time.sleep(comm_shm._HELLO_TIMEOUT_S + 0.4)
+        return is_peer(call, peer)
+
+    with mock.patch.object(comm_shm, "_is_peer", is_peer_later if rank == size - 1 else is_peer):
+        return made(backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm"])
+def test_a_rank_may_be_held_up_before_its_hello(backend):
+    with RankPool(3, forked=True) as pool:
+        assert pool.run(held_up, backend) == [("shm", [])] * 3
+
+
+def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
+    """Then no longer than any other."""
+    own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
+    meeting = mock.Mock(deadline=time.monotonic() + 30, attempt=lambda step: step())
+    links = mock.Mock(rank=0, size=3, nonce=bytes(16), peers=[own, own, other], meeting=meeting)
+    limit_s = 0.2
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(comm_shm, "_HELLO_TIMEOUT_S", limit_s))
+        listener, rank, stranger = (
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)
+        )
+        listener.bind("")
+        listener.listen()
+        acceptor = stack.enter_context(comm_shm._Acceptor(links, listener))
+        rank.connect(listener.getsockname())
+        rank.settimeout(4 * limit_s)
+        with pytest.raises(TimeoutError):
+            rank.recv(1)
+        rank.send(comm_shm._HELLO.pack(1, links.nonce))
+        until = time.monotonic() + 20
+        while 1 not in acceptor.accepted and time.monotonic() < until:
+            time.sleep(0.01)
+        stranger.connect(listener.getsockname())
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b"" and list(acceptor.accepted) == [1]
+        acceptor.accepted[1].close()
+
+
+def found(rank: int, size: int, backend: str, finds: bool) -> tuple[str, list[str]]:
+    """The last rank takes the others' sockets for somebody else's, or there is nobody where it calls."""
+    with contextlib.ExitStack() as stack:
+        if rank == size - 1 and finds:
+            stack.enter_context(mock.patch.object(comm_shm, "_is_peer", return_value=False))
+        elif rank == size - 1:
+            connect = mock.Mock(return_value=errno.ECONNREFUSED)
+            stack.enter_context(mock.patch.object(socket.socket, "connect_ex", connect))
+        return made(backend)
+
+
+@pytest.mark.parametrize("finds", [True, False], ids=["found", "apart"])
+def test_auto_tells_why_ranks_of_one_host_are_not_connected(finds):
+    """Of ranks on several hosts there is nothing to tell."""
+    reason = "rank 2: ConnectionRefusedError: "
+    with RankPool(3, forked=True) as pool:
+        for backend, told in pool.run(found, "auto", finds):
+            assert (backend, len(told)) == ("c10d", finds)
+            assert not finds or ("found each other on one host" in told[0] and reason in told[0])
+        for refused, _ in pool.run(found, "shm", finds):
+            assert ("found each other on one host" if finds else "cannot share memory") in refused and reason in refused
