@@ -75,9 +75,10 @@ class _Agreement:
         self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
         self._group = connect(meeting, "gloo")
+        store = meeting.ask(lambda _: _own_connection(meeting.store))
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect)
         ring = _Ring(self._group, self._rank, self._size)
-        start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size, hurry=ring.stop_receiving)
+        start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
         start(_watch, self.peers, ring, hurry=ring.stop_receiving)
         start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from .background import start
 from .errors import CommError, CommTimeout, Error
 
 __all__ = ["Meeting", "has_keys"]
 
 _LOOK_S = 0.05
-_SLICE_S = 0.5  # Ctrl-C is served between two waits for the Store
+_SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
 _OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
+_ANSWER_S = 2.0  # behind the deadline, for what the Store is told and asked then
+
+_Call = Callable[[threading.Event], Any]
 
 
 class Meeting:
@@ -41,10 +48,9 @@ class Meeting:
         whole: Any = group if group is not None else dist.group.WORLD
         rank = dist.get_rank(group)
         store = dist.distributed_c10d._get_process_group_store(whole)
-        # torchrun may give restarted processes the Store of those that it ended, with what is in it.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
-        return cls(dist.PrefixStore(f"bucketwheel/{life}/{number}", store), rank, dist.get_world_size(group), timeout_s)
+        meeting = cls(store, rank, dist.get_world_size(group), timeout_s)
+        meeting.store = meeting.ask(lambda _: _next_place(store, rank))
+        return meeting
 
     def part(self, name: str, rank: int, size: int) -> Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""
@@ -54,32 +60,60 @@ class Meeting:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come by the meeting's deadline, or within
         ``grace_s`` if that is later. On all ranks the same: who comes later hears that the others have gone."""
         self._round += 1
-        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        together = f"{self._round}/all"
+        if self.rank != 0:
+            grace_s *= 2
+        until = max(self.deadline, time.monotonic() + grace_s)
+        values = self.ask(functools.partial(self._exchange, self._round, mine, until), until)
+        if isinstance(values, dict):
+            raise CommTimeout(self._too_late(f"ranks {values['missing']} have not come"))
+        return list(values)
+
+    def _exchange(self, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        together = f"{number}/all"
         if self.rank == 0:
             awaited = keys[1:]
         else:
             self.store.set(keys[self.rank], json.dumps(mine))
             awaited = [together]
-            grace_s *= 2
-        until = max(self.deadline, time.monotonic() + grace_s)
-        if not has_keys(self.store, awaited, until - time.monotonic()):
+        if not has_keys(self.store, awaited, until - time.monotonic(), given_up):
+            if given_up.is_set():  # what the round comes to is for the others to say
+                return None
             missing = [rank for rank in range(1, self.size) if not self.store.check([keys[rank]])]
             values = self._decide(together, {"missing": missing or [0]})
         elif self.rank == 0:
             values = self._decide(together, [mine, *(json.loads(self.store.get(key)) for key in awaited)])
         else:
             values = json.loads(self.store.get(together))
-        if isinstance(values, dict):
-            raise CommTimeout(
-                f"the communicator was not made within {self.timeout_s} s: ranks {values['missing']} have not come"
-            )
-        if self.rank == 0:
+        if self.rank == 0 and not isinstance(values, dict):
             for key in awaited:
                 self.store.delete_key(key)
-            if self._round > 1:
-                self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
-        return list(values)
+            if number > 1:
+                self.store.delete_key(f"{number - 1}/all")  # who has come to this round has read it
+        return values
+
+    def ask(self, call: _Call, until: float | None = None) -> Any:
+        """What ``call(given_up)``, which talks to the Store, returns or raises. `CommTimeout` when it has not by ``until``, by
+        default the meeting's deadline: `given_up` is set then, and when Ctrl-C ends the wait.
+
+        In a thread of its own. A Store that cannot be reached keeps a call, whatever its time limit, until the system gives
+        the connection up; that takes minutes at least, and no signal is heard meanwhile.
+        """
+        answer: Future[Any] = Future()
+        given_up = threading.Event()
+        start(_answer, answer, call, given_up)
+        until = self.deadline if until is None else until
+        try:
+            wait([answer], max(until - time.monotonic(), 0.0) + _ANSWER_S)
+            if not answer.done():
+                raise CommTimeout(self._too_late("the Store does not answer"))
+            return answer.result()
+        finally:
+            given_up.set()
+            del answer  # else it and an error that it raises keep each other
+
+    def _too_late(self, why: str) -> str:
+        return f"the communicator was not made within {self.timeout_s} s: {why}"
 
     def _decide(self, key: str, outcome: Any) -> Any:
         """What the round came to: that of the first rank that says so."""
@@ -121,10 +155,25 @@ class Meeting:
         return failures, [one for _, one in everyone]
 
 
-def has_keys(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
-    """Blocks until the Store has them all. False at the time limit; RuntimeError when there is no Store."""
+def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None:
+    try:
+        answer.set_result(call(given_up))
+    except BaseException as error:  # noqa: BLE001 (raised by who asks)
+        answer.set_exception(error)
+
+
+def _next_place(store: dist.Store, rank: int) -> dist.Store:
+    # torchrun may give restarted processes the Store of those that it ended, with what is in it.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
+    return dist.PrefixStore(f"bucketwheel/{life}/{number}", store)
+
+
+def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None) -> bool:
+    """Blocks until the Store has them all. False at the time limit, or once nobody waits for the answer; RuntimeError when
+    there is no Store."""
     until = time.monotonic() + timeout_s
-    while True:
+    while given_up is None or not given_up.is_set():
         look_until = min(until, time.monotonic() + _SLICE_S)
         try:
             store.wait(keys, timedelta(seconds=max(look_until - time.monotonic(), _LOOK_S)))
@@ -134,3 +183,4 @@ def has_keys(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
                 raise  # not the time limit
         if time.monotonic() >= until:
             return False
+    return False
