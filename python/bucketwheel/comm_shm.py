@@ -40,13 +40,16 @@ def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
         listeners: list[socket.socket] = []
 
         def prepare() -> None:
-            native().expect_shared_memory()
+            native().expect_shared_memory(meeting.size)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0bucketwheel-{secrets.token_hex(16)}")
             listener.listen()
             listeners.append(listener)
 
-        failures = meeting.failures(meeting.attempt(prepare))
+        failures, seals = meeting.outcome(meeting.attempt(prepare), native().seals_memfds())
+        if not failures and any(seals):  # then those ranks refuse the memory of ranks that do not
+            unsealed = [rank for rank, is_sealed in enumerate(seals) if not is_sealed]
+            failures = "".join(f"\n  rank {rank}: memfds cannot be sealed, as on other ranks" for rank in unsealed)
         if failures:
             raise NoSharedMemory(failures)
         return _Links(meeting, listeners[0]).connect(name, timeout_s)

@@ -8,6 +8,8 @@ import errno
 import functools
 import os
 import random
+import re
+import resource
 import socket
 import struct
 import threading
@@ -65,7 +67,11 @@ def test_what_it_can_do_without(call):
 
 
 def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[str, list[str]]:
-    if rank in ranks:
+    if rank not in ranks:
+        pass
+    elif call == "large files":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    else:
         refuse(call)
     with pytest.raises(CommError, match="cannot share memory") as refused:
         Communicator(backend="shm", timeout_s=30)
@@ -78,22 +84,33 @@ def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[
     return str(refused.value), [str(one.message) for one in caught]
 
 
-NO_MEMFDS = "CommError: cannot make shared memory (memfd_create) of 4096 bytes: Function not implemented"
-NO_SOCKETS = "OSError: [Errno 97] Address family not supported by protocol"
+NO_MEMFDS = r"CommError: cannot make shared memory \(memfd_create\) of \d+ bytes: Function not implemented"
+NO_SOCKETS = r"OSError: \[Errno 97\] Address family not supported by protocol"
+NO_SEALS = "memfds cannot be sealed, as on other ranks"
+TOO_LARGE = r"CommError: cannot make shared memory \(ftruncate\) of \d{7,} bytes: File too large"
 
 
 @pytest.mark.parametrize(
     ("call", "ranks", "reason"),
-    [("memfd_create", [1], NO_MEMFDS), ("unix sockets", [1], NO_SOCKETS), ("unix sockets", [0, 1, 2], NO_SOCKETS)],
+    [
+        ("memfd_create", [1], NO_MEMFDS),
+        ("unix sockets", [1], NO_SOCKETS),
+        ("unix sockets", [0, 1, 2], NO_SOCKETS),
+        ("sealing", [0], NO_SEALS),
+        ("sealing", [1], NO_SEALS),
+        ("large files", [0, 1, 2], TOO_LARGE),
+    ],
 )
 def test_what_it_cannot_do_without(call, ranks, reason):
     """All ranks refuse, with the reason; "auto" takes another backend and says why."""
     with RankPool(3, forked=True) as pool:
         results = pool.run(lacking_on_some, call, ranks)
     for text, told in results:
-        reasons = [f"rank {rank}: {reason}" for rank in ranks]
         for said in (text, *told):
-            assert said.count("\n") == len(ranks) and all(one in said for one in reasons), said
+            lines = said.splitlines()[1:]
+            assert len(lines) == len(ranks), said
+            for line, lacks in zip(lines, ranks, strict=True):
+                assert re.fullmatch(rf"  rank {lacks}: {reason}", line), said
         assert len(told) == 1 and "slower" in told[0]
 
 
