@@ -121,7 +121,7 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
         }
         return map_control(file.get(), size_bytes, where);
       case Received::kEnd:
-        throw PeerError(where + "rank 0 died while the communicator was being made", {.rank = 0});
+        throw PeerError(where + "rank 0 hung up while the communicator was being made", {.rank = 0});
       case Received::kNothing:
         break;
     }
