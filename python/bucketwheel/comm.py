@@ -80,14 +80,15 @@ class Communicator:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        _expect_arguments(group, backend, timeout_s)
-        _expect_cpu(backend, device)  # before the CUDA module is built for nothing
-        native()  # a first use builds it, before the others' time runs
-        index = device_index(device)
-        if backend == "nccl":
-            _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-        place = Place.of(group, backend, timeout_s)
+        with Place.coming(group):
+            _expect_arguments(group, backend, timeout_s)
+            _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+            native()  # a first use builds it, before the others' time runs
+            index = device_index(device)
+            if backend == "nccl":
+                _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            place = Place.of(group, backend, timeout_s)
         kind = place.backend(backend, index)
         if kind != "nccl" and choices != NcclChoices():
             raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
@@ -130,15 +131,16 @@ class Communicator:
         warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
-        _expect_arguments(group, "nccl", timeout_s)
-        index = device_index(device)
-        _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-        if choices.options.get("split_share"):
-            raise ValueError(
-                "split_share would make the two of a pair take turns; it is for communicators that `split`"
-            )
-        place = Place.of(group, "nccl", timeout_s)
+        with Place.coming(group):
+            _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            if choices.options.get("split_share"):
+                raise ValueError(
+                    "split_share would make the two of a pair take turns; it is for communicators that `split`"
+                )
+            place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         natives, overlaps = comm_nccl.pair(making)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
@@ -163,10 +165,11 @@ class Communicator:
         watchdog may abort under our operations, and a failure here leaves the aborting to it: `abort` and time-outs end
         waiting on the host, while kernels stay until the group is aborted.
         """
-        _expect_arguments(group, "nccl", timeout_s)
-        index = device_index(device)
-        _expect_cuda(index)
-        place = Place.of(group, "nccl", timeout_s)
+        with Place.coming(group):
+            _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
         return cls.__new__(cls)._finish(comm_nccl.borrow(making, group), place, making.choices)
 

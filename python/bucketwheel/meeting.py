@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -44,13 +45,16 @@ class Meeting:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float) -> Meeting:
-        """The next meeting of a process group: each rank counts its own."""
-        whole: Any = group if group is not None else dist.group.WORLD
-        rank = dist.get_rank(group)
-        store = dist.distributed_c10d._get_process_group_store(whole)
+        """The next meeting of a process group: each rank counts its own, see [Note: missed meetings]."""
+        rank, store = dist.get_rank(group), _store_of(group)
         meeting = cls(store, rank, dist.get_world_size(group), timeout_s)
         meeting.store = meeting.ask(lambda _: _next_place(store, rank))
         return meeting
+
+    @staticmethod
+    def miss(group: dist.ProcessGroup | None) -> None:
+        """A call that should have come to a meeting of the group has failed before."""
+        _may_be_behind.add(_store_of(group))
 
     def part(self, name: str, rank: int, size: int) -> Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""
@@ -162,11 +166,33 @@ def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None
         answer.set_exception(error)
 
 
+def _store_of(group: dist.ProcessGroup | None) -> Any:
+    whole: Any = group if group is not None else dist.group.WORLD
+    return dist.distributed_c10d._get_process_group_store(whole)
+
+
+# [Note: missed meetings] Each rank counts the meetings of a group that it has come to, so that ranks that make the same calls
+# come to the same ones. A rank whose call fails before it comes to its meeting is behind if the others have waited for it
+# there in vain. It finds out when it comes again: the others have given up the meeting that is its next, and then it goes on
+# to the first that they have not. A rank that comes late finds the same, but has missed no call: it is told, as the others
+# were, that it had not come, and may be behind from then on, for it may be that it never made the call that they waited for.
+_may_be_behind: weakref.WeakSet[Any] = weakref.WeakSet()  # in the meetings of these Stores' groups
+
+
 def _next_place(store: dist.Store, rank: int) -> dist.Store:
     # torchrun may give restarted processes the Store of those that it ended, with what is in it.
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
-    return dist.PrefixStore(f"bucketwheel/{life}/{number}", store)
+    is_behind = store in _may_be_behind
+    while True:
+        number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
+        place = dist.PrefixStore(f"bucketwheel/{life}/{number}", store)
+        is_given_up = place.check(["1/all"]) and isinstance(json.loads(place.get("1/all")), dict)
+        if not is_given_up:
+            _may_be_behind.discard(store)
+            return place
+        _may_be_behind.add(store)
+        if not is_behind:
+            return place
 
 
 def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None) -> bool:

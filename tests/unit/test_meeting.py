@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,53 @@ def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pyte
             found[life, rank] = meeting
     assert found["1", 0].store.get("who") == found["1", 1].store.get("who") == b"1 1"
     assert found["0", 1].store.get("who") == b"0 1"
+
+
+def comes(group: Any, timeout_s: float) -> str:
+    try:
+        return f"met {Meeting.of_group(group, timeout_s).exchange(group.rank)}"
+    except CommTimeout as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("story", "times", "told"),
+    [
+        *(("fails", 1, 0), ("fails", 3, 0), ("fails alone", 2, 0)),
+        *(("does not call", 1, 1), ("does not call", 3, 1), ("is late", 1, 1)),
+    ],
+)
+def test_a_rank_that_has_missed_meetings_comes_to_the_next(story, times, told, monkeypatch):
+    """A call of rank 1 fails before it comes, or is never made, or comes when the others have gone; of that it is told once."""
+    store = dist.HashStore()
+    groups = [SimpleNamespace(rank=rank, store=dist.PrefixStore("", store)) for rank in range(3)]
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: group.store)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    together = threading.Barrier(3)
+
+    def body(rank: int, _: int) -> list[str]:
+        group: Any = groups[rank]
+        said = []
+        for _ in range(times):
+            if rank == 1 and story.startswith("fails"):
+                Meeting.miss(group)
+            elif rank != 1 and story != "fails alone":
+                said.append(comes(group, 0.3))
+            together.wait(30)
+            if rank == 1 and story == "is late":
+                said.append(comes(group, 20))
+        together.wait(30)
+        if story == "does not call":
+            said.append(comes(group, 0.3))
+            together.wait(30)
+        return [*said, comes(group, 20), comes(group, 20)]
+
+    outcomes = run_threads(body, 3, timeout_s=60)
+    for said in outcomes:
+        assert said[-2:] == ["met [0, 1, 2]"] * 2
+        assert all("ranks [1] have not come" in one for one in said[:-2]), said
+    assert len(outcomes[1]) == told + 2
 
 
 class Deaf:
