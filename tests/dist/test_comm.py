@@ -256,6 +256,20 @@ def test_the_next_communicator_after_one_that_failed_on_one_rank(rank_pool):
     assert all("ranks [1] have not come" in text for text in (texts[0], texts[2])), texts
 
 
+def without_a_limit(rank: int, size: int, backend: str) -> None:
+    for timeout_s in (float("inf"), 1e10):
+        with Communicator(backend=backend, timeout_s=timeout_s) as comm:
+            check_usable(comm)
+            comm.exchange(b"")
+    with pytest.raises(ValueError, match="timeout_s must be positive, got nan"):
+        Communicator(backend=backend, timeout_s=float("nan"))
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_time_limits_beyond_what_clocks_take(backend, rank_pool):
+    rank_pool(2).run(without_a_limit, backend, timeout_s=40)
+
+
 def test_alone():
     for backend in ("auto", "shm", "local"):
         with Communicator(backend=backend) as comm:
