@@ -42,6 +42,7 @@ PYTHON_LAYERS = [
         "memory",
         "handle",
         "pool",
+        "background",
         "meeting",
         "gloo",
         "agreement",

@@ -121,7 +121,7 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
         }
         return map_control(file.get(), size_bytes, where);
       case Received::kEnd:
-        throw PeerError(where + "rank 0 died while the communicator was being made", {.rank = 0});
+        throw PeerError(where + "rank 0 hung up while the communicator was being made", {.rank = 0});
       case Received::kNothing:
         break;
     }
@@ -170,10 +170,11 @@ std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vec
 
 }  // namespace
 
-void expect_shared_memory() {
-  const FileDescriptor file = make_memfd("bucketwheel-probe", kPageBytes);
-  const auto mine = Mapping::of_file(file.get(), kPageBytes, true);
-  const auto theirs = Mapping::of_file(file.get(), kPageBytes, false);
+void expect_shared_memory(int world) {
+  const size_t size_bytes = Control::size_bytes(world);
+  const FileDescriptor file = make_memfd("bucketwheel-probe", size_bytes);
+  const auto mine = Mapping::of_file(file.get(), size_bytes, true);
+  const auto theirs = Mapping::of_file(file.get(), size_bytes, false);
   mine->data()[0] = std::byte{1};
   if (theirs->data()[0] != std::byte{1}) {
     throw CommError("a memfd that is mapped twice is not one memory here");

@@ -25,8 +25,8 @@ struct ShmOptions {
   std::string id{};                    // of Health
 };
 
-// CommError with the reason where this system cannot share memory.
-void expect_shared_memory();
+// CommError with the reason where this system cannot share as much memory as a communicator of `world` ranks needs.
+void expect_shared_memory(int world);
 
 // Called by all ranks; returns when the control segment is mapped here. Takes the sockets over, also when it throws.
 CommRef make_shm_comm(const ShmOptions& options);

@@ -11,7 +11,6 @@ several failures only the one that is first in the Store goes that way, while th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -20,7 +19,6 @@ import math
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ._build import native
+from .background import start
 from .errors import CommTimeout, Error
 from .gloo import NO_TIMEOUT, connect, give_up, receive, send
 from .meeting import Meeting
@@ -48,7 +47,6 @@ _TEXT_CHARS, _LAST_ERROR_CHARS = 1000, 250  # of a report that would be longer
 _Report = tuple[int, str, int, int, int, str, list[int | None]]
 _NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
 _NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
-_EXIT_S = 2.0  # how long the end of the process waits for threads
 # How long a message of the ring may be on its way: gloo loses one that is sent in the moment in which the other process
 # ends, without an error. Who gives up has left, or something has failed. Its connections close then, as with its end.
 _SENT_S = 3.0
@@ -77,11 +75,12 @@ class _Agreement:
         self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
         self._group = connect(meeting, "gloo")
+        store = meeting.ask(lambda _: _own_connection(meeting.store))
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         ring = _Ring(self._group, self._rank, self._size)
-        start(_carry_failures, self.peers, _own_connection(meeting.store), ring, self._size, ring=ring)
-        start(_watch, self.peers, ring, ring=ring)
-        start(_say_goodbye, self.peers, ring, self.let_go, ring=ring)
+        start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
+        start(_watch, self.peers, ring, hurry=ring.stop_receiving)
+        start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
@@ -182,29 +181,6 @@ def _pauses() -> Iterator[float]:
 def _own_connection(store: dist.Store) -> dist.Store:
     """Where the store can have several: so that nobody's long wait holds up the news."""
     return store.clone() if hasattr(store, "clone") else store
-
-
-_threads: dict[threading.Thread, weakref.ref[_Ring] | None] = {}
-
-
-def start(run: Callable[..., None], *args: Any, ring: _Ring | None = None) -> None:
-    """A thread that ends when its communicator is closed, and is waited for at the end of the process."""
-    thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
-    thread.start()
-    for ended in [other for other in list(_threads) if not other.is_alive()]:
-        _threads.pop(ended, None)
-    _threads[thread] = None if ring is None else weakref.ref(ring)
-
-
-@atexit.register
-def _join_threads() -> None:
-    """A thread that needs the GIL when the interpreter has gone, to come back from gloo or to free its group, ends the
-    process by SIGABRT. Runs after communicators have been closed: what is registered first runs last."""
-    until = time.monotonic() + _EXIT_S
-    for thread, its_ring in list(_threads.items()):
-        if its_ring is not None and thread.is_alive() and (ring := its_ring()) is not None:
-            ring.stop_receiving()
-        thread.join(max(until - time.monotonic(), 0.0))
 
 
 class _Ring:

@@ -28,6 +28,7 @@ from bucketwheel.pool import Pool
 __all__ = ["Communicator"]
 
 _EXIT_GRACE_S = 2.0
+_LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
 
 _numbers = itertools.count()
 _open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -46,7 +47,7 @@ class Communicator:
             world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
             memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
-            `CommTimeout`. Also bounds the making of the communicator.
+            `CommTimeout`; a year at most. Also bounds the making of the communicator.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
@@ -80,14 +81,15 @@ class Communicator:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        _expect_arguments(group, backend, timeout_s)
-        _expect_cpu(backend, device)  # before the CUDA module is built for nothing
-        native()  # a first use builds it, before the others' time runs
-        index = device_index(device)
-        if backend == "nccl":
-            _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-        place = Place.of(group, backend, timeout_s)
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, backend, timeout_s)
+            _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+            native()  # a first use builds it, before the others' time runs
+            index = device_index(device)
+            if backend == "nccl":
+                _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            place = Place.of(group, backend, timeout_s)
         kind = place.backend(backend, index)
         if kind != "nccl" and choices != NcclChoices():
             raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
@@ -130,15 +132,16 @@ class Communicator:
         warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
-        _expect_arguments(group, "nccl", timeout_s)
-        index = device_index(device)
-        _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-        if choices.options.get("split_share"):
-            raise ValueError(
-                "split_share would make the two of a pair take turns; it is for communicators that `split`"
-            )
-        place = Place.of(group, "nccl", timeout_s)
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            if choices.options.get("split_share"):
+                raise ValueError(
+                    "split_share would make the two of a pair take turns; it is for communicators that `split`"
+                )
+            place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         natives, overlaps = comm_nccl.pair(making)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
@@ -163,10 +166,11 @@ class Communicator:
         watchdog may abort under our operations, and a failure here leaves the aborting to it: `abort` and time-outs end
         waiting on the host, while kernels stay until the group is aborted.
         """
-        _expect_arguments(group, "nccl", timeout_s)
-        index = device_index(device)
-        _expect_cuda(index)
-        place = Place.of(group, "nccl", timeout_s)
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
         return cls.__new__(cls)._finish(comm_nccl.borrow(making, group), place, making.choices)
 
@@ -373,7 +377,8 @@ def _natives(handles: Sequence[Handle]) -> list[Any]:
     return [handle._native for handle in handles]
 
 
-def _expect_arguments(group: Any, backend: str, timeout_s: float) -> None:
+def _expect_arguments(group: Any, backend: str, timeout_s: float) -> float:
+    """The time limit, of what clocks, sockets and torch take."""
     if backend not in ("auto", "shm", "local", "nccl", "c10d"):
         raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
     if not timeout_s > 0:
@@ -383,6 +388,7 @@ def _expect_arguments(group: Any, backend: str, timeout_s: float) -> None:
             raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
     elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
+    return min(timeout_s, _LONGEST_S)
 
 
 def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:

@@ -48,10 +48,23 @@ class NotConnected(CannotShare):
 
 def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks, all or none: `CannotShare`, or `CommError` on every rank."""
-    failures = meeting.failures(meeting.attempt(native().expect_shared_memory))
-    if failures:
-        raise NoSharedMemory(failures)
-    return _Links(meeting).connect(name, timeout_s)
+    with contextlib.ExitStack() as stack:
+        listeners: list[socket.socket] = []
+
+        def prepare() -> None:
+            native().expect_shared_memory(meeting.size)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0bucketwheel-{secrets.token_hex(16)}")
+            listener.listen()
+            listeners.append(listener)
+
+        failures, seals = meeting.outcome(meeting.attempt(prepare), native().seals_memfds())
+        if not failures and any(seals):  # then those ranks refuse the memory of ranks that do not
+            unsealed = [rank for rank, is_sealed in enumerate(seals) if not is_sealed]
+            failures = "".join(f"\n  rank {rank}: memfds cannot be sealed, as on other ranks" for rank in unsealed)
+        if failures:
+            raise NoSharedMemory(failures)
+        return _Links(meeting, listeners[0]).connect(name, timeout_s)
 
 
 class _Links:
@@ -59,8 +72,9 @@ class _Links:
     that the process at the other end is the one that the meeting speaks of.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
         self.meeting = meeting
+        self.listener = listener
         self.rank, self.size = meeting.rank, meeting.size
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
@@ -71,14 +85,11 @@ class _Links:
         meeting = self.meeting
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_sockets)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            address = f"\0bucketwheel-{secrets.token_hex(16)}"
-            listener.bind(address)
-            listener.listen()
+            address = self.listener.getsockname().decode()
             me = {"address": address, "nonce": self.nonce.hex(), "pid": os.getpid(), "uid": os.getuid()}
             self.peers = meeting.exchange(me)
             # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
-            acceptor = stack.enter_context(_Acceptor(self, listener))
+            acceptor = stack.enter_context(_Acceptor(self, self.listener))
             self._expect_connected(meeting.attempt(self._call_lower_ranks))
             self._expect_connected(acceptor.failure())
             self.sockets.update(acceptor.accepted)

@@ -29,7 +29,11 @@ _UNUSED_TAG = 8
 
 def connect(meeting: Meeting, name: str) -> Any:
     """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
-    the ranks that have not come by the meeting's deadline."""
+    the ranks that have not come by the meeting's deadline, or when the Store does not answer."""
+    return meeting.ask(lambda _: _connect(meeting, name))
+
+
+def _connect(meeting: Meeting, name: str) -> Any:
     store = dist.PrefixStore(name, meeting.store)
     before = _sockets()
     left_s = max(meeting.deadline - time.monotonic(), 0.1)

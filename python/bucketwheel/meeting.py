@@ -6,20 +6,27 @@ import functools
 import json
 import os
 import secrets
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from .background import start
 from .errors import CommError, CommTimeout, Error
 
 __all__ = ["Meeting", "has_keys"]
 
 _LOOK_S = 0.05
-_SLICE_S = 0.5  # Ctrl-C is served between two waits for the Store
+_SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
 _OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
+_ANSWER_S = 2.0  # behind the deadline, for what the Store is told and asked then
+
+_Call = Callable[[threading.Event], Any]
 
 
 class Meeting:
@@ -39,19 +46,21 @@ class Meeting:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float) -> Meeting:
-        """The next meeting of a process group: each rank counts its own."""
-        whole: Any = group if group is not None else dist.group.WORLD
-        rank = dist.get_rank(group)
-        store = dist.distributed_c10d._get_process_group_store(whole)
-        # torchrun may give restarted processes the Store of those that it ended, with what is in it.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
-        return cls(dist.PrefixStore(f"bucketwheel/{life}/{number}", store), rank, dist.get_world_size(group), timeout_s)
+        """The next meeting of a process group: each rank counts its own, see [Note: missed meetings]."""
+        rank, store = dist.get_rank(group), _store_of(group)
+        meeting = cls(store, rank, dist.get_world_size(group), timeout_s)
+        meeting.store = meeting.ask(lambda _: _next_place(store, rank))
+        return meeting
+
+    @staticmethod
+    def miss(group: dist.ProcessGroup | None) -> None:
+        """A call that should have come to a meeting of the group has failed before."""
+        _may_be_behind.add(_store_of(group))
 
     @functools.cached_property
     def id(self) -> str:
         """16 hexadecimal digits that are this meeting's alone, the same on all ranks: of the first that asks for them."""
-        return str(self.store.compare_set("id", "", secrets.token_hex(8)).decode())
+        return str(self.ask(lambda _: self.store.compare_set("id", "", secrets.token_hex(8)).decode()))
 
     def part(self, name: str, rank: int, size: int) -> Meeting:
         """A meeting of some of the ranks; ``name`` is theirs alone."""
@@ -61,32 +70,60 @@ class Meeting:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come by the meeting's deadline, or within
         ``grace_s`` if that is later. On all ranks the same: who comes later hears that the others have gone."""
         self._round += 1
-        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        together = f"{self._round}/all"
+        if self.rank != 0:
+            grace_s *= 2
+        until = max(self.deadline, time.monotonic() + grace_s)
+        values = self.ask(functools.partial(self._exchange, self._round, mine, until), until)
+        if isinstance(values, dict):
+            raise CommTimeout(self._too_late(f"ranks {values['missing']} have not come"))
+        return list(values)
+
+    def _exchange(self, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        together = f"{number}/all"
         if self.rank == 0:
             awaited = keys[1:]
         else:
             self.store.set(keys[self.rank], json.dumps(mine))
             awaited = [together]
-            grace_s *= 2
-        until = max(self.deadline, time.monotonic() + grace_s)
-        if not has_keys(self.store, awaited, until - time.monotonic()):
+        if not has_keys(self.store, awaited, until - time.monotonic(), given_up):
+            if given_up.is_set():  # what the round comes to is for the others to say
+                return None
             missing = [rank for rank in range(1, self.size) if not self.store.check([keys[rank]])]
             values = self._decide(together, {"missing": missing or [0]})
         elif self.rank == 0:
             values = self._decide(together, [mine, *(json.loads(self.store.get(key)) for key in awaited)])
         else:
             values = json.loads(self.store.get(together))
-        if isinstance(values, dict):
-            raise CommTimeout(
-                f"the communicator was not made within {self.timeout_s} s: ranks {values['missing']} have not come"
-            )
-        if self.rank == 0:
+        if self.rank == 0 and not isinstance(values, dict):
             for key in awaited:
                 self.store.delete_key(key)
-            if self._round > 1:
-                self.store.delete_key(f"{self._round - 1}/all")  # who has come to this round has read it
-        return list(values)
+            if number > 1:
+                self.store.delete_key(f"{number - 1}/all")  # who has come to this round has read it
+        return values
+
+    def ask(self, call: _Call, until: float | None = None) -> Any:
+        """What ``call(given_up)``, which talks to the Store, returns or raises. `CommTimeout` when it has not by ``until``, by
+        default the meeting's deadline: `given_up` is set then, and when Ctrl-C ends the wait.
+
+        In a thread of its own. A Store that cannot be reached keeps a call, whatever its time limit, until the system gives
+        the connection up; that takes minutes at least, and no signal is heard meanwhile.
+        """
+        answer: Future[Any] = Future()
+        given_up = threading.Event()
+        start(_answer, answer, call, given_up)
+        until = self.deadline if until is None else until
+        try:
+            wait([answer], max(until - time.monotonic(), 0.0) + _ANSWER_S)
+            if not answer.done():
+                raise CommTimeout(self._too_late("the Store does not answer"))
+            return answer.result()
+        finally:
+            given_up.set()
+            del answer  # else it and an error that it raises keep each other
+
+    def _too_late(self, why: str) -> str:
+        return f"the communicator was not made within {self.timeout_s} s: {why}"
 
     def _decide(self, key: str, outcome: Any) -> Any:
         """What the round came to: that of the first rank that says so."""
@@ -128,10 +165,47 @@ class Meeting:
         return failures, [one for _, one in everyone]
 
 
-def has_keys(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
-    """Blocks until the Store has them all. False at the time limit; RuntimeError when there is no Store."""
-    until = time.monotonic() + timeout_s
+def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None:
+    try:
+        answer.set_result(call(given_up))
+    except BaseException as error:  # noqa: BLE001 (raised by who asks)
+        answer.set_exception(error)
+
+
+def _store_of(group: dist.ProcessGroup | None) -> Any:
+    whole: Any = group if group is not None else dist.group.WORLD
+    return dist.distributed_c10d._get_process_group_store(whole)
+
+
+# [Note: missed meetings] Each rank counts the meetings of a group that it has come to, so that ranks that make the same calls
+# come to the same ones. A rank whose call fails before it comes to its meeting is behind if the others have waited for it
+# there in vain. It finds out when it comes again: the others have given up the meeting that is its next, and then it goes on
+# to the first that they have not. A rank that comes late finds the same, but has missed no call: it is told, as the others
+# were, that it had not come, and may be behind from then on, for it may be that it never made the call that they waited for.
+_may_be_behind: weakref.WeakSet[Any] = weakref.WeakSet()  # in the meetings of these Stores' groups
+
+
+def _next_place(store: dist.Store, rank: int) -> dist.Store:
+    # torchrun may give restarted processes the Store of those that it ended, with what is in it.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_behind = store in _may_be_behind
     while True:
+        number = store.add(f"bucketwheel/{life}/meetings/{rank}", 1)
+        place = dist.PrefixStore(f"bucketwheel/{life}/{number}", store)
+        is_given_up = place.check(["1/all"]) and isinstance(json.loads(place.get("1/all")), dict)
+        if not is_given_up:
+            _may_be_behind.discard(store)
+            return place
+        _may_be_behind.add(store)
+        if not is_behind:
+            return place
+
+
+def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None) -> bool:
+    """Blocks until the Store has them all. False at the time limit, or once nobody waits for the answer; RuntimeError when
+    there is no Store."""
+    until = time.monotonic() + timeout_s
+    while given_up is None or not given_up.is_set():
         look_until = min(until, time.monotonic() + _SLICE_S)
         try:
             store.wait(keys, timedelta(seconds=max(look_until - time.monotonic(), _LOOK_S)))
@@ -141,3 +215,4 @@ def has_keys(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
                 raise  # not the time limit
         if time.monotonic() >= until:
             return False
+    return False

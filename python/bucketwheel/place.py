@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import warnings
@@ -77,6 +78,18 @@ class Place:
         if backend == "local":
             raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
         return cls(timeout_s, Meeting.of_group(group, timeout_s), wire=comm_c10d.backend_of(group))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def coming(group: Any) -> Iterator[None]:
+        """Around all of a call that may fail before `of` has come to the meeting of the group."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(group, dist.ProcessGroup) or (group is None and _has_default_group()):
+                with contextlib.suppress(KeyError):  # a group that has been destroyed
+                    Meeting.miss(group)
+            raise
 
     def backend(self, asked: str, device: int) -> str:
         """What is to be made; ``"auto"``: whatever connects CPU ranks."""

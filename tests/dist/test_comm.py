@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from comm_cases import (
     MEMORIES,
     check_all_gather,
@@ -23,6 +24,7 @@ from comm_cases import (
 from requirements import slow_case
 
 from bucketwheel.comm import Communicator
+from bucketwheel.errors import CommTimeout
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool
 
@@ -238,6 +240,35 @@ def posts_while_collecting(comm: Communicator) -> None:
 @in_few_places
 def test_a_thread_that_posts_while_another_collects(run):
     run(posts_while_collecting)
+
+
+def fails_before_the_meeting(rank: int, size: int) -> str:
+    with pytest.raises(ValueError if rank == 1 else CommTimeout) as caught:
+        Communicator(timeout_s=-1.0 if rank == 1 else 0.5)
+    dist.barrier()
+    for _ in range(2):
+        with Communicator(timeout_s=20) as comm:
+            check_usable(comm)
+    return str(caught.value)
+
+
+def test_the_next_communicator_after_one_that_failed_on_one_rank(rank_pool):
+    texts = rank_pool(3).run(fails_before_the_meeting)
+    assert all("ranks [1] have not come" in text for text in (texts[0], texts[2])), texts
+
+
+def without_a_limit(rank: int, size: int, backend: str) -> None:
+    for timeout_s in (float("inf"), 1e10):
+        with Communicator(backend=backend, timeout_s=timeout_s) as comm:
+            check_usable(comm)
+            comm.exchange(b"")
+    with pytest.raises(ValueError, match="timeout_s must be positive, got nan"):
+        Communicator(backend=backend, timeout_s=float("nan"))
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_time_limits_beyond_what_clocks_take(backend, rank_pool):
+    rank_pool(2).run(without_a_limit, backend, timeout_s=40)
 
 
 def test_alone():

@@ -323,3 +323,33 @@ def test_a_cut_link_is_a_named_error(call, tmp_path):
         assert took_s < LIMIT_S + 3.0 + 2 * SOON_S
     kinds = [kind for kind, _, _ in results]
     assert kinds.count("CommTimeout") >= 2, results
+
+
+def cut_before_the_making(rank: int, world: int, hosts: Hosts, folder: Path, host: int) -> tuple[str, str, float]:
+    enter(hosts, rank, world)
+    if rank == 0:
+        hosts.cut(host)
+        (folder / "cut").touch()
+    while not (folder / "cut").exists():
+        time.sleep(0.01)
+    begin = time.monotonic()
+    kind, text, _ = error_of(lambda: Communicator(timeout_s=LIMIT_S))
+    took_s = time.monotonic() - begin
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) <= world:
+        time.sleep(0.01)
+    return kind, text, took_s
+
+
+@pytest.mark.parametrize("host", [0, slow_case(2)])
+def test_a_link_that_is_cut_before_the_making(host, tmp_path):
+    """Also that of the host that has the Store: nobody waits longer than the time limit."""
+    with network_hosts(3) as hosts, RankPool(3, backend=None, forked=True) as pool:
+        results = pool.run(cut_before_the_making, hosts, tmp_path, host)
+    for rank, (kind, text, took_s) in enumerate(results):
+        assert kind == "CommTimeout", text
+        reaches_the_store = rank != host if host else rank == 0
+        missing = [host] if host else [1, 2]
+        reason = f"ranks {missing} have not come" if reaches_the_store else "the Store does not answer"
+        assert text == f"the communicator was not made within {LIMIT_S} s: {reason}"
+        assert took_s < LIMIT_S + 2 * SOON_S

@@ -8,6 +8,8 @@ import errno
 import functools
 import os
 import random
+import re
+import resource
 import socket
 import struct
 import threading
@@ -64,9 +66,13 @@ def test_what_it_can_do_without(call):
             assert "rank 1" in text and "died" in text
 
 
-def without_memfds(rank: int, size: int) -> tuple[str, list[str]]:
-    if rank == 1:
-        refuse("memfd_create")
+def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[str, list[str]]:
+    if rank not in ranks:
+        pass
+    elif call == "large files":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    else:
+        refuse(call)
     with pytest.raises(CommError, match="cannot share memory") as refused:
         Communicator(backend="shm", timeout_s=30)
     with warnings.catch_warnings(record=True) as caught:
@@ -78,14 +84,34 @@ def without_memfds(rank: int, size: int) -> tuple[str, list[str]]:
     return str(refused.value), [str(one.message) for one in caught]
 
 
-def test_what_it_cannot_do_without():
+NO_MEMFDS = r"CommError: cannot make shared memory \(memfd_create\) of \d+ bytes: Function not implemented"
+NO_SOCKETS = r"OSError: \[Errno 97\] Address family not supported by protocol"
+NO_SEALS = "memfds cannot be sealed, as on other ranks"
+TOO_LARGE = r"CommError: cannot make shared memory \(ftruncate\) of \d{7,} bytes: File too large"
+
+
+@pytest.mark.parametrize(
+    ("call", "ranks", "reason"),
+    [
+        ("memfd_create", [1], NO_MEMFDS),
+        ("unix sockets", [1], NO_SOCKETS),
+        ("unix sockets", [0, 1, 2], NO_SOCKETS),
+        ("sealing", [0], NO_SEALS),
+        ("sealing", [1], NO_SEALS),
+        ("large files", [0, 1, 2], TOO_LARGE),
+    ],
+)
+def test_what_it_cannot_do_without(call, ranks, reason):
     """All ranks refuse, with the reason; "auto" takes another backend and says why."""
     with RankPool(3, forked=True) as pool:
-        results = pool.run(without_memfds)
+        results = pool.run(lacking_on_some, call, ranks)
     for text, told in results:
-        reason = "rank 1: CommError: cannot make shared memory (memfd_create) of 4096 bytes: Function not implemented"
-        assert reason in text and "rank 0" not in text
-        assert len(told) == 1 and "slower" in told[0] and reason in told[0]
+        for said in (text, *told):
+            lines = said.splitlines()[1:]
+            assert len(lines) == len(ranks), said
+            for line, lacks in zip(lines, ranks, strict=True):
+                assert re.fullmatch(rf"  rank {lacks}: {reason}", line), said
+        assert len(told) == 1 and "slower" in told[0]
 
 
 # ------------------------------------------------------------------------------------------------------- other users

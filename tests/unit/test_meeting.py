@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from requirements import slow_case
 
+from bucketwheel.background import _threads
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.meeting import Meeting
 from bucketwheel.testing import run_threads
@@ -138,3 +145,103 @@ def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pyte
             found[life, rank] = meeting
     assert found["1", 0].store.get("who") == found["1", 1].store.get("who") == b"1 1"
     assert found["0", 1].store.get("who") == b"0 1"
+
+
+def comes(group: Any, timeout_s: float) -> str:
+    try:
+        return f"met {Meeting.of_group(group, timeout_s).exchange(group.rank)}"
+    except CommTimeout as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("story", "times", "told"),
+    [
+        *(("fails", 1, 0), ("fails", 3, 0), ("fails alone", 2, 0)),
+        *(("does not call", 1, 1), ("does not call", 3, 1), ("is late", 1, 1)),
+    ],
+)
+def test_a_rank_that_has_missed_meetings_comes_to_the_next(story, times, told, monkeypatch):
+    """A call of rank 1 fails before it comes, or is never made, or comes when the others have gone; of that it is told once."""
+    store = dist.HashStore()
+    groups = [SimpleNamespace(rank=rank, store=dist.PrefixStore("", store)) for rank in range(3)]
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: group.store)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    together = threading.Barrier(3)
+
+    def body(rank: int, _: int) -> list[str]:
+        group: Any = groups[rank]
+        said = []
+        for _ in range(times):
+            if rank == 1 and story.startswith("fails"):
+                Meeting.miss(group)
+            elif rank != 1 and story != "fails alone":
+                said.append(comes(group, 0.3))
+            together.wait(30)
+            if rank == 1 and story == "is late":
+                said.append(comes(group, 20))
+        together.wait(30)
+        if story == "does not call":
+            said.append(comes(group, 0.3))
+            together.wait(30)
+        return [*said, comes(group, 20), comes(group, 20)]
+
+    outcomes = run_threads(body, 3, timeout_s=60)
+    for said in outcomes:
+        assert said[-2:] == ["met [0, 1, 2]"] * 2
+        assert all("ranks [1] have not come" in one for one in said[:-2]), said
+    assert len(outcomes[1]) == told + 2
+
+
+class Deaf:
+    """A Store that does not come back from a call, until it is told to: as one behind a cut link."""
+
+    def __init__(self, call: str) -> None:
+        self.store, self.call, self.answers = dist.HashStore(), call, threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name == self.call:
+                self.answers.wait()
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def ends_soon() -> bool:
+    """Whether no thread of a meeting is left."""
+    until = time.monotonic() + 10
+    while (alive := [one for one in list(_threads) if one.is_alive()]) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not alive
+
+
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [(1, "set"), (0, "wait"), (1, "wait"), (0, "get"), (1, "get"), (1, "check"), (0, "compare_set"), (0, "delete_key")],
+)
+def test_a_store_that_does_not_answer_is_not_waited_for(rank, call, monkeypatch):
+    monkeypatch.setattr("bucketwheel.meeting._ANSWER_S", 0.2)
+    store: Any = Deaf(call)
+    if call in ("get", "delete_key"):  # which come after the others have
+        for key, value in (("1/1", "1"), ("1/all", "[0, 1]")):
+            store.store.set(key, value)
+    begin = time.monotonic()
+    with pytest.raises(CommTimeout, match="within 0.2 s: the Store does not answer"):
+        Meeting(store, rank, 2, 0.2).exchange(rank)
+    assert time.monotonic() - begin < 10
+    store.answers.set()
+    assert ends_soon()
+
+
+def test_ctrl_c_is_heard_while_the_store_does_not_answer():
+    store: Any = Deaf("set")
+    begin = time.monotonic()
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        Meeting(store, 1, 2, 60).exchange(1)
+    store.answers.set()
+    assert ends_soon()  # and does not wait for the others either
+    assert time.monotonic() - begin < 20

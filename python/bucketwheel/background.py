@@ -1,0 +1,40 @@
+"""Threads of ours beside the caller's, and their end with the process.
+
+A thread that needs the GIL when the interpreter has gone, to come back from gloo or a Store, or to free what it holds, ends
+the process by SIGABRT.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["start"]
+
+_EXIT_S = 2.0  # how long the end of the process waits for threads
+
+_threads: dict[threading.Thread, weakref.WeakMethod[Callable[[], None]] | None] = {}
+
+
+def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None = None) -> None:
+    """A thread that the end of the process waits for, a little. ``hurry``: a method, called then if its object is still
+    there, that ends what the thread waits for."""
+    thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
+    thread.start()
+    for ended in [other for other in list(_threads) if not other.is_alive()]:
+        _threads.pop(ended, None)
+    _threads[thread] = None if hurry is None else weakref.WeakMethod(hurry)
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Runs after communicators have been closed: what is registered first runs last."""
+    until = time.monotonic() + _EXIT_S
+    for thread, its_hurry in list(_threads.items()):
+        if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
+            hurry()
+        thread.join(max(until - time.monotonic(), 0.0))
