@@ -18,11 +18,11 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv
 BIN := $(VENV)/bin
-SETUP := pyproject.toml setup.py build_backend.py constraints.txt
-# Another TORCH is another installation.
-INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+SETUP := pyproject.toml setup.py build_backend.py constraints.txt tests/beside_torch.py
+# Another TORCH or PYTHON is another environment: nothing of the one before is left in it.
+INSTALLED := $(VENV)/.installed-$(shell (echo '$(TORCH)'; $(PYTHON) -VV) 2>&1 | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
-SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _env.py _toolchain.py _trust.py)
+SOURCES := $(shell find csrc -type f) $(wildcard python/bucketwheel/_*.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Workers and ranks read what one of them has compiled.
@@ -81,11 +81,12 @@ $(INSTALLED): $(SETUP)
 	  { echo "'$(PYTHON)' has no venv (Debian: apt install python3-venv)"; exit 1; }
 	@command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
 	  { echo "no C++ compiler found (Debian: apt install g++; or name one with CXX=...)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) $(VENV)
 	@echo "installing $(TORCH) and bucketwheel into $(VENV)"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo,test,lint]'
+	extras=$$($(BIN)/python tests/beside_torch.py $(VENV)/constraints.txt) && \
+	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$$extras]"
+	@$(BIN)/python tests/beside_torch.py $(VENV)/constraints.txt --check
 	@$(FETCH_HEADERS)
 	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -45,7 +45,7 @@ TESTS = (
     *("tests/dist/test_comm.py", "tests/dist/test_optim.py", "tests/dist/test_optim_state.py"),
     *("tests/dist/test_optim_compiled.py", "tests/dist/test_prefetch.py", "tests/dist/test_stock.py"),
 )
-NEEDED = ("pytest>=8", "pytest-xdist", "hypothesis", "numpy", "nvidia-nccl-cu13")
+NEEDED = ("pytest>=8", "pytest-xdist", "hypothesis", "numpy")
 EXAMPLE = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
     "--evaluate-batches 2 --text-bytes 300000 --compare ddp"
@@ -134,7 +134,7 @@ class Cell:
             return
         wanted = self.choose_torch()
         self.pip(f"torch=={wanted}")
-        self.pip(f"bucketwheel[demo] @ {self.source.sdist.as_uri()}", *NEEDED)
+        self.pip(f"bucketwheel[demo] @ {self.source.sdist.as_uri()}", *NEEDED, f"torch=={wanted}")
         self.build(python, "-c", BUILD)
         self.train()
         self.test()

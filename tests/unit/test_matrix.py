@@ -55,6 +55,7 @@ def test_a_cell(tmp_path: Path) -> None:
     words = [step.split()[0] for step in cell.steps]
     assert words == ["making", "asking", "installing", "installing", "building", "training", "testing"]
     assert "torch==2.10.0+cpu" in cell.steps[2] and f"bucketwheel[demo] @ file://{tmp_path}" in cell.steps[3]
+    assert cell.steps[3].endswith("torch==2.10.0+cpu") and "nccl" not in cell.steps[3]
     assert all(test in cell.steps[6] for test in matrix.TESTS)
     assert not cell.folder.exists()
 
