@@ -14,16 +14,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bucketwheel import _trust
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
 
-__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units"]
+__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units", "writing"]
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTILINE)
 # Said about every kernel, whatever else went wrong.
@@ -61,8 +61,7 @@ def compile_module(
         out = unit[0].path.replace("/", "_") + ".o"
         if objects is not None:
             place = objects / f"{object_key(recipe, toolchain, *unit)}.o"
-            if place.is_file() and _trust.why_not(place) is None:
-                os.utime(place)
+            if _is_stored(place):
                 linked.append(str(place))
                 continue
             stored[out] = place
@@ -78,6 +77,15 @@ def compile_module(
             if (work / out).is_file():
                 store(work / out, place)
     return module
+
+
+def _is_stored(place: Path) -> bool:
+    """Whether the store has an object that may be linked. Its use is remembered, but not where it is another user's."""
+    if not place.is_file() or _trust.why_not(place) is not None:
+        return False
+    with suppress(OSError):
+        os.utime(place)
+    return place.is_file()  # somebody may have removed it meanwhile
 
 
 def units(recipe: Recipe) -> list[tuple[Source, ...]]:
@@ -160,12 +168,15 @@ def store(path: Path, place: Path) -> None:
 def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: float, module: Module) -> None:
     ninja = find_ninja()
     if ninja is not None:
+        with writing(work, module):
+            _write_ninja(steps, link, work)
         failed, output = _run_ninja(ninja, steps, link, work, timeout_s)
     else:
         failed, output = _run_threads(steps, link, timeout_s)
     commands = "".join(f"{step.shell()}\n" for step in [*steps, link])
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(f"{commands}\n{output}\n")
+    with writing(log.parent, module):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{commands}\n{output}\n")
     if failed is not None:
         raise explain(
             f"{'linking' if failed is link else 'compiling'} {failed.out} failed",
@@ -175,6 +186,16 @@ def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: floa
             log=log,
             remedies=[_REMEDY, *(_CUDA_REMEDIES if module is CUDA else ())],
         )
+
+
+@contextmanager
+def writing(folder: Path, module: Module) -> Iterator[None]:
+    """What fails in here is told as a failure to write into ``folder``: a `BuildError`."""
+    try:
+        yield
+    except OSError as error:
+        remedies = ["make room there, or name another folder: BW_CACHE_DIR=..."]
+        raise explain(f"{folder} cannot be written: {error}", module=module, remedies=remedies) from error
 
 
 def find_ninja() -> str | None:
@@ -192,11 +213,14 @@ def _jobs() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
+def _write_ninja(steps: list[_Step], link: _Step, work: Path) -> None:
     lines = ["rule sh", "  command = $cmd"]
     for step, needs in [(step, "") for step in steps] + [(link, " ".join(step.out for step in steps))]:
         lines += [f"build {step.out}: sh {needs}", f"  cmd = {step.shell().replace('$', '$$')}"]
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
+
+
+def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
     # sources are listed slow ones first, and ninja starts edges in the order of the targets it is given
     argv = [ninja, "-C", str(work), f"-j{_jobs()}", *(step.out for step in steps), link.out]
     done, output = _Calls(timeout_s).run(argv, work)
