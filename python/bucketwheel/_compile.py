@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -153,7 +154,8 @@ def closure(csrc: Path, source: str) -> list[Path]:
 
 def store(path: Path, place: Path) -> None:
     """Put an object into the store, all at once."""
-    private = place.with_name(f"{place.name}.{os.getpid()}")
+    # Hosts that share the store have processes of equal numbers.
+    private = place.with_name(f"{place.name}.{uuid.uuid4().hex[:12]}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, private)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _cache
+from bucketwheel import _cache, _cache_command, _compile
 from bucketwheel._toolchain import CPU
 from tests.requirements import need_mounts, need_root, slow_case
 from tests.unit.test_build import wait_until
@@ -67,6 +67,28 @@ def test_without_locks_two_builders_do_no_harm(tree: TinyTree, error: str) -> No
         assert out == "42\n" and "built in" in err, err
     assert len(tree.entries()) == 1 and list((tree.cache / "tmp").iterdir()) == []
     assert tree.run(failing("fcntl.flock", error) + LOAD) == ("42", "")
+
+
+def test_a_builder_that_dies_cuts_no_object_of_another_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host's, say, whose process has the same number: it begins once the first one has copied, and dies."""
+    made, place = tmp_path / "made.o", tmp_path / "objects" / f"{'0' * 64}.o"
+    made.write_bytes(b"x" * 5000)
+
+    def die(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"x" * 1000)
+        raise KeyboardInterrupt
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(_compile.shutil, "copyfile", die)
+        with pytest.raises(KeyboardInterrupt):
+            _compile.store(made, place)
+
+    monkeypatch.setattr(_compile._trust, "close_to_others", meanwhile)
+    _compile.store(made, place)
+    assert place.read_bytes() == made.read_bytes()
+    (left,) = [path for path in place.parent.iterdir() if path != place]
+    assert _cache_command._OBJECT.fullmatch(left.name), "what the dead one leaves is no object to `--clear`"
 
 
 def test_a_stale_handle_costs_another_look(built: TinyTree) -> None:
