@@ -4,7 +4,8 @@
 # make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
 # make mutants     what the tests of the kernels notice: one line broken at a time, half an hour
-# make matrix      other Pythons and torches, minutes for each pair; MATRIX='--cell 3.12:2.13.0' runs one
+# make matrix      other Pythons and torches, minutes for each pair; MATRIX=--cuda-builds runs all, of many GB in all,
+#                  MATRIX='--cell 3.12:2.13.0' one
 #
 # Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once; but `make gpu` installs
 # nothing: it takes python3 as it is, with torch, pybind11, ninja and pytest, and needs nvcc.
