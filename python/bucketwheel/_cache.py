@@ -30,7 +30,9 @@ __all__ += ["private_folder", "prune", "publish", "read_manifest", "take", "time
 
 REPORT_S = 10.0
 NOBODY = "an unnamed process"
-_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+_NETWORK_FILE_SYSTEMS = set(
+    "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
+)
 _UNUSED_DAYS = 60
 
 

@@ -244,6 +244,9 @@ def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPa
     assert _cache.is_network(Path("/users/me/.cache"))
     assert not _cache.is_network(Path("/users/me/local disk/cache"))
     assert not _cache.is_network(Path("/usersgroup"))
+    for kind in ("wekafs", "fuse.glusterfs", "fuse.ceph", "panfs", "virtiofs", "smbfs"):
+        mounts = f"/dev/sda / ext4 rw 0 0\nserver:/users /users {kind} rw 0 0\n"
+        assert _cache.is_network(Path("/users/me/.cache")), kind
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
