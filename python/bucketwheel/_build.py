@@ -169,22 +169,23 @@ def locate(module: Module) -> Path:
     except BuildError as error:
         if may_build or _env.text("BW_NATIVE_DIR"):
             raise
-        raise _forbidden(module, str(error)) from error
+        same = "have here what the cache was filled with: an entry is found by its compiler, Python and pybind11"
+        raise _forbidden(module, str(error), same) from error
     if found.path is not None:
         if found.origin == "cached":
             _cache.touch(found.path, module)
         return found.path
     if not may_build:
-        raise _forbidden(module, f"the cache has no {found.entry}")
+        raise _forbidden(module, f"the cache has no {found.entry}", "unset BW_JIT to have it built")
     assert found.recipe and found.toolchain and found.entry
     return _build_once(found.recipe, found.toolchain, found.entry)
 
 
-def _forbidden(module: Module, why: str) -> BuildError:
+def _forbidden(module: Module, why: str, remedy: str) -> BuildError:
     return explain(
         f"BW_JIT=0 forbids building it, and it is not there: {why}",
         module=module,
-        remedies=["unset BW_JIT to have it built"],
+        remedies=[remedy],
     )
 
 

@@ -210,6 +210,8 @@ def test_jit_off(tree: TinyTree) -> None:
     assert tree.compiled() == []
     tree.run()
     assert tree.run(BW_JIT="0") == ("42", "")
+    message = tree.error(BW_JIT="0", PATH="/nowhere", CXX=None)
+    assert "have here what the cache was filled with" in message and "unset BW_JIT" not in message
 
 
 def test_a_cache_that_cannot_be_written_serves_what_it_has(tree: TinyTree) -> None:
