@@ -16,6 +16,8 @@ from tests import beside_torch
 from tests.packages import ROOT, plain_environment
 from tests.requirements import slow_case
 
+pytestmark = pytest.mark.timeout_s(300)
+
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
 CUDA_13 = ("nvidia-nccl-cu13==2.29.7; platform_system == 'Linux'",)
 CUDA_12 = ("nvidia-nccl-cu12==2.27.5; platform_system == 'Linux' and platform_machine != 'none'",)
@@ -97,10 +99,13 @@ class Tree:
     def setup(self, *words: str, status: int = 0) -> str:
         """What `make setup` says."""
         changes = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index), "PIP_CONFIG_FILE": os.devnull}
+        environment = plain_environment(**changes, PIP_DISABLE_PIP_VERSION_CHECK="1")
+        for name in ("TORCH", "PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"):  # of `make test`
+            environment.pop(name, None)
         done = subprocess.run(
             ["make", "setup", *words],
             cwd=self.root,
-            env=plain_environment(**changes, PIP_DISABLE_PIP_VERSION_CHECK="1"),
+            env=environment,
             capture_output=True,
             text=True,
             timeout=100,
