@@ -4,7 +4,8 @@
 # make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
 # make mutants     what the tests of the kernels notice: one line broken at a time, half an hour
-# make matrix      other Pythons and torches, minutes for each pair; MATRIX='--cell 3.12:2.13.0' runs one
+# make matrix      other Pythons and torches, minutes for each pair; MATRIX=--cuda-builds runs all, of many GB in all,
+#                  MATRIX='--cell 3.12:2.13.0' one
 #
 # Needs python3 (>= 3.10) with venv, g++ and make. Each target does its own set-up, in .venv, once; but `make gpu` installs
 # nothing: it takes python3 as it is, with torch, pybind11, ninja and pytest, and needs nvcc.
@@ -18,11 +19,11 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv
 BIN := $(VENV)/bin
-SETUP := pyproject.toml setup.py build_backend.py constraints.txt
-# Another TORCH is another installation.
-INSTALLED := $(VENV)/.installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+SETUP := pyproject.toml setup.py build_backend.py constraints.txt tests/beside_torch.py
+# Another TORCH or PYTHON is another environment: nothing of the one before is left in it.
+INSTALLED := $(VENV)/.installed-$(shell (echo '$(TORCH)'; $(PYTHON) -VV) 2>&1 | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
-SOURCES := $(shell find csrc -type f) $(addprefix python/bucketwheel/,_build.py _cache.py _compile.py _env.py _toolchain.py _trust.py)
+SOURCES := $(shell find csrc -type f) $(wildcard python/bucketwheel/_*.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Workers and ranks read what one of them has compiled.
@@ -81,11 +82,12 @@ $(INSTALLED): $(SETUP)
 	  { echo "'$(PYTHON)' has no venv (Debian: apt install python3-venv)"; exit 1; }
 	@command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
 	  { echo "no C++ compiler found (Debian: apt install g++; or name one with CXX=...)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) $(VENV)
 	@echo "installing $(TORCH) and bucketwheel into $(VENV)"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo,test,lint]'
+	extras=$$($(BIN)/python tests/beside_torch.py $(VENV)/constraints.txt) && \
+	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$$extras]"
+	@$(BIN)/python tests/beside_torch.py $(VENV)/constraints.txt --check
 	@$(FETCH_HEADERS)
 	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -6,13 +6,6 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
 
-def _with_pybind11(requires: list[str]) -> list[str]:
-    return [*requires, "pybind11>=2.13", "ninja"] if os.environ.get("BW_AOT") else requires
-
-
 def get_requires_for_build_wheel(config_settings=None):
-    return _with_pybind11(build_meta.get_requires_for_build_wheel(config_settings))
-
-
-def get_requires_for_build_editable(config_settings=None):
-    return _with_pybind11(build_meta.get_requires_for_build_editable(config_settings))
+    requires = build_meta.get_requires_for_build_wheel(config_settings)
+    return [*requires, "pybind11>=2.13", "ninja"] if os.environ.get("BW_AOT") else requires

@@ -23,6 +23,11 @@ class BuildPackage(build_py):
     """Copies csrc/ to bucketwheel/_csrc; an editable install reads csrc/ where it is."""
 
     def run(self) -> None:
+        if self.editable_mode and AOT:
+            raise SystemExit(
+                f"BW_AOT={AOT} compiles nothing in an editable install, whose modules are built at first use from the "
+                "sources as they are then: unset BW_AOT, or install without --editable"
+            )
         super().run()
         if self.editable_mode:
             return

@@ -1,4 +1,4 @@
-"""Code in a process of its own that has torch already: what `python -c` does, two seconds sooner."""
+"""Code in a process of its own: as `python -c` runs it, two seconds sooner, or in a child forked from this one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bucketwheel import _fork_server
@@ -33,3 +35,23 @@ def run_code(code: str, env: dict[str, str], timeout_s: float = 100) -> subproce
             os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
             raise
         return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
+
+
+def run_in_child(body: Callable[[], None], timeout_s: float = 30) -> None:
+    """``body`` in a child that is forked from here, with all that is here. It must neither raise nor take longer."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() >= deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError(f"the child was not over after {timeout_s} s")
+        time.sleep(0.01)
+    assert ended[1] == 0

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "_cpu.pyi"
 HEAD = '''"""What the native module binds (csrc/bindings), as `python tests/stub.py` has written it down. Built by `bucketwheel._build`,
@@ -107,32 +106,24 @@ def _python_type(text: str, *, taken: bool = False) -> str:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def names_in(stub: str) -> dict[str, Any]:
-    """All that a stub declares: ``Class.method`` -> its arguments (name, kind, whether it has a default)."""
-    found: dict[str, Any] = {}
+def names_in(stub: str) -> dict[str, str]:
+    """All that a stub declares: ``Class.method`` -> its declaration, types and all, as `ast` writes it."""
+    found: dict[str, str] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found[prefix + node.name] = ["class", *(ast.unparse(base) for base in node.bases)]
+                found[prefix + node.name] = f"class {', '.join(map(ast.unparse, node.bases))}"
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef):
                 kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
                 setter = ".setter" if kinds == [f"{node.name}.setter"] else ""
-                found[prefix + node.name + setter] = [*kinds, *_arguments(node.args)]
+                found[prefix + node.name + setter] = ast.unparse(node)
             elif isinstance(node, ast.AnnAssign):
-                found[prefix + ast.unparse(node.target)] = ["constant"]
+                found[prefix + ast.unparse(node.target)] = ast.unparse(node)
 
     visit(ast.parse(stub).body, "")
     return found
-
-
-def _arguments(arguments: ast.arguments) -> list[str]:
-    only_named = {argument.arg for argument in arguments.kwonlyargs}
-    return [
-        f"{'*' if argument.arg in only_named else ''}{argument.arg}{'=' if default is not None else ''}"
-        for argument, default in _with_defaults(arguments)
-    ]
 
 
 def differences(stub: str, module: ModuleType) -> list[str]:

@@ -51,6 +51,10 @@ def units() -> list[Unit]:
     built = [
         Unit(tuple(CSRC / source.path for source in unit), (*start, *unit[0].flags)) for unit in _compile.units(recipe)
     ]
+    cuda = _toolchain.read_recipe(CSRC, module=_toolchain.CUDA)
+    plain = [source for source in cuda.sources if source.path.endswith(".cpp")]
+    flags = [*tools.cxx, *cuda.flags, f"-I{CSRC}", *system]
+    built += [Unit((CSRC / source.path,), (*flags, *source.flags)) for source in plain]
     return [*built, *(Unit((path,), (*start, *of_tests)) for path in sorted(NATIVE.rglob("*.cpp")))]
 
 

@@ -207,7 +207,6 @@ inline void bind_adam(py::module_& m) {
         use_openmp_team();
       },
       py::arg("threads"));  // torch.get_num_threads(), from a thread that computes with torch
-  m.def("num_threads", &num_threads);
   py::class_<AdamGroup>(m, "AdamGroup")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay) {
              return AdamGroup{lr, beta1, beta2, eps, weight_decay};

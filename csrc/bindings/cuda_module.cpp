@@ -17,6 +17,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
+// NOLINTNEXTLINE(bugprone-reserved-identifier,readability-identifier-naming): Python looks for this name
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__cuda() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) {

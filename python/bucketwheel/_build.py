@@ -169,22 +169,23 @@ def locate(module: Module) -> Path:
     except BuildError as error:
         if may_build or _env.text("BW_NATIVE_DIR"):
             raise
-        raise _forbidden(module, str(error)) from error
+        same = "have here what the cache was filled with: an entry is found by its compiler, Python and pybind11"
+        raise _forbidden(module, str(error), same) from error
     if found.path is not None:
         if found.origin == "cached":
             _cache.touch(found.path, module)
         return found.path
     if not may_build:
-        raise _forbidden(module, f"the cache has no {found.entry}")
+        raise _forbidden(module, f"the cache has no {found.entry}", "unset BW_JIT to have it built")
     assert found.recipe and found.toolchain and found.entry
     return _build_once(found.recipe, found.toolchain, found.entry)
 
 
-def _forbidden(module: Module, why: str) -> BuildError:
+def _forbidden(module: Module, why: str, remedy: str) -> BuildError:
     return explain(
         f"BW_JIT=0 forbids building it, and it is not there: {why}",
         module=module,
-        remedies=["unset BW_JIT to have it built"],
+        remedies=[remedy],
     )
 
 
@@ -229,12 +230,14 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, entry: Path) -> Path:
 def _build(recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | None, log: Path) -> Path:
     """Compile in ``work``; the module, tried in a child process, and its manifest are then in the returned folder."""
     scratch, out = work / "scratch", work / "out"
-    scratch.mkdir()
-    out.mkdir()
+    with _compile.writing(work, recipe.module):
+        scratch.mkdir()
+        out.mkdir()
     timeout_s = _cache.timeout_s()
     made = _compile.compile_module(recipe, toolchain, scratch, objects=objects, log=log, timeout_s=timeout_s)
     path = out / made.name
-    made.rename(path)
+    with _compile.writing(work, recipe.module):
+        made.rename(path)
     try_import(recipe.module, path, log)
     manifest = {
         "key": _toolchain.build_key(recipe, toolchain),
@@ -250,13 +253,15 @@ def _build(recipe: Recipe, toolchain: Toolchain, work: Path, *, objects: Path | 
             else {}
         ),
     }
-    (out / recipe.module.manifest).write_text(json.dumps(manifest, indent=1) + "\n")
+    with _compile.writing(work, recipe.module):
+        (out / recipe.module.manifest).write_text(json.dumps(manifest, indent=1) + "\n")
     return out
 
 
 def try_import(module: Module, path: Path, log: Path | None = None) -> None:
     """Import a module in a child process. Raises `BuildError` where that fails, with the ``log`` of its build."""
     command = [sys.executable, "-c", _TRY, f"bucketwheel.{module.name}", str(path), str(_PACKAGE)]
+    remedy = "check that the compiler and its C++ runtime library belong together: choose with CXX=..."
     try:
         subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
         return
@@ -264,13 +269,16 @@ def try_import(module: Module, path: Path, log: Path | None = None) -> None:
         outcome, lines = f"ended with status {error.returncode}", error.stdout.splitlines()
     except subprocess.TimeoutExpired:
         outcome, lines = "did not end within 60 s", []
+    except OSError as error:  # sys.executable is empty where Python is embedded
+        outcome, lines = f"could not be started: {error}", []
+        remedy = "have it built once by an ordinary Python: python -m bucketwheel doctor --build " + module.kind
     raise explain(
         f"it was compiled, but the process that imported it {outcome}",
         module=module,
         command=f"{sys.executable} -c 'import ...' {path.name}",
         lines=lines,
         log=log,
-        remedies=["check that the compiler and its C++ runtime library belong together: choose with CXX=..."],
+        remedies=[remedy],
     )
 
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +30,9 @@ __all__ += ["private_folder", "prune", "publish", "read_manifest", "take", "time
 
 REPORT_S = 10.0
 NOBODY = "an unnamed process"
-_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+_NETWORK_FILE_SYSTEMS = set(
+    "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
+)
 _UNUSED_DAYS = 60
 
 
@@ -226,22 +228,37 @@ def touch(path: Path, module: Module) -> None:
 def private_folder(cache: Path) -> Iterator[Path]:
     """A folder that `prune` leaves alone while this process lives."""
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    unlocked, folder = cache / "tmp" / f".{name}", cache / "tmp" / name
     try:
-        unlocked.mkdir(mode=0o700)
-        with open(unlocked / "alive", "wb") as alive:
-            with suppress(OSError):  # a file system without locks: nobody can take it away either
-                fcntl.flock(alive, fcntl.LOCK_EX)
-            unlocked.rename(folder)  # only now, locked, does it have a name that prune looks at
-            yield folder
+        alive = _make_locked(cache / "tmp" / f".{name}", cache / "tmp" / name)
     except OSError as error:
         raise unwritable(cache, error) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with alive:
+        try:
+            yield cache / "tmp" / name
+        finally:
+            shutil.rmtree(cache / "tmp" / name, ignore_errors=True)
+
+
+def _make_locked(unlocked: Path, folder: Path) -> IO[bytes]:
+    unlocked.mkdir(mode=0o700)
+    with ExitStack() as opened:
+        alive = opened.enter_context(open(unlocked / "alive", "wb"))
+        with suppress(OSError):  # a file system without locks: nobody can take it away either
+            fcntl.flock(alive, fcntl.LOCK_EX)
+        unlocked.rename(folder)  # only now, locked, does it have a name that prune looks at
+        opened.pop_all()
+        return alive
 
 
 def publish(out: Path, entry: Path, module: Module, key: str) -> Path:
     """Rename the finished folder to its place, all at once, after its bytes are on the disk."""
+    try:
+        return _publish(out, entry, module, key)
+    except OSError as error:
+        raise unwritable(entry.parent, error) from error
+
+
+def _publish(out: Path, entry: Path, module: Module, key: str) -> Path:
     for path in [*out.iterdir(), out]:
         _trust.close_to_others(path)  # by umask 002 a group could write, and the entry would not be trusted
         _sync(path)

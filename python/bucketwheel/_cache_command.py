@@ -29,7 +29,7 @@ __all__ = ["add_arguments", "clear", "facts", "main", "render"]
 
 _MODULES = {module.kind: module for module in (CPU, CUDA)}
 _ENTRY = re.compile(r"bucketwheel_(cpu|cuda)-([^-]+)-(.+)-([0-9a-f]{16})")
-_OBJECT = re.compile(r"[0-9a-f]{64}\.o(\.\d+)?")
+_OBJECT = re.compile(r"[0-9a-f]{64}\.o(\.[0-9a-f]+)?")
 _BUILDER = re.compile(r"\.?(?P<host>.+)-\d+-[0-9a-f]{12}")
 
 Facts = dict[str, Any]

@@ -12,20 +12,25 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bucketwheel import _trust
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
 
-__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units"]
+__all__ = ["closure", "command", "compile_module", "find_ninja", "object_key", "store", "units", "writing"]
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTILINE)
 # Said about every kernel, whatever else went wrong.
 _CHATTER = re.compile(r"ptxas info|\s+\d+ bytes stack frame, ")
 _UNIT_SOURCES = 7
+_GRACE_S = 10.0  # from asking a process to end until it is made to
 _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
 _CUDA_REMEDIES = [
     "nvcc must know the architectures and the C++ compiler: choose with BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=...",
@@ -57,8 +62,7 @@ def compile_module(
         out = unit[0].path.replace("/", "_") + ".o"
         if objects is not None:
             place = objects / f"{object_key(recipe, toolchain, *unit)}.o"
-            if place.is_file() and _trust.why_not(place) is None:
-                os.utime(place)
+            if _is_stored(place):
                 linked.append(str(place))
                 continue
             stored[out] = place
@@ -74,6 +78,15 @@ def compile_module(
             if (work / out).is_file():
                 store(work / out, place)
     return module
+
+
+def _is_stored(place: Path) -> bool:
+    """Whether the store has an object that may be linked. Its use is remembered, but not where it is another user's."""
+    if not place.is_file() or _trust.why_not(place) is not None:
+        return False
+    with suppress(OSError):
+        os.utime(place)
+    return place.is_file()  # somebody may have removed it meanwhile
 
 
 def units(recipe: Recipe) -> list[tuple[Source, ...]]:
@@ -141,7 +154,8 @@ def closure(csrc: Path, source: str) -> list[Path]:
 
 def store(path: Path, place: Path) -> None:
     """Put an object into the store, all at once."""
-    private = place.with_name(f"{place.name}.{os.getpid()}")
+    # Hosts that share the store have processes of equal numbers.
+    private = place.with_name(f"{place.name}.{uuid.uuid4().hex[:12]}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, private)
@@ -156,12 +170,15 @@ def store(path: Path, place: Path) -> None:
 def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: float, module: Module) -> None:
     ninja = find_ninja()
     if ninja is not None:
+        with writing(work, module):
+            _write_ninja(steps, link, work)
         failed, output = _run_ninja(ninja, steps, link, work, timeout_s)
     else:
         failed, output = _run_threads(steps, link, timeout_s)
     commands = "".join(f"{step.shell()}\n" for step in [*steps, link])
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(f"{commands}\n{output}\n")
+    with writing(log.parent, module):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{commands}\n{output}\n")
     if failed is not None:
         raise explain(
             f"{'linking' if failed is link else 'compiling'} {failed.out} failed",
@@ -171,6 +188,16 @@ def _run(steps: list[_Step], link: _Step, work: Path, log: Path, timeout_s: floa
             log=log,
             remedies=[_REMEDY, *(_CUDA_REMEDIES if module is CUDA else ())],
         )
+
+
+@contextmanager
+def writing(folder: Path, module: Module) -> Iterator[None]:
+    """What fails in here is told as a failure to write into ``folder``: a `BuildError`."""
+    try:
+        yield
+    except OSError as error:
+        remedies = ["make room there, or name another folder: BW_CACHE_DIR=..."]
+        raise explain(f"{folder} cannot be written: {error}", module=module, remedies=remedies) from error
 
 
 def find_ninja() -> str | None:
@@ -188,14 +215,17 @@ def _jobs() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
+def _write_ninja(steps: list[_Step], link: _Step, work: Path) -> None:
     lines = ["rule sh", "  command = $cmd"]
     for step, needs in [(step, "") for step in steps] + [(link, " ".join(step.out for step in steps))]:
         lines += [f"build {step.out}: sh {needs}", f"  cmd = {step.shell().replace('$', '$$')}"]
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
+
+
+def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
     # sources are listed slow ones first, and ninja starts edges in the order of the targets it is given
     argv = [ninja, "-C", str(work), f"-j{_jobs()}", *(step.out for step in steps), link.out]
-    done, output = _call(argv, work, timeout_s)
+    done, output = _Calls(timeout_s).run(argv, work)
     if done:
         return None, output
     names = {step.out: step for step in [*steps, link]}
@@ -207,25 +237,84 @@ def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_
 def _run_threads(steps: list[_Step], link: _Step, timeout_s: float) -> tuple[_Step | None, str]:
     output: list[str] = []
     failed: list[_Step] = []
+    calls = _Calls(timeout_s)
 
     def compile_one(step: _Step) -> None:
         if not failed:
-            done, text = _call(step.argv, step.cwd, timeout_s)
+            done, text = calls.run(step.argv, step.cwd)
             output.append(text)
             if not done:
                 failed.append(step)
 
-    with ThreadPoolExecutor(_jobs()) as pool:
-        list(pool.map(compile_one, steps))
+    pool = ThreadPoolExecutor(_jobs())
+    running: list[Future[None]] = []
+    try:
+        for step in steps:
+            running.append(pool.submit(compile_one, step))
+        while wait(running, timeout=0.1).not_done:
+            pass  # a signal that comes just before an endless wait would be heard after it
+        for one in running:
+            one.result()
+    except BaseException:  # Ctrl-C, which only this thread gets, at any time: the pool may not know all of its threads
+        calls.end(signal.SIGTERM)
+        wait(running, timeout=_GRACE_S)
+        calls.end(signal.SIGKILL)
+        raise
+    finally:
+        pool.shutdown()
     if not failed:
         compile_one(link)
     return (failed[0] if failed else None), "".join(output)
 
 
-def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
-    # A session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the pipe
-    # open.
-    with subprocess.Popen(
+class _Calls:
+    """The processes of one build, and one time limit for all of them.
+
+    Each has a session of its own: a time-out or Ctrl-C must end the compilers too, or they would run on and keep the
+    pipe open.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._guard = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_ended = False
+
+    def run(self, argv: Sequence[str], cwd: Path) -> tuple[bool, str]:
+        """Whether the command ended well, and its output."""
+        with self._guard:
+            if self._is_ended:
+                return False, ""
+            try:
+                process = _start(argv, cwd)
+            except OSError as error:
+                return False, f"{argv[0]} cannot be started: {error}\n"
+            self._running.add(process)
+        with process:
+            try:
+                output, _ = process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False, f"{_end(process)}\nstopped after {self._timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
+            except BaseException:
+                _end(process)
+                raise
+            finally:
+                with self._guard:
+                    self._running.remove(process)
+        return process.returncode == 0, output
+
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal to all that run, whose outputs other threads wait for; start no more."""
+        with self._guard:
+            self._is_ended = True
+            for process in self._running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+
+def _start(argv: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         argv,
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -233,22 +322,14 @@ def _call(argv: Sequence[str], cwd: Path, timeout_s: float) -> tuple[bool, str]:
         text=True,
         errors="replace",
         start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return False, f"{_end(process)}\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
-        except BaseException:
-            _end(process)
-            raise
-    return process.returncode == 0, output
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> str:
     """End a process and what it started; returns its output. ninja ends its compilers, each a group, on SIGTERM only."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        return process.communicate(timeout=10)[0]
+        return process.communicate(timeout=_GRACE_S)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.communicate()[0]

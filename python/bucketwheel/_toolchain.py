@@ -22,19 +22,8 @@ from pathlib import Path
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "Module",
-    "Recipe",
-    "Source",
-    "Toolchain",
-    "build_key",
-    "explain",
-    "find_csrc",
-    "find_toolchain",
-]
-__all__ += ["find_toolchain", "read_recipe", "say", "sources_digest", "tree"]
+__all__ = ["CPU", "CUDA", "Module", "Recipe", "Source", "Toolchain", "build_key", "explain", "find_compiler"]
+__all__ += ["find_csrc", "find_toolchain", "read_recipe", "say", "sources_digest", "tree"]
 
 _ERROR_LINES = 30
 

@@ -78,6 +78,20 @@ SOURCE = """
 #include "comm/nccl_api.h"
 namespace bw = bucketwheel;
 
+// What came later than the version at hand, which torch may have brought. The one of constraints.txt has it all.
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 30, 0)
+constexpr int ncclTimeout = 8;
+#endif
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 29, 0)
+#define NCCL_API_MAGIC 0xcafebeef
+#endif
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 28, 0)
+#define NCCL_WIN_REQUIRED_ALIGNMENT 4096
+#define NCCL_CTA_POLICY_ZERO 2
+#define NCCL_REVOKE_DEFAULT 0
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
+#endif
+
 enum class Kind { kNothing, kPointer, kWhole, kStruct };
 template <class T>
 constexpr Kind kind_of() {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from native.objects import toolchain
 
+from bucketwheel._toolchain import CPU, CUDA, read_recipe
 from tests import tidy
 from tests.requirements import need_clang_tidy
 
@@ -19,6 +20,13 @@ namespace {
 }  // namespace
 """
 MENDED = FAULT.replace(" + text.size()", "")
+
+
+def test_every_source_but_those_of_nvcc_is_read() -> None:
+    read = [path for unit in tidy.units() for path in unit.paths]
+    listed = [source.path for module in (CPU, CUDA) for source in read_recipe(tidy.CSRC, module=module).sources]
+    built = [tidy.CSRC / path for path in listed if path.endswith(".cpp")]
+    assert sorted(read) == sorted([*built, *tidy.NATIVE.rglob("*.cpp")])
 
 
 @pytest.mark.slow

@@ -210,6 +210,8 @@ def test_jit_off(tree: TinyTree) -> None:
     assert tree.compiled() == []
     tree.run()
     assert tree.run(BW_JIT="0") == ("42", "")
+    message = tree.error(BW_JIT="0", PATH="/nowhere", CXX=None)
+    assert "have here what the cache was filled with" in message and "unset BW_JIT" not in message
 
 
 def test_a_cache_that_cannot_be_written_serves_what_it_has(tree: TinyTree) -> None:
@@ -244,6 +246,9 @@ def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPa
     assert _cache.is_network(Path("/users/me/.cache"))
     assert not _cache.is_network(Path("/users/me/local disk/cache"))
     assert not _cache.is_network(Path("/usersgroup"))
+    for kind in ("wekafs", "fuse.glusterfs", "fuse.ceph", "panfs", "virtiofs", "smbfs"):
+        mounts = f"/dev/sda / ext4 rw 0 0\nserver:/users /users {kind} rw 0 0\n"
+        assert _cache.is_network(Path("/users/me/.cache")), kind
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -253,8 +258,7 @@ def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPa
 def test_a_compile_error_is_one_screen(tree: TinyTree, ninja: bool) -> None:
     errors = "".join(f"#error number {n:03d}\n" for n in range(50))
     tree.write("base/second.cpp", errors)
-    changes = {} if ninja else {"PATH": without_ninja(tree)}
-    hide = "" if ninja else "import sys; sys.modules['ninja'] = None\n"
+    hide, changes = without(tree, ninja)
     message = tree.error(hide + LOAD, **changes)
     assert "compiling base_second.cpp.o failed" in message
     assert "-c base/second.cpp" in message
@@ -264,6 +268,11 @@ def test_a_compile_error_is_one_screen(tree: TinyTree, ninja: bool) -> None:
     assert "CXX=" in message and "BW_NATIVE_DIR" in message
     assert len(message.splitlines()) <= 45
     assert list((tree.cache / "tmp").iterdir()) == [] and tree.entries() == []
+
+
+def without(tree: TinyTree, ninja: bool) -> tuple[str, dict[str, str]]:
+    """Code and changes of the environment that hide ninja, unless it is wanted."""
+    return ("", {}) if ninja else ("import sys; sys.modules['ninja'] = None\n", {"PATH": without_ninja(tree)})
 
 
 def without_ninja(tree: TinyTree) -> str:
@@ -277,7 +286,8 @@ def without_ninja(tree: TinyTree) -> str:
 
 
 def test_without_ninja_threads_build(tree: TinyTree) -> None:
-    out, _ = tree.run("import sys; sys.modules['ninja'] = None\n" + LOAD, PATH=without_ninja(tree))
+    hide, changes = without(tree, ninja=False)
+    out, _ = tree.run(hide + LOAD, **changes)
     assert out == "42"
     (log,) = (tree.cache / "logs").iterdir()
     assert "ninja: " not in log.read_text()
@@ -319,11 +329,35 @@ def test_waiting_has_an_end_and_says_for_whom(tree: TinyTree) -> None:
 @pytest.mark.parametrize("ninja", [True, False])
 def test_a_compiler_that_hangs_is_ended(tree: TinyTree, ninja: bool) -> None:
     tree.make_compiler(before="sleep 300")
-    changes = {} if ninja else {"PATH": without_ninja(tree)}
-    hide = "" if ninja else "import sys; sys.modules['ninja'] = None\n"
+    hide, changes = without(tree, ninja)
     message = tree.error(hide + LOAD, BW_BUILD_TIMEOUT="1", **changes)
     assert "stopped after 1 s (BW_BUILD_TIMEOUT)" in message
     wait_until(lambda: not processes_of(tree), "no compiler is left")
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_the_time_limit_is_for_the_whole_build(tree: TinyTree, ninja: bool) -> None:
+    """No compile takes as long as that, but they and the link do."""
+    tree.make_compiler(before="sleep 2")
+    hide, changes = without(tree, ninja)
+    assert "stopped after 3 s (BW_BUILD_TIMEOUT)" in tree.error(hide + LOAD, BW_BUILD_TIMEOUT="3", **changes)
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_ctrl_c_ends_a_build_and_its_compilers(tree: TinyTree, ninja: bool) -> None:
+    tree.hold_compiler()
+    hide, changes = without(tree, ninja)
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    builder = tree.start(heard + hide + LOAD, **changes)
+    try:
+        wait_until(tree.compiled, "the first compile")
+        builder.send_signal(signal.SIGINT)
+        _, err = builder.communicate(timeout=30)
+        assert err.rstrip().endswith("KeyboardInterrupt"), err
+        wait_until(lambda: not processes_of(tree), "no compiler is left")
+        assert list((tree.cache / "tmp").iterdir()) == []
+    finally:
+        tree.release_compiler()
 
 
 def processes_of(tree: TinyTree) -> list[str]:

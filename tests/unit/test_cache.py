@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _cache
+from bucketwheel import _cache, _cache_command, _compile
 from bucketwheel._toolchain import CPU
 from tests.requirements import need_mounts, need_root, slow_case
 from tests.unit.test_build import wait_until
@@ -45,9 +45,9 @@ def failing(function: str, error: str, condition: str = "True") -> str:
     return (
         f"import errno, os, stat, {module}\n"
         f"real = {function}\n"
-        "def fails(*args):\n"
+        "def fails(*args, **named):\n"
         f"    if {condition}: raise OSError(errno.{error}, os.strerror(errno.{error}))\n"
-        "    return real(*args)\n"
+        "    return real(*args, **named)\n"
         f"{module}.{name} = fails\n"
     )
 
@@ -67,6 +67,28 @@ def test_without_locks_two_builders_do_no_harm(tree: TinyTree, error: str) -> No
         assert out == "42\n" and "built in" in err, err
     assert len(tree.entries()) == 1 and list((tree.cache / "tmp").iterdir()) == []
     assert tree.run(failing("fcntl.flock", error) + LOAD) == ("42", "")
+
+
+def test_a_builder_that_dies_cuts_no_object_of_another_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host's, say, whose process has the same number: it begins once the first one has copied, and dies."""
+    made, place = tmp_path / "made.o", tmp_path / "objects" / f"{'0' * 64}.o"
+    made.write_bytes(b"x" * 5000)
+
+    def die(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"x" * 1000)
+        raise KeyboardInterrupt
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(_compile.shutil, "copyfile", die)
+        with pytest.raises(KeyboardInterrupt):
+            _compile.store(made, place)
+
+    monkeypatch.setattr(_compile._trust, "close_to_others", meanwhile)
+    _compile.store(made, place)
+    assert place.read_bytes() == made.read_bytes()
+    (left,) = [path for path in place.parent.iterdir() if path != place]
+    assert _cache_command._OBJECT.fullmatch(left.name), "what the dead one leaves is no object to `--clear`"
 
 
 def test_a_stale_handle_costs_another_look(built: TinyTree) -> None:
@@ -121,6 +143,46 @@ def test_a_read_only_file_system_serves_what_it_has(tree: TinyTree) -> None:
     assert done.returncode == 1 and "Read-only file system" in done.stderr, done.stderr
     assert f"the cache folder {tree.cache} cannot be used" in done.stderr and "BW_CACHE_DIR=" in done.stderr
     assert len(tree.compiled()) == 3
+
+
+# ---- what is not the cache's fault -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["EACCES", "ENOENT"])
+def test_an_object_of_another_user_is_linked_and_a_removed_one_compiled(tree: TinyTree, error: str) -> None:
+    tree.run()
+    tree.write("bindings/module.cpp", (tree.csrc / "bindings/module.cpp").read_text() + "\n")
+    is_object = "str(args[0]).endswith('.o')" + (" and (os.unlink(args[0]) or True)" if error == "ENOENT" else "")
+    assert tree.run(failing("os.utime", error, is_object) + LOAD)[0] == "42"
+    compiled = (
+        ["bindings/module.cpp", "link"] if error == "EACCES" else ["base/second.cpp", "bindings/module.cpp", "link"]
+    )
+    assert sorted(tree.compiled()[3:]) == compiled
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.executable = ''\n", "the process that imported it could not be started: [Errno 13]"),
+        (failing("subprocess.Popen", "ENOMEM", "'ninja' in args[0][0]"), "ninja cannot be started: [Errno 12]"),
+    ],
+    ids=["embedded", "no memory"],
+)
+def test_a_process_that_does_not_start_is_not_the_caches_fault(tree: TinyTree, code: str, said: str) -> None:
+    message = tree.error(code + LOAD)
+    assert said in message and "the cache folder" not in message and "BW_NATIVE_DIR=" in message
+    assert list((tree.cache / "tmp").iterdir()) == [] and tree.run()[0] == "42"
+
+
+def test_a_log_that_cannot_be_written_is_named(tree: TinyTree) -> None:
+    wrong = "from pathlib import Path\nreal = Path.write_text\ndef write(path, *text):\n    import errno\n"
+    wrong += (
+        "    if path.suffix == '.log': raise OSError(errno.ENOSPC, 'No space left')\n    return real(path, *text)\n"
+    )
+    message = tree.error(wrong + "Path.write_text = write\n" + LOAD)
+    assert (
+        f"{tree.cache / 'logs'} cannot be written: [Errno 28] No space left" in message and "BW_CACHE_DIR=" in message
+    )
 
 
 # ---- other Pythons, damaged manifests --------------------------------------------------------------------------------

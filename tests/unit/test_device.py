@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 
 from bucketwheel._build import native
 from bucketwheel.errors import DeviceError
+from tests.forked_code import run_in_child
 
 
 def test_event_completes_behind_its_stream() -> None:
@@ -85,26 +85,19 @@ def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
     stream = native().Stream("parent")
     stream.pause(0.5)
     event = stream.record()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            for call in (stream.record, stream.synchronize, event.query, event.synchronize):
-                with pytest.raises(DeviceError, match="belongs to the parent process"):
-                    call()
-            own = native().Stream("child")
-            own.pause(0.001)
-            assert own.record().synchronize(timeout=30)
-            del stream, event, own
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert ended[1] == 0
+
+    def body() -> None:
+        nonlocal stream, event
+        for call in (stream.record, stream.synchronize, event.query, event.synchronize):
+            with pytest.raises(DeviceError, match="belongs to the parent process"):
+                call()
+        own = native().Stream("child")
+        own.pause(0.001)
+        assert own.record().synchronize(timeout=30)
+        del stream, event, own
+        gc.collect()
+
+    run_in_child(body)
     assert event.synchronize(timeout=30)
 
 

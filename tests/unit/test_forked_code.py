@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.forked_code import run_code
+from tests.forked_code import run_code, run_in_child
 
 
 def test_output_and_status_are_those_of_python() -> None:
@@ -29,3 +30,12 @@ def test_a_process_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_raises_or_hangs_fails() -> None:
+    run_in_child(lambda: None)
+    with pytest.raises(AssertionError):
+        run_in_child(lambda: sys.exit(0))
+    with pytest.raises(AssertionError, match=r"not over after 0\.2 s"):
+        run_in_child(lambda: time.sleep(60), timeout_s=0.2)

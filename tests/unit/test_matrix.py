@@ -55,6 +55,7 @@ def test_a_cell(tmp_path: Path) -> None:
     words = [step.split()[0] for step in cell.steps]
     assert words == ["making", "asking", "installing", "installing", "building", "training", "testing"]
     assert "torch==2.10.0+cpu" in cell.steps[2] and f"bucketwheel[demo] @ file://{tmp_path}" in cell.steps[3]
+    assert cell.steps[3].endswith("torch==2.10.0+cpu") and "nccl" not in cell.steps[3]
     assert all(test in cell.steps[6] for test in matrix.TESTS)
     assert not cell.folder.exists()
 
@@ -115,6 +116,25 @@ def test_the_line_that_tells() -> None:
     )
     assert matrix.telling("WARNING: a\nERROR: no torch\nWARNING: b") == "ERROR: no torch"
     assert matrix.telling("one\ntwo\n\n") == "two" and matrix.telling("") == ""
+
+
+def test_what_was_not_run_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = Result("3.10", "2.10.0", build_s=40.0, example="passed", passed=6, failed=0)
+    left_out = FalseCell(tmp_path, asking=offer("2.11.0", "nvidia-cublas-cu12")).run()
+    broken = Result("3.12", "2.10.0", why="installing failed: because")
+    for ran, allow_unrun, text, status in (
+        ([passed], False, "1 of 1 run, 0 failed", 0),
+        ([passed, left_out], False, "1 of 2 run, 0 failed", 1),
+        ([passed, left_out], True, "1 of 2 run, 0 failed", 0),
+        ([passed, broken, left_out], True, "2 of 3 run, 1 failed", 1),
+    ):
+        assert matrix.verdict(ran, allow_unrun=allow_unrun) == (text, status)
+    monkeypatch.setattr(matrix, "copy_tree", lambda target: target)
+    monkeypatch.setattr(matrix, "make_sdist", lambda tree, folder: folder)
+    monkeypatch.setattr(Cell, "run", lambda cell: left_out)
+    for words, status in (([], 1), (["--allow-unrun"], 0)):
+        monkeypatch.setattr(sys, "argv", ["matrix.py", "--cell", "3.10:2.11.0", "--out", str(tmp_path / "out"), *words])
+        assert matrix.main() == status
 
 
 def test_the_table(tmp_path: Path) -> None:

@@ -124,6 +124,25 @@ def test_a_wheel_from_the_sdist(sdist: Path, tmp_path: Path, aot: str) -> None:
     assert cache.exists() == (not aot)
 
 
+def test_an_editable_install_compiles_nothing_ahead(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+        "--editable",
+        str(tree),
+    ]
+    done = subprocess.run(
+        command, check=False, env=plain_environment(BW_AOT="cpu"), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode != 0 and "BW_AOT=cpu compiles nothing in an editable install" in done.stdout + done.stderr
+
+
 def test_an_unknown_way_to_compile_at_install(sdist: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(sdist)]
     done = subprocess.run(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from bucketwheel._build import native
 from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
 from bucketwheel.pool import Lease, Pool
+from tests.forked_code import run_in_child
 
 UPSTREAMS = ["host", "shm"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -271,22 +271,6 @@ def test_threads_share_a_pool() -> None:
     assert pool.stats().reuses > 1000
 
 
-def in_child(body: Callable[[], None]) -> None:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert ended[1] == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_may_read_but_not_lease() -> None:
     pool = Pool("host")
@@ -305,7 +289,7 @@ def test_a_forked_child_may_read_but_not_lease() -> None:
         with Pool("host").acquire("own", 100) as own:
             own.tensor(torch.uint8, 100).zero_()
 
-    in_child(body)
+    run_in_child(body)
     assert tensor.sum().item() == 700
     lease.release()
     pool.check()

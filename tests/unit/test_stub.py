@@ -1,4 +1,4 @@
-"""python/bucketwheel/_cpu.pyi says what the native module binds: every name and every argument, and nothing else."""
+"""python/bucketwheel/_cpu.pyi says what the native module binds: every name, argument and type, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ def test_the_stub_is_what_the_module_binds() -> None:
         ("def look(self) ->", "def look(self, again: bool) ->", ["Tie.look"]),
         ("def holds(self, tensor:", "def holds(self, array:", ["Pool.holds"]),
         ("stages_inputs: bool = False", "stages_inputs: bool", ["LocalWorld.__init__"]),
+        ("def holds(self, tensor: Any) -> bool", "def holds(self, tensor: str) -> bool", ["Pool.holds"]),
+        ("def holds(self, tensor: Any) -> bool", "def holds(self, tensor: Any) -> list[str]", ["Pool.holds"]),
+        ("stages_inputs: bool = False", "stages_inputs: bool = True", ["LocalWorld.__init__"]),
+        ("MAX_PAYLOAD_BYTES: int\n", "MAX_PAYLOAD_BYTES: str\n", ["MAX_PAYLOAD_BYTES"]),
         ("MAX_PAYLOAD_BYTES: int\n", "", ["MAX_PAYLOAD_BYTES"]),
         ("class ShardSink(ReduceSink):", "class ShardSink:", ["ShardSink"]),
         ("    @staticmethod\n    def max_spans", "    def max_spans", ["ShardAccumulatorCuda.max_spans"]),
@@ -35,4 +39,5 @@ def test_differences_are_found(old: str, new: str, where: list[str]) -> None:
 
 def test_arguments_are_seen() -> None:
     names = names_in("class A:\n    def f(self, a: int, /, b: int = 1, *, c: int, d: int = 2) -> None: ...\nX: int")
-    assert names == {"A": ["class"], "A.f": ["self", "a", "b=", "*c", "*d="], "X": ["constant"]}
+    declared = "def f(self, a: int, /, b: int=1, *, c: int, d: int=2) -> None:\n    ..."
+    assert names == {"A": "class ", "A.f": declared, "X": "X: int"}
