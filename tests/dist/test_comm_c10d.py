@@ -1,4 +1,4 @@
-"""The c10d backend: how it comes to be chosen, process groups of other kinds, hosts that share nothing but a network."""
+"""The c10d backend: how it comes to be chosen, its lifetime, hosts that share nothing but a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import check_all_gather, check_reduce_scatter, check_usable
+from comm_cases import check_usable
 from failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
 from network_hosts import Hosts, enter, network_hosts
 from optim_twins import dyadic, loss_of, make_params, share
@@ -79,57 +79,6 @@ def test_alone():
     with Communicator(backend="c10d") as comm:
         assert (comm.rank, comm.size, comm.backend) == (0, 1, "c10d")
         check_usable(comm)
-
-
-# -------------------------------------------------------------------------------------------- other backends of torch
-
-
-class Post(dist.ProcessGroup):
-    """A backend that somebody registered: gloo, but counted."""
-
-    sent_bytes = 0
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        Post.sent_bytes += tensors[0].nbytes
-        return self.gloo.send(tensors, to, tag)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self.gloo.recv(tensors, source, tag)
-
-    def barrier(self, options: Any) -> Any:
-        return self.gloo.barrier(options)
-
-    def getBackendName(self) -> str:
-        return "post"
-
-
-def make_post(store: dist.Store, rank: int, size: int, timeout: Any) -> Post:
-    return Post(store, rank, size, timeout)
-
-
-def make_extended(options: Any, _: Any) -> Post:
-    return Post(options.store, options.group_rank, options.group_size, options.timeout)
-
-
-def over_registered(rank: int, size: int) -> None:
-    dist.Backend.register_backend("post", make_post, devices=["cpu"])
-    dist.Backend.register_backend("extended_post", make_extended, extended_api=True, devices=["cpu"])
-    for name in ("post", "cpu:extended_post"):
-        group = dist.new_group(backend=name)
-        with Communicator(group, backend="c10d", timeout_s=30) as comm:
-            before = Post.sent_bytes
-            check_all_gather(comm, [(torch.float32, 5000)], "foreign")
-            check_reduce_scatter(comm, [(torch.bfloat16, 5000)], "foreign")
-            assert Post.sent_bytes - before > (size - 1) * (5000 * 4 + 5000 * 2)
-
-
-def test_a_registered_backend_carries_the_data():
-    with RankPool(3, forked=True) as pool:
-        pool.run(over_registered)
 
 
 # ------------------------------------------------------------------------------------------------------------ lifetime
