@@ -143,13 +143,13 @@ def test_closing_loses_nothing(rank_pool):
 def interrupted(rank: int, size: int) -> str:
     """Ctrl-C while the main thread waits for an operation: it is the caller's, and the operation's result is good."""
     runners = set()
-    wait = comm_c10d._Wire.wait
+    wait = comm_c10d._GlooWire.wait
 
     def watched(wire: Any, work: Any) -> None:
         runners.add(threading.get_ident())
         wait(wire, work)
 
-    with mock.patch.object(comm_c10d._Wire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
+    with mock.patch.object(comm_c10d._GlooWire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
         stream = native().Stream("the caller's")
         for given in (None, stream):
             full = torch.empty(size)
