@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import check_usable
-from failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
+from failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
 from network_hosts import Hosts, enter, network_hosts
 from optim_twins import dyadic, loss_of, make_params, share
 from requirements import slow_case
@@ -138,6 +139,72 @@ def leaves_at_once(rank: int, size: int) -> None:
 
 def test_closing_loses_nothing(rank_pool):
     rank_pool(3).run(leaves_at_once, timeout_s=90)
+
+
+STILL_S = 1.0
+
+
+def stands_still(rank: int, size: int, folder: Path) -> tuple[Error, float]:
+    """Rank 1 is stopped within an operation that is over on the others, for all have what it sends; while it stands they
+    close, and it goes on when they have."""
+    wait, waits = comm_c10d._GlooWire.wait, itertools.count()
+
+    def stops(wire: Any, work: Any) -> None:
+        if next(waits) == size - 1:  # behind what the ranks tell each other first
+            wait_for_files(folder, "over *", size - 1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait(wire, work)
+
+    with mock.patch.object(comm_c10d._GlooWire, "wait", stops) if rank == 1 else contextlib.nullcontext():
+        comm = Communicator(backend="c10d", timeout_s=STILL_S, name="still")
+        pid = int(comm.exchange(str(os.getpid()).encode())[1])
+        full, handle = gather(comm)
+        try:
+            if rank != 1:
+                handle.wait()
+                (folder / f"over {rank}").touch()
+                wait_until_stopped(pid)
+            own = error_of(handle.wait)
+            begin = time.monotonic()
+            error = error_of(comm.close)
+            took_s = time.monotonic() - begin
+        finally:
+            if rank != 1:
+                (folder / f"closed {rank}").touch()
+            if rank == 0:
+                wait_for_files(folder, "closed *", size - 1)
+                os.kill(pid, signal.SIGCONT)
+    comm.close()
+    assert error_of(lambda: gather(comm))[0] == "ClosedError"
+    expect_no_threads()
+    if rank == 1:
+        assert error[0] == "nothing", error
+        return own, took_s
+    assert own[0] == "nothing" and handle.wait().query()
+    assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+    return error, took_s
+
+
+def wait_for_files(folder: Path, names: str, count: int) -> None:
+    while len(list(folder.glob(names))) < count:
+        time.sleep(0.01)
+
+
+def wait_until_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world", [slow_case(2), 3])
+def test_a_rank_that_stands_still_behind_the_last_operation_fails_the_communicator(world, rank_pool, tmp_path):
+    """At the time limit, on all ranks, and the one that stood still is named. The others' results are good."""
+    for rank, (error, took_s) in enumerate(rank_pool(world).run(stands_still, tmp_path, timeout_s=60)):
+        kind, text, _ = error
+        assert kind == "CommTimeout", text
+        expect_prefix(text, rank, world, "still")
+        assert "timeout in close(), until all ranks have received the last operation" in text or rank == 1, text
+        assert "rank 1" in text.partition("timeout")[2] and "rank 0" not in text.partition("timeout")[2], text
+        assert took_s < STILL_S + 3.0 + SOON_S
 
 
 def interrupted(rank: int, size: int) -> str:
