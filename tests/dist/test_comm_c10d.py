@@ -299,7 +299,7 @@ def train_on(comm: Communicator) -> None:
             opt.zero_grad()
 
 
-def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -> tuple[str, str, float]:
+def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str, lost: int) -> tuple[str, str, float]:
     enter(hosts, rank, world)
     comm = Communicator(timeout_s=LIMIT_S, name="cut")
     check_usable(comm)
@@ -307,7 +307,7 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -
     if rank == 0:
         while len(list(folder.glob("met *"))) < world:
             time.sleep(0.01)
-        hosts.cut(2)
+        hosts.cut(lost)
         (folder / "cut").touch()
     while not (folder / "cut").exists():
         time.sleep(0.01)
@@ -326,14 +326,23 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -
     return kind, text, took_s
 
 
-@pytest.mark.parametrize("call", ["all_gather", "train", slow_case("reduce_scatter"), slow_case("exchange")])
-def test_a_cut_link_is_a_named_error(call, tmp_path):
+STORE = 0  # the host that has it
+
+
+@pytest.mark.parametrize(
+    ("call", "lost"),
+    [
+        *(("all_gather", 2), ("train", 2), slow_case("reduce_scatter", 2), slow_case("exchange", 2)),
+        *(slow_case("all_gather", STORE), slow_case("train", STORE), slow_case("exchange", STORE)),
+    ],
+)
+def test_a_cut_link_is_a_named_error(call, lost, tmp_path):
     """On both sides of it, and those who still reach each other learn who is missing."""
     with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
-        results = pool.run(loses_a_link, hosts, tmp_path, call)
+        results = pool.run(loses_a_link, hosts, tmp_path, call, lost)
     for rank, (kind, text, took_s) in enumerate(results):
         assert kind in ("CommTimeout", "PeerError"), text
-        assert rank == 2 or "rank 2" in text, text
+        assert rank == lost or f"rank {lost}" in text, text
         expect_prefix(text, rank, 4, "cut")
         # Its own limit, and the time for the others' answers, of whom one cannot answer.
         assert took_s < LIMIT_S + 3.0 + 2 * SOON_S
