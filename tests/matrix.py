@@ -43,7 +43,8 @@ TORCHES = ("none", "2.10.0", "2.11.0", "2.13.0", "newest")
 TESTS = (
     *("tests/unit/test_build.py", "tests/unit/test_adam.py", "tests/unit/test_norm.py", "tests/unit/test_pack.py"),
     "tests/unit/test_doctor.py::test_nothing_is_built_unless_asked",
-    *("tests/unit/test_meeting.py", "tests/dist/test_comm_c10d.py", "tests/dist/test_comm_shm.py"),
+    "tests/unit/test_meeting.py",
+    *("tests/dist/test_comm_c10d.py", "tests/dist/test_comm_c10d_backends.py", "tests/dist/test_comm_shm.py"),
     *("tests/dist/test_comm.py", "tests/dist/test_optim.py", "tests/dist/test_optim_state.py"),
     *("tests/dist/test_optim_compiled.py", "tests/dist/test_prefetch.py", "tests/dist/test_stock.py"),
 )

@@ -76,10 +76,6 @@ std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
   if (peers_->health().has_failed()) {
     return peers_->health().error();
   }
-  const auto set_running = [this](std::optional<Running> running) {
-    std::lock_guard lock(running_mutex_);
-    running_ = running;
-  };
   set_running(Running{&op, Clock::now()});
   peers_->note_issued(0, op.seq);
   std::exception_ptr error;
@@ -94,6 +90,11 @@ std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
   }
   set_running({});
   return error;
+}
+
+void C10dComm::set_running(std::optional<Running> running) {
+  std::lock_guard lock(running_mutex_);
+  running_ = running;
 }
 
 std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op, const char* name) {
@@ -124,11 +125,13 @@ std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
 }
 
 void C10dComm::settle() {
+  set_running(Running{nullptr, Clock::now()});
   try {
     rooms_->settle();            // the peers have what this rank has sent
   } catch (const WireBroken&) {  // or they have failed, and who is told of that
   }
   rooms_->forget();
+  set_running({});
 }
 
 // Called by the watchdog.
@@ -148,22 +151,31 @@ void C10dComm::expect_progress() {
   const char* name = "";
   uint64_t seq = peers_->health().last_seq();
   Clock::duration waited{0};
+  bool is_settling = false;
   {
     std::lock_guard lock(running_mutex_);
     if (running_) {
+      waited = Clock::now() - running_->since;
+      is_settling = running_->op == nullptr;
+    }
+    if (is_settling) {
+      what = "close(), until all ranks have received the last operation";
+    } else if (running_) {
       what = text_of(running_->op->description());
       name = name_of(running_->op->collective);
       seq = running_->op->seq;
-      waited = Clock::now() - running_->since;
     }
   }
-  if (auto failure = peers_->trouble(0, [&](int) { return waited > kWirePatience; }, what.c_str())) {
+  const bool needs_peers = !is_settling && waited > kWirePatience;  // a peer that has left has received all
+  if (auto failure = peers_->trouble(0, [&](int) { return needs_peers; }, what.c_str())) {
     failure->seq = seq;
+    is_late_ = is_settling && failure->kind == FailureKind::kTimeout;
     fail(*failure, name);
   } else if (waited > peers_->timeout()) {
     if (const auto last = peers_->last_seqs(0)) {  // else they are being asked
       Failure late{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "begun"), -1, seq};
       late.last_seqs = *last;
+      is_late_ = is_settling;
       fail(late, name);
     }
   }
@@ -192,6 +204,9 @@ void C10dComm::close(Deadline deadline) {
   is_closed_ = true;
   peers_->part(deadline);
   order_.stream()->close();
+  if (is_late_) {  // which no handle tells: this rank's operations are over
+    std::rethrow_exception(peers_->health().error());
+  }
 }
 
 }  // namespace bucketwheel

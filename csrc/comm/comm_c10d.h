@@ -39,10 +39,17 @@ class C10dComm final : public Comm {
   void post(std::span<const std::byte> payload) override;
   std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& reason) noexcept override;
+  // Also waits until the peers have received what this rank has sent. CommTimeout when they have not at the time limit of
+  // an operation; it is closed all the same.
   void close(Deadline deadline) override;
 
  private:
+  struct Running {
+    const Operation* op;  // null: close() waits for the peers
+    Clock::time_point since;
+  };
   std::exception_ptr execute(const Operation& op, const char* name);
+  void set_running(std::optional<Running> running);
   std::exception_ptr lost(const WireBroken& broken, const Operation& op, const char* name);
   std::exception_ptr fail(const Failure& failure, const char* op = "");
   void settle();
@@ -54,15 +61,12 @@ class C10dComm final : public Comm {
   std::unique_ptr<WireRooms> rooms_;
   const PoolRef pool_;
   FlightRing flight_;
-  struct Running {
-    const Operation* op;
-    Clock::time_point since;
-  };
   std::mutex running_mutex_;
   std::optional<Running> running_;
   std::mutex close_mutex_;
   std::atomic<bool> is_closing_{false};
   bool is_closed_ = false;
+  std::atomic<bool> is_late_{false};  // the time limit has ended the wait of close()
   IssueOrder order_;
   std::shared_ptr<Watch> watch_;
 };

@@ -12,8 +12,9 @@ namespace {
 constexpr size_t kRecordBytes = round_up(sizeof(RankRecord), kPageBytes);
 
 // The records of all ranks, then the staging buffers, then the payloads: a page belongs to one rank and one purpose,
-// and pages that nobody uses never exist. Its owner is the first to write it, so it lies in the memory of the owner's
-// NUMA node.
+// and pages that nobody uses never exist. A page lies in the memory of the NUMA node of whoever touches it first, if only
+// to read it. Of staging buffers and payloads that is the owner, who announces what is in them; of a record it may be a
+// peer that looks whether the rank has come or failed.
 size_t staging_at(int world) { return kRecordBytes * static_cast<size_t>(world); }
 size_t payload_at(int world) {
   return staging_at(world) + Control::kStagingSlots * Control::staging_bytes(world) * static_cast<size_t>(world);

@@ -39,8 +39,9 @@ class PreMulSum:
     """The reduction ``factor * (sum of the inputs)``, for the ``op`` of `reduce_scatter`; the factor is the same on all
     ranks.
 
-    The backends ``shm`` and ``local`` multiply the float32 sum by the factor rounded to float32 (float64 for float64
-    tensors), before the one rounding to the tensors' dtype. NCCL multiplies each input first, in the tensors' dtype.
+    The backends ``shm``, ``local`` and ``c10d`` multiply the float32 sum by the factor rounded to float32 (float64 for
+    float64 tensors), before the one rounding to the tensors' dtype. NCCL multiplies each input first, in the tensors'
+    dtype.
 
     Raises:
         ValueError: the factor is not finite.

@@ -7,6 +7,9 @@ peer what it needs (README.md); below 4 MiB an all-gather of theirs takes half a
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -42,74 +45,154 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
         alone = native().LocalWorld(1).join(0, name, timeout_s)
         return native().make_c10d_comm(native().peers_of(alone), _no_wire, _no_wire)
 
-    def connect() -> tuple[_Wire, Any]:
+    def connect() -> tuple[_GlooWire | _RegisteredWire, Any]:
         return _wire_of(meeting, backend), agreement.make_peers(meeting, name, timeout_s)
 
     wire, peers = meeting.make(connect, lambda made: made[1].leave(0.0))
-    agreement.start(_interrupt, peers, wire)
+    agreement.start(_end, peers, wire)
+    if isinstance(wire, _RegisteredWire):
+        agreement.start(_await_messages, wire)
     return native().make_c10d_comm(peers, wire.start, wire.wait)
 
 
 class _Wire:
-    """A process group that is this communicator's alone. Called by the thread of its stream, which is never the main one."""
+    """A process group that is this communicator's alone. `start` and `wait` are called by the thread of its stream, which is
+    never the main one; `end` by another one, once the communicator has failed or is closed: what waits then ends soon, with
+    a RuntimeError, and nothing waits afterwards."""
 
-    def __init__(self, group: Any, limit: timedelta) -> None:
+    def __init__(self, group: Any, timeout_s: float) -> None:
         self._group = group
-        self._limit = limit
-        self._token = torch.zeros(1, dtype=torch.uint8)  # for an empty message: not every backend sends nothing
-        self._is_interrupted = self._is_waiting = False
+        # Where the transport gives up without a word to the other ranks, our own limit comes first; this one is for what the
+        # transport has lost.
+        self._limit_s = timeout_s + _LATE_S
+        self._has_ended = False
+
+    def _expect_going_on(self) -> None:
+        if self._has_ended:
+            raise RuntimeError("interrupted")
+
+
+class _GlooWire(_Wire):
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(gloo.connect(meeting, "wire"), meeting.timeout_s)
+        self._peers = [rank for rank in range(meeting.size) if rank != meeting.rank]
+        self._is_waiting = False
 
     def start(self, peer: int, is_sent: bool, memory: memoryview) -> Any:
         self._expect_going_on()
-        return self._start(peer, is_sent, torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else None)
-
-    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor | None) -> Any:
-        call = self._group.send if is_sent else self._group.recv
-        return call([self._token if memory is None else memory], peer, _TAG)
+        call = gloo.send if is_sent else gloo.receive
+        return call(self._group, torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else None, peer, _TAG)
 
     def wait(self, work: Any) -> None:
         self._is_waiting = True
         try:
             self._expect_going_on()
-            if work.wait(self._limit) is False:
+            if work.wait(timedelta(seconds=self._limit_s)) is False:
                 raise RuntimeError("given up")
         finally:
             self._is_waiting = False
 
-    def _expect_going_on(self) -> None:
-        if self._is_interrupted:
-            raise RuntimeError("interrupted")
-
-    def interrupt(self) -> None:
-        """What waits ends soon, with a RuntimeError; nothing waits afterwards."""
-        self._is_interrupted = True
+    def end(self, has_failed: bool) -> None:
+        if not has_failed:
+            return
+        self._has_ended = True
         self._give_up()
         while self._is_waiting:  # it may have begun to wait meanwhile
             time.sleep(_PAUSE_S)
             self._give_up()
 
     def _give_up(self) -> None:
-        self._group.abort()
-
-
-class _GlooWire(_Wire):
-    def __init__(self, meeting: Meeting) -> None:
-        # gloo's own limit gives the group up without a word to the other ranks: ours comes first, and this one is for what
-        # gloo has lost.
-        limit = timedelta(seconds=meeting.timeout_s + _LATE_S)
-        super().__init__(gloo.connect(meeting, "wire"), limit)
-        self._peers = [rank for rank in range(meeting.size) if rank != meeting.rank]
-
-    def _start(self, peer: int, is_sent: bool, memory: torch.Tensor | None) -> Any:
-        call = gloo.send if is_sent else gloo.receive
-        return call(self._group, memory, peer, _TAG)
-
-    def _give_up(self) -> None:
         for peer in self._peers:  # each by itself: gloo gives up one connection at a time
             gloo.give_up(self._group, peer)
 
 
-def _wire_of(meeting: Meeting, backend: str) -> _Wire:
+class _Message:
+    """A message of a `_RegisteredWire`: what the transport works on, and where what has come is to go."""
+
+    def __init__(self, work: Any, own: torch.Tensor, memory: memoryview | None) -> None:
+        self.work, self.own, self.memory = work, own, memory
+        self.is_over = False
+        self.error: Exception | None = None
+
+
+class _RegisteredWire(_Wire):
+    """Over a backend that somebody has registered. Nobody can say what ends its waits: ``abort()`` may do nothing. Nor when it
+    has let go of the memory of a message that nobody waits for. So a thread does the waiting, which can be left behind, and
+    messages are in memory of their own: what is left behind is kept until it is over, or its time is, and whatever it
+    writes until then nobody reads."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        super().__init__(group, timeout_s)
+        self._token = torch.zeros(1, dtype=torch.uint8)  # for an empty message: not every backend sends nothing
+        self._changed = threading.Condition()
+        self._is_starting = False
+        self._under_way: dict[_Message, None] = {}  # in the order of their start
+        self._awaited: _Message | None = None  # of those, by the thread of the stream
+        self._until = math.inf
+
+    def start(self, peer: int, is_sent: bool, memory: memoryview) -> _Message:
+        with self._changed:
+            self._expect_going_on()
+            self._is_starting = True
+        try:
+            own = self._token
+            if memory.nbytes:
+                theirs = torch.frombuffer(memory, dtype=torch.uint8)
+                own = theirs.clone() if is_sent else torch.empty_like(theirs)
+            work = (self._group.send if is_sent else self._group.recv)([own], peer, _TAG)
+            message = _Message(work, own, None if is_sent or not memory.nbytes else memory)
+            with self._changed:
+                self._under_way[message] = None
+            return message
+        finally:
+            with self._changed:
+                self._is_starting = False
+                self._changed.notify_all()
+
+    def wait(self, message: _Message) -> None:
+        with self._changed:
+            self._awaited = message
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: message.is_over or self._has_ended)
+            self._expect_going_on()
+        if message.error is not None:
+            raise message.error
+        if message.memory is not None:
+            torch.frombuffer(message.memory, dtype=torch.uint8).copy_(message.own)
+
+    def end(self, has_failed: bool) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._until = time.monotonic() + self._limit_s
+            self._changed.notify_all()
+        if has_failed:
+            with contextlib.suppress(RuntimeError):  # it may say that it cannot
+                self._group.abort()
+
+    def await_messages(self) -> None:
+        """One after the other, as `wait` asks for them; after the end, all that are left."""
+        while (message := self._next()) is not None:
+            left_s = min(max(self._until - time.monotonic(), _PAUSE_S), self._limit_s)
+            try:
+                if message.work.wait(timedelta(seconds=left_s)) is False:
+                    raise RuntimeError("given up")
+            except Exception as error:  # whatever it is, who waits for the message is told
+                message.error = error
+            with self._changed:
+                message.is_over = True
+                self._changed.notify_all()
+
+    def _next(self) -> _Message | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._awaited or (self._has_ended and not self._is_starting))
+            message = self._awaited or next(iter(self._under_way), None)
+            self._awaited = None
+            if message is not None:
+                self._under_way.pop(message, None)
+            return message
+
+
+def _wire_of(meeting: Meeting, backend: str) -> _GlooWire | _RegisteredWire:
     if backend == "gloo":
         return _GlooWire(meeting)
     limit = timedelta(seconds=meeting.timeout_s)
@@ -117,19 +200,22 @@ def _wire_of(meeting: Meeting, backend: str) -> _Wire:
     plugin = dist.Backend._plugins[backend.upper()]
     try:
         if not plugin.extended_api:
-            return _Wire(plugin.creator_fn(store, meeting.rank, meeting.size, limit), limit)
+            return _RegisteredWire(plugin.creator_fn(store, meeting.rank, meeting.size, limit), meeting.timeout_s)
         options = dist.distributed_c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, meeting.rank, meeting.size
         options.timeout, options.group_id = limit, "bucketwheel"
         options.global_ranks_in_group = list(range(meeting.size))
-        return _Wire(plugin.creator_fn(options, None), limit)
+        return _RegisteredWire(plugin.creator_fn(options, None), meeting.timeout_s)
     except RuntimeError as error:
         raise CommError(f"backend {backend!r} of torch.distributed could not connect the ranks: {error}") from error
 
 
-def _interrupt(peers: Any, wire: _Wire) -> None:
-    if peers.await_failure():
-        wire.interrupt()
+def _end(peers: Any, wire: _GlooWire | _RegisteredWire) -> None:
+    wire.end(peers.await_failure())
+
+
+def _await_messages(wire: _RegisteredWire) -> None:
+    wire.await_messages()
 
 
 def _no_wire(*_: Any) -> None:

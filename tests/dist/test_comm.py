@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import conformance_data
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool
 
 pytestmark = pytest.mark.dist
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def some_sizes(comm: Communicator) -> None:
@@ -46,9 +47,10 @@ def test_more_ranks(world):
 def many_processes(comm: Communicator) -> None:
     """More ranks than processors: those that wait sleep."""
     for kind in ("foreign", "pool", "in_place_pool", "by_rank"):
-        specs = [(F32, 1), (BF16, 5000), (torch.int32, 70_000), (F64, 0)]
+        specs = [(F32, 1), (BF16, 5000), (torch.int32, 70_000), (F64, 0), (F16, 4097)]
         check_all_gather(comm, specs, kind)
         check_reduce_scatter(comm, specs, kind)
+    check_all_gather(comm, [(dtype, 4097) for dtype in conformance_data.ANY], "foreign")
     check_broadcast(comm, [(F32, 100_000)], "foreign", comm.size - 1)
     for number in range(20):
         assert comm.exchange(bytes([comm.rank, number])) == [bytes([rank, number]) for rank in range(comm.size)]

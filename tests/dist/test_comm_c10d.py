@@ -1,9 +1,10 @@
-"""The c10d backend: how it comes to be chosen, process groups of other kinds, hosts that share nothing but a network."""
+"""The c10d backend: how it comes to be chosen, its lifetime, hosts that share nothing but a network."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -16,8 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import check_all_gather, check_reduce_scatter, check_usable
-from failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
+from comm_cases import check_usable
+from failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
 from network_hosts import Hosts, enter, network_hosts
 from optim_twins import dyadic, loss_of, make_params, share
 from requirements import slow_case
@@ -81,57 +82,6 @@ def test_alone():
         check_usable(comm)
 
 
-# -------------------------------------------------------------------------------------------- other backends of torch
-
-
-class Post(dist.ProcessGroup):
-    """A backend that somebody registered: gloo, but counted."""
-
-    sent_bytes = 0
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        Post.sent_bytes += tensors[0].nbytes
-        return self.gloo.send(tensors, to, tag)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self.gloo.recv(tensors, source, tag)
-
-    def barrier(self, options: Any) -> Any:
-        return self.gloo.barrier(options)
-
-    def getBackendName(self) -> str:
-        return "post"
-
-
-def make_post(store: dist.Store, rank: int, size: int, timeout: Any) -> Post:
-    return Post(store, rank, size, timeout)
-
-
-def make_extended(options: Any, _: Any) -> Post:
-    return Post(options.store, options.group_rank, options.group_size, options.timeout)
-
-
-def over_registered(rank: int, size: int) -> None:
-    dist.Backend.register_backend("post", make_post, devices=["cpu"])
-    dist.Backend.register_backend("extended_post", make_extended, extended_api=True, devices=["cpu"])
-    for name in ("post", "cpu:extended_post"):
-        group = dist.new_group(backend=name)
-        with Communicator(group, backend="c10d", timeout_s=30) as comm:
-            before = Post.sent_bytes
-            check_all_gather(comm, [(torch.float32, 5000)], "foreign")
-            check_reduce_scatter(comm, [(torch.bfloat16, 5000)], "foreign")
-            assert Post.sent_bytes - before > (size - 1) * (5000 * 4 + 5000 * 2)
-
-
-def test_a_registered_backend_carries_the_data():
-    with RankPool(3, forked=True) as pool:
-        pool.run(over_registered)
-
-
 # ------------------------------------------------------------------------------------------------------------ lifetime
 
 
@@ -191,16 +141,82 @@ def test_closing_loses_nothing(rank_pool):
     rank_pool(3).run(leaves_at_once, timeout_s=90)
 
 
+STILL_S = 1.0
+
+
+def stands_still(rank: int, size: int, folder: Path) -> tuple[Error, float]:
+    """Rank 1 is stopped within an operation that is over on the others, for all have what it sends; while it stands they
+    close, and it goes on when they have."""
+    wait, waits = comm_c10d._GlooWire.wait, itertools.count()
+
+    def stops(wire: Any, work: Any) -> None:
+        if next(waits) == size - 1:  # behind what the ranks tell each other first
+            wait_for_files(folder, "over *", size - 1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait(wire, work)
+
+    with mock.patch.object(comm_c10d._GlooWire, "wait", stops) if rank == 1 else contextlib.nullcontext():
+        comm = Communicator(backend="c10d", timeout_s=STILL_S, name="still")
+        pid = int(comm.exchange(str(os.getpid()).encode())[1])
+        full, handle = gather(comm)
+        try:
+            if rank != 1:
+                handle.wait()
+                (folder / f"over {rank}").touch()
+                wait_until_stopped(pid)
+            own = error_of(handle.wait)
+            begin = time.monotonic()
+            error = error_of(comm.close)
+            took_s = time.monotonic() - begin
+        finally:
+            if rank != 1:
+                (folder / f"closed {rank}").touch()
+            if rank == 0:
+                wait_for_files(folder, "closed *", size - 1)
+                os.kill(pid, signal.SIGCONT)
+    comm.close()
+    assert error_of(lambda: gather(comm))[0] == "ClosedError"
+    expect_no_threads()
+    if rank == 1:
+        assert error[0] == "nothing", error
+        return own, took_s
+    assert own[0] == "nothing" and handle.wait().query()
+    assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+    return error, took_s
+
+
+def wait_for_files(folder: Path, names: str, count: int) -> None:
+    while len(list(folder.glob(names))) < count:
+        time.sleep(0.01)
+
+
+def wait_until_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world", [slow_case(2), 3])
+def test_a_rank_that_stands_still_behind_the_last_operation_fails_the_communicator(world, rank_pool, tmp_path):
+    """At the time limit, on all ranks, and the one that stood still is named. The others' results are good."""
+    for rank, (error, took_s) in enumerate(rank_pool(world).run(stands_still, tmp_path, timeout_s=60)):
+        kind, text, _ = error
+        assert kind == "CommTimeout", text
+        expect_prefix(text, rank, world, "still")
+        assert "timeout in close(), until all ranks have received the last operation" in text or rank == 1, text
+        assert "rank 1" in text.partition("timeout")[2] and "rank 0" not in text.partition("timeout")[2], text
+        assert took_s < STILL_S + 3.0 + SOON_S
+
+
 def interrupted(rank: int, size: int) -> str:
     """Ctrl-C while the main thread waits for an operation: it is the caller's, and the operation's result is good."""
     runners = set()
-    wait = comm_c10d._Wire.wait
+    wait = comm_c10d._GlooWire.wait
 
     def watched(wire: Any, work: Any) -> None:
         runners.add(threading.get_ident())
         wait(wire, work)
 
-    with mock.patch.object(comm_c10d._Wire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
+    with mock.patch.object(comm_c10d._GlooWire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
         stream = native().Stream("the caller's")
         for given in (None, stream):
             full = torch.empty(size)
@@ -283,7 +299,7 @@ def train_on(comm: Communicator) -> None:
             opt.zero_grad()
 
 
-def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -> tuple[str, str, float]:
+def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str, lost: int) -> tuple[str, str, float]:
     enter(hosts, rank, world)
     comm = Communicator(timeout_s=LIMIT_S, name="cut")
     check_usable(comm)
@@ -291,7 +307,7 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -
     if rank == 0:
         while len(list(folder.glob("met *"))) < world:
             time.sleep(0.01)
-        hosts.cut(2)
+        hosts.cut(lost)
         (folder / "cut").touch()
     while not (folder / "cut").exists():
         time.sleep(0.01)
@@ -310,14 +326,23 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str) -
     return kind, text, took_s
 
 
-@pytest.mark.parametrize("call", ["all_gather", "train", slow_case("reduce_scatter"), slow_case("exchange")])
-def test_a_cut_link_is_a_named_error(call, tmp_path):
+STORE = 0  # the host that has it
+
+
+@pytest.mark.parametrize(
+    ("call", "lost"),
+    [
+        *(("all_gather", 2), ("train", 2), slow_case("reduce_scatter", 2), slow_case("exchange", 2)),
+        *(slow_case("all_gather", STORE), slow_case("train", STORE), slow_case("exchange", STORE)),
+    ],
+)
+def test_a_cut_link_is_a_named_error(call, lost, tmp_path):
     """On both sides of it, and those who still reach each other learn who is missing."""
     with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
-        results = pool.run(loses_a_link, hosts, tmp_path, call)
+        results = pool.run(loses_a_link, hosts, tmp_path, call, lost)
     for rank, (kind, text, took_s) in enumerate(results):
         assert kind in ("CommTimeout", "PeerError"), text
-        assert rank == 2 or "rank 2" in text, text
+        assert rank == lost or f"rank {lost}" in text, text
         expect_prefix(text, rank, 4, "cut")
         # Its own limit, and the time for the others' answers, of whom one cannot answer.
         assert took_s < LIMIT_S + 3.0 + 2 * SOON_S

@@ -26,10 +26,13 @@ namespace {
 // Ranks that are threads, and tell each other at once what they failed with.
 class Ranks {
  public:
-  Ranks(int world, std::chrono::nanoseconds timeout) : office(std::make_shared<PostOffice>()) {
+  Ranks(int world, std::chrono::nanoseconds timeout)
+      : Ranks(std::vector<std::chrono::nanoseconds>(static_cast<size_t>(world), timeout)) {}
+  explicit Ranks(const std::vector<std::chrono::nanoseconds>& timeouts) : office(std::make_shared<PostOffice>()) {
+    const int world = static_cast<int>(timeouts.size());
     for (int rank = 0; rank < world; ++rank) {
       StorePeers::Agreement none{[](auto) {}, [](auto, const auto&) { return StorePeers::Payloads(); }};
-      peers.push_back(std::make_shared<StorePeers>("wire", rank, world, timeout, none));
+      peers.push_back(std::make_shared<StorePeers>("wire", rank, world, timeouts[static_cast<size_t>(rank)], none));
       comms.push_back(std::make_shared<C10dComm>(peers.back(), std::make_unique<ThreadWire>(office, rank),
                                                  Pool::make(cpu_device(), make_host_upstream())));
     }
@@ -299,6 +302,37 @@ TEST(c10d_throwing_sink) {
     } else {
       sleep_until([&] { return comm.peers().trouble(0, [](int) { return false; }, "").has_value(); });
       CHECK_THROWS(CommError, "no more room", comm.all_gather(tensors.segments(), {})->synchronize());
+    }
+  });
+}
+
+struct WaitingSink final : ReduceSink {
+  explicit WaitingSink(Gate& gate) : gate(gate) {}
+  bool takes(DType) const override { return true; }
+  void consume(size_t, int64_t, const void*, int64_t) override { gate.wait(); }
+  Gate& gate;
+};
+
+// An operation is over on rank 0, and rank 1, which has sent all, does not get on with it.
+TEST(c10d_close_behind_a_peer_that_stands_still) {
+  if (is_inline()) {
+    return;  // nothing is in flight behind a call
+  }
+  Ranks ranks({300ms, 30s});
+  Gate closed;
+  ranks.run([&closed](Comm& comm) {
+    Tensors tensors({10'000}, 2);
+    const auto sink = comm.rank() == 1 ? std::make_shared<WaitingSink>(closed) : nullptr;
+    const HandleRef handle = comm.reduce_scatter(tensors.segments(), {}, sink, {});
+    if (comm.rank() == 0) {
+      handle->synchronize();
+      CHECK_THROWS(CommTimeout, "timeout in close(), until all ranks have received the last operation", comm.close({}));
+      closed.open();
+      comm.close({});
+      CHECK_THROWS(ClosedError, "closed", comm.all_gather(tensors.segments(), {}));
+    } else {
+      handle->synchronize();
+      CHECK_THROWS(CommTimeout, "timeout in close()", comm.all_gather(tensors.segments(), {})->synchronize());
     }
   });
 }
