@@ -1,8 +1,8 @@
 """Random faults: a plan of what happens to which rank when, and the life of a rank under it.
 
-The ranks run the same random operations, and train. At a random point one of them is killed, stopped, late, or raises.
-Every rank then says which error it got and when, what it still held of the system at the end, and whether ranks that
-were left could go on in a new communicator. `expect` holds that against the plan.
+The ranks run the same random operations, train, and have slabs come and go. At a random point one of them is killed, stopped, late, or raises.
+Every rank then says which error it got and when, how long it took to close, what it still held of the system at the end,
+and whether ranks that were left could go on in a new communicator. `expect` holds that against the plan.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ JOIN_S = 30.0  # of process groups: processes start meanwhile
 CALLS = 24
 # From when a rank waits for one that is gone until it knows; a busy machine takes part of it.
 SOON_S = 2.0
+# Until a rank has closed, whatever state the others are in.
+CLOSED_S = TIMEOUT_S + SOON_S
+CHURNED_SLABS = 300  # more than the socket of a rank that does not read takes messages
 ACTIONS = ("kill", "stop", "late", "too late", "raise", "abort", "close", "exit")
 # By a timer, wherever the rank is then: while the communicator is made, in a call, between two.
 ACTIONS += ("kill at a time", "stop at a time", "raise at a time")
@@ -51,6 +54,7 @@ class Plan:
     delay_s: float  # "... at a time", "late"
     in_flight: bool  # its last operation is not waited for before it acts
     trains: bool  # beside the operations
+    churns: bool  # where the victim acts the others make many slabs and give them back
     folder: str
 
     @classmethod
@@ -67,6 +71,7 @@ class Plan:
             delay_s=chance.uniform(0.0, 0.3),
             in_flight=chance.random() < 0.5,
             trains=chance.random() < 0.5,
+            churns=chance.random() < 0.5,
             folder=folder,
         )
 
@@ -101,6 +106,8 @@ class Story:
     rank: int | None = None
     at_s: float = 0.0  # when it came
     acted_s: float = 0.0
+    churned_s: float = 0.0  # when it was through with that
+    closed_s: float = 0.0  # how long that took
     left: str = ""  # what it still held
     went_on: bool = False
 
@@ -128,7 +135,7 @@ def live(rank: int, world: int, plan: Plan) -> Story:
     try:
         _run(rank, plan, story)
     except (Error, Oops) as error:
-        story.at_s = time.monotonic()
+        story.at_s = story.at_s or time.monotonic()  # the latter where there was no communicator
         story.kind, story.text = type(error).__name__, str(error)
         story.rank = getattr(error, "rank", None)
         error.__traceback__ = None  # it holds what the frames held
@@ -151,7 +158,7 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
     act = _action_of(plan, story) if rank == plan.victim else None
     if act and plan.is_timed:
         threading.Timer(plan.delay_s, act).start()
-    with _closing(plan) as (comm, train):
+    with _closing(plan, story) as (comm, train):
         for number in range(CALLS):
             if act and number == plan.at and not plan.is_timed:
                 if plan.in_flight:
@@ -159,9 +166,12 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
                 act(comm)
                 if plan.in_flight:
                     comm.exchange(b"")
-            elif number == plan.at and plan.in_flight:
-                _call(comm, random.Random(number), is_waited=True)
-                comm.exchange(b"")
+            elif number == plan.at:
+                if plan.churns:
+                    _churn(comm, story, CHURNED_SLABS)
+                if plan.in_flight:
+                    _call(comm, random.Random(number), is_waited=True)
+                    comm.exchange(b"")
             if train is not None and number % 3 == 0:
                 train(number)
             else:
@@ -169,26 +179,47 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
         if plan.is_timed:  # the others are still there when it comes
             while True:
                 comm.exchange(b"")
+                if plan.churns:
+                    _churn(comm, story, CHURNED_SLABS // 10)
                 time.sleep(0.01)
 
 
 @contextlib.contextmanager
-def _closing(plan: Plan) -> Iterator[tuple[Communicator, Callable[[int], None] | None]]:
-    with Communicator(backend=plan.backend, timeout_s=TIMEOUT_S, name="faulty") as comm:
-        if not plan.trains:
-            yield comm, None
-            return
-        params = make_params()
-        opt = ShardedAdamW(params, lr=0.01, process_group=comm, bucket_cap_mb=1e-3)
+def _closing(plan: Plan, story: Story) -> Iterator[tuple[Communicator, Callable[[int], None] | None]]:
+    comm = Communicator(backend=plan.backend, timeout_s=TIMEOUT_S, name="faulty")
+    try:
+        with comm:
+            try:
+                yield from _training(plan, comm)
+            finally:
+                story.at_s = time.monotonic()
+    finally:
+        story.closed_s = time.monotonic() - story.at_s
 
-        def train(step: int) -> None:
-            loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
-            opt.clip_grad_norm_(0.5)
-            opt.step()
-            opt.zero_grad()
 
-        yield comm, train
-        opt.close()  # where an exception ends the block, the communicator aborts instead
+def _training(plan: Plan, comm: Communicator) -> Iterator[tuple[Communicator, Callable[[int], None] | None]]:
+    if not plan.trains:
+        yield comm, None
+        return
+    params = make_params()
+    opt = ShardedAdamW(params, lr=0.01, process_group=comm, bucket_cap_mb=1e-3)
+
+    def train(step: int) -> None:
+        loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
+        opt.clip_grad_norm_(0.5)
+        opt.step()
+        opt.zero_grad()
+
+    yield comm, train
+    opt.close()  # where an exception ends the block, the communicator aborts instead
+
+
+def _churn(comm: Communicator, story: Story, slabs: int) -> None:
+    leases = [comm.pool.acquire("", 9 << 20) for _ in range(slabs)]
+    for lease in leases:
+        lease.release()
+    comm.pool.trim()
+    story.churned_s = time.monotonic()
 
 
 def _call(comm: Communicator, chance: random.Random, *, is_waited: bool) -> None:
@@ -258,12 +289,14 @@ def expect(plan: Plan, stories: list[Story | None]) -> None:
         assert story is not None, where
         assert not story.left, where
         assert story.went_on, where
+        if plan.does != "stop" or rank != plan.victim:  # that one may have been stopped in it
+            assert story.closed_s < CLOSED_S, where
         if plan.goes_on:
             assert story.kind == "", where
         elif rank == plan.victim:
             assert story.kind in _OWN_ERRORS[plan.action], where
         else:
-            _expect_survivor(plan, story, acted_s, where)
+            _expect_survivor(plan, story, max(acted_s, story.churned_s), where)
 
 
 # What the victim itself may get: it finds that the others have given up, or that it has left.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -63,4 +64,6 @@ def test_the_plans_are_of_every_kind() -> None:
             assert len(alike) >= 2, (backend, action)
             assert len({plan.at for plan in alike}) > 1
     assert {plan.world for plan in plans} == {2, 3, 4}
-    assert {(plan.in_flight, plan.trains) for plan in plans} == {(a, b) for a in (False, True) for b in (False, True)}
+    kinds = {(plan.in_flight, plan.trains, plan.churns) for plan in plans}
+    assert kinds == set(itertools.product([False, True], repeat=3))
+    assert len({plan.backend for plan in plans if plan.does == "stop" and plan.churns}) == 2
