@@ -322,7 +322,7 @@ TEST(joining_refuses_whatever_is_no_control_segment) {
   const FileDescriptor small = memfd(4096);
   const auto expect = [](const std::string& why, const std::function<void(int)>& send_it) {
     const std::string said = error_of_joining(send_it);
-    if (said.find(why) == std::string::npos || said.find("[bucketwheel rank 1/2 comm 'joining' seq 0]") != 0) {
+    if (said.find(why) == std::string::npos || !said.starts_with("[bucketwheel rank 1/2 comm 'joining' seq 0]")) {
       std::fprintf(stderr, "it says: %s\n", said.c_str());
       CHECK(!"the reason");
     }
@@ -348,7 +348,7 @@ TEST(joining_survives_whatever_is_sent) {
     const bool is_control = i % 2 == 0;
     const std::string error = error_of_joining(
         [&](int peer) { is_control ? fuzzer.send_control(peer, Control::size_bytes(2)) : fuzzer.send_one(peer); });
-    CHECK(error != "");
+    CHECK(!error.empty());
     refused_files += error.find("the control segment that rank 0 sent: ") != std::string::npos;
   }
   CHECK(refused_files > kFuzzedMessages / 40);  // half of what said that it is one
