@@ -195,17 +195,21 @@ class _RegisteredWire(_Wire):
 def _wire_of(meeting: Meeting, backend: str) -> _GlooWire | _RegisteredWire:
     if backend == "gloo":
         return _GlooWire(meeting)
+    return _RegisteredWire(meeting.ask(lambda _: _registered_group(meeting, backend)), meeting.timeout_s)
+
+
+def _registered_group(meeting: Meeting, backend: str) -> Any:
     limit = timedelta(seconds=meeting.timeout_s)
     store = dist.PrefixStore("wire", meeting.store)
     plugin = dist.Backend._plugins[backend.upper()]
     try:
         if not plugin.extended_api:
-            return _RegisteredWire(plugin.creator_fn(store, meeting.rank, meeting.size, limit), meeting.timeout_s)
+            return plugin.creator_fn(store, meeting.rank, meeting.size, limit)
         options = dist.distributed_c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, meeting.rank, meeting.size
         options.timeout, options.group_id = limit, "bucketwheel"
         options.global_ranks_in_group = list(range(meeting.size))
-        return _RegisteredWire(plugin.creator_fn(options, None), meeting.timeout_s)
+        return plugin.creator_fn(options, None)
     except RuntimeError as error:
         raise CommError(f"backend {backend!r} of torch.distributed could not connect the ranks: {error}") from error
 

@@ -74,6 +74,33 @@ def test_a_registered_backend_carries_the_data():
         pool.run(over_registered)
 
 
+def over_one_that_hangs(rank: int, size: int) -> tuple[Error, float]:
+    """Torch's own group of the backend is made; ours is not, for rank 1 waits for something."""
+    is_over = threading.Event()
+    made: list[Post] = []
+
+    def make_or_hang(*args: Any) -> Post:
+        if made and rank == 1:
+            is_over.wait(60)
+        made.append(make_post(*args))
+        return made[-1]
+
+    dist.Backend.register_backend("hanging_post", make_or_hang, devices=["cpu"])
+    group = dist.new_group(backend="hanging_post")
+    begin = time.monotonic()
+    error = error_of(lambda: Communicator(group, backend="c10d", timeout_s=1))
+    took_s = time.monotonic() - begin
+    is_over.set()
+    return error, took_s
+
+
+def test_a_registered_backend_that_does_not_connect_is_given_up():
+    with RankPool(2, forked=True) as pool:
+        for (kind, text, _), took_s in pool.run(over_one_that_hangs, timeout_s=50):
+            assert kind in ("CommTimeout", "CommError") and "1.0 s" in text or "1 s" in text, (kind, text)
+            assert took_s < 1 + 3 * SOON_S
+
+
 def on_registered(rank: int, size: int, cases: list[Case]) -> None:
     dist.Backend.register_backend("post", make_post, devices=["cpu"])
     group = dist.new_group(backend="post")
