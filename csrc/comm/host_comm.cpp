@@ -106,7 +106,8 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
       payloads.emplace_back(payload, payload + bytes);
     }
   } catch (const Failure& failure) {
-    if (failure.kind == FailureKind::kTimeout && !has_passed(own_deadline)) {
+    const bool is_callers_limit = has_passed(deadline) && !has_passed(own_deadline);
+    if (failure.kind == FailureKind::kTimeout && is_callers_limit && !team_->has_failed_peer()) {
       throw CommTimeout(health_.prefix(health_.last_seq()) + failure.text,
                         {.seq = health_.last_seq(), .last_seqs = seqs_of_all(0)});
     }

@@ -151,6 +151,15 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
                 {}};
 }
 
+bool Team::has_failed_peer() const {
+  for (int r = 0; r < world(); ++r) {
+    if (r != rank_ && record(r).failure != FailureKind::kNone) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Our own record describes the operation that we are in.
 std::string Team::text_of_wait(const Wait& wait) const {
   if (wait.what != nullptr) {

@@ -54,6 +54,7 @@ class Team {
   // sees the other. (An abort says that a rank failed while its operation may still be reading: the second word is
   // needed.)
   void await_readers(uint64_t seq);
+  bool has_failed_peer() const;
   // Throws when `rank` has failed in `wait` or before.
   void expect_not_failed(const Wait& wait, int rank) const;
   using IsReady = std::function<bool()>;

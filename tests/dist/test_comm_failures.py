@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from comm_cases import check_usable, run_local
-from failure_cases import SOON_S, error_of, expect_prefix, gather
+from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
@@ -153,6 +153,29 @@ def collects_alone(comm: Communicator) -> None:
 
 def test_a_short_wait_for_a_round_leaves_it_open():
     run_local(2, collects_alone)
+
+
+def test_a_peer_that_has_waited_too_long_for_a_round_fails_it_for_all():
+    """Not as a short wait of one's own does, whose error is of the same kind."""
+    world, is_over = LocalWorld(3), threading.Event()
+
+    def body(rank: int, _: int) -> list[Error]:
+        with Communicator(world.rank(rank), timeout_s=0.3 if rank == 1 else 30, name="round") as comm:
+            if rank == 0:
+                assert is_over.wait(30)
+                return []
+            errors = [error_of(lambda: comm.exchange(b"")), error_of(lambda: comm.post(b""))]
+            if rank == 2:
+                is_over.set()
+            return errors
+
+    for rank, errors in enumerate(run_threads(body, 3)):
+        for kind, text, _ in errors:
+            assert kind == "CommTimeout" and "timeout in collect() of round 1. Not arrived: rank 0" in text, (
+                rank,
+                errors,
+            )
+            assert ("rank 1 failed first" in text) == (rank != 1), text
 
 
 # --------------------------------------------------------------------------------------------------------------- abort

@@ -328,7 +328,7 @@ TEST(joining_refuses_whatever_is_no_control_segment) {
     }
   };
   expect("rank 0 sent no control segment", [](int) {});
-  expect("rank 0 died while", [](int peer) { shutdown(peer, SHUT_RDWR); });
+  expect("rank 0 hung up while", [](int peer) { shutdown(peer, SHUT_RDWR); });
   expect("rank 0 sent a message of 3 bytes", [](int peer) { send_bytes(peer, "abc", 3, {}); });
   expect("rank 0 sent a control segment of 1 bytes, expected",
          [&](int peer) { send(peer, {Kind::kControl, 0, 1}, {small.get()}); });
