@@ -139,6 +139,9 @@ TEST(links_close_though_a_peer_takes_no_messages) {
 
 // The links' own thread goes on with what the system would not pass for this one.
 TEST(links_try_again_when_the_system_passes_no_more_files) {
+  if (emulator() == "valgrind") {  // which keeps limits of descriptors to itself
+    return;
+  }
   Link link;
   int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
