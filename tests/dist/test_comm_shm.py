@@ -243,8 +243,8 @@ def called_by_others(rank: int, size: int, user: int | None, called: Path) -> st
     nonce = secret if user is not None else b"x" * 16
     make_links = comm_shm._Links.__init__
 
-    def make_known_links(links: Any, meeting: Any) -> None:
-        make_links(links, meeting)
+    def make_known_links(links: Any, *words: Any) -> None:
+        make_links(links, *words)
         links.nonce = secret
 
     if rank == size - 1:
