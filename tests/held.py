@@ -42,14 +42,19 @@ def _target(fd: str) -> str:
 
 
 def traces_in_the_system() -> set[str]:
-    """Sockets, files of shared memory, and processes that this one has started, or nobody any more, with a mapping of it."""
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "bucketwheel" in line}
+    """Files of shared memory; and of processes that this one has started, or nobody any more: their sockets, and which of
+    them map shared memory.
+    """
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "bucketwheel" in line]
+    names = {f"socket:[{line[-2]}]": line[-1] for line in lines}
     files = {name for name in os.listdir("/dev/shm") if "bucketwheel" in name or "bw" in name}
-    processes = set()
+    sockets, processes = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if _is_ours(process.name) and _MEMORY in (process / "maps").read_text():
-                processes.add(f"pid {process.name}")
+            if _is_ours(process.name):
+                sockets |= {names[link] for link in map(os.readlink, (process / "fd").iterdir()) if link in names}
+                if _MEMORY in (process / "maps").read_text():
+                    processes.add(f"pid {process.name}")
     return sockets | files | processes
 
 
