@@ -52,10 +52,19 @@ def traces_in_the_system() -> set[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if _is_ours(process.name):
-                sockets |= {names[link] for link in map(os.readlink, (process / "fd").iterdir()) if link in names}
+                sockets |= {names[link] for link in _links_of(process) if link in names}
                 if _MEMORY in (process / "maps").read_text():
                     processes.add(f"pid {process.name}")
     return sockets | files | processes
+
+
+def _links_of(process: Path) -> list[str]:
+    """What its descriptors are; those that are closed meanwhile, as the one that lists our own, are nothing."""
+    links = []
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return links
 
 
 def _is_ours(pid: str) -> bool:

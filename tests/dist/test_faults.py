@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,13 @@ def test_a_fault_while_ranks_meet(backend: str, action: str, tmp_path: Path) -> 
 def test_many_faults(block: int, tmp_path: Path) -> None:
     for seed in range(block * RUNS // BLOCKS, (block + 1) * RUNS // BLOCKS):
         run(Plan.random(seed, f"{tmp_path}/{seed}"))
+
+
+def test_a_socket_of_our_own_is_a_trace() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(f"\0bucketwheel-left-{os.getpid()}")
+        assert f"@bucketwheel-left-{os.getpid()}" in traces_in_the_system()
+    assert f"@bucketwheel-left-{os.getpid()}" not in traces_in_the_system()
 
 
 def test_the_plans_are_of_every_kind() -> None:
