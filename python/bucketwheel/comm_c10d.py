@@ -45,14 +45,15 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
         alone = native().LocalWorld(1).join(0, name, timeout_s)
         return native().make_c10d_comm(native().peers_of(alone), _no_wire, _no_wire)
 
-    def connect() -> tuple[_GlooWire | _RegisteredWire, Any]:
-        return _wire_of(meeting, backend), agreement.make_peers(meeting, name, timeout_s)
+    def connect() -> Any:
+        wire = _wire_of(meeting, backend)
+        peers = agreement.make_peers(meeting, name, timeout_s)
+        agreement.start(_end, peers, wire)
+        if isinstance(wire, _RegisteredWire):
+            agreement.start(_await_messages, wire)
+        return native().make_c10d_comm(peers, wire.start, wire.wait)
 
-    wire, peers = meeting.make(connect, lambda made: made[1].leave(0.0))
-    agreement.start(_end, peers, wire)
-    if isinstance(wire, _RegisteredWire):
-        agreement.start(_await_messages, wire)
-    return native().make_c10d_comm(peers, wire.start, wire.wait)
+    return meeting.make(connect)
 
 
 class _Wire:

@@ -93,7 +93,7 @@ class _Links:
             self._expect_connected(meeting.attempt(self._call_lower_ranks))
             self._expect_connected(acceptor.failure())
             self.sockets.update(acceptor.accepted)
-            return meeting.make(lambda: self._make(name, timeout_s), lambda comm: comm.close(0.0))
+            return meeting.make(lambda: self._make(name, timeout_s))
 
     def _close_sockets(self) -> None:
         for call in self.sockets.values():

@@ -145,16 +145,18 @@ class Meeting:
         """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
         return self.outcome(mine)[0]
 
-    def make(self, make: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
-        """What ``make`` returns, on all ranks or on none, where it is undone: `CommError` that lists what failed."""
+    def make(self, make: Callable[[], Any]) -> Any:
+        """The native communicator that ``make`` returns, on all ranks or on none: `CommError` that lists what failed. If this
+        rank is interrupted meanwhile, by Ctrl-C say, others may go on with theirs: they hear of it there."""
         made: list[Any] = []
         try:
             failures = self.failures(self.attempt(lambda: made.append(make())))
             if failures:
                 raise CommError(f"the communicator could not be made on all ranks{failures}")
-        except BaseException:
-            for one in made:
-                undo(one)
+        except BaseException as error:
+            for comm in made:
+                comm.abort(f"{type(error).__name__} while the communicator was made")
+                comm.close(0.0)
             raise
         return made[0]
 

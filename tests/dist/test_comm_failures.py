@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.meeting import Meeting
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.place import LocalWorld
 from bucketwheel.testing import run_threads
@@ -212,6 +214,32 @@ def test_abort_from_another_thread_wakes_a_waiter():
             gather(comm)[1].wait()
         with pytest.raises(CommError, match="enough"):
             comm.exchange(b"")
+
+
+def interrupted_while_made(rank: int, size: int, backend: str) -> Error:
+    """Rank 0, once it has told the others that its part is made."""
+    failures = Meeting.failures
+
+    def interrupted(meeting: Meeting, mine: str) -> str:
+        failures(meeting, mine)
+        raise KeyboardInterrupt
+
+    make = lambda: Communicator(backend=backend, name="short", timeout_s=20)  # noqa: E731
+    if rank == 0:
+        with mock.patch.object(Meeting, "failures", interrupted), pytest.raises(KeyboardInterrupt):
+            make()
+        return error_of(lambda: None)
+    with make() as comm:
+        return error_of(lambda: gather(comm)[1].wait())
+
+
+@of_processes
+def test_whom_a_rank_leaves_behind_when_it_is_interrupted_in_the_making_hears_why(backend, rank_pool):
+    _, *others = rank_pool(3).run(interrupted_while_made, backend)
+    for rank, (kind, text, failed_rank) in enumerate(others, 1):
+        assert (kind, failed_rank) == ("PeerError", 0), text
+        expect_prefix(text, rank, 3, "short")
+        assert "aborted by rank 0: KeyboardInterrupt while the communicator was made" in text
 
 
 def test_an_exception_in_the_block_aborts():
