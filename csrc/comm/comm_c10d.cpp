@@ -204,8 +204,9 @@ void C10dComm::close(Deadline deadline) {
   is_closed_ = true;
   peers_->part(deadline);
   order_.stream()->close();
-  if (is_late_) {  // which no handle tells: this rank's operations are over
-    std::rethrow_exception(peers_->health().error());
+  // No handle tells it: this rank's operations are over. There is none where the wait has ended in the last moment.
+  if (const std::exception_ptr late = is_late_ ? peers_->health().error() : nullptr) {
+    std::rethrow_exception(late);
   }
 }
 

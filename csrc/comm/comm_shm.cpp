@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <poll.h>
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -140,16 +142,15 @@ void send_control(int socket, int file, size_t size_bytes, int rank, Deadline de
       case Sent::kSent:
         return;
       case Sent::kEnd:
-        throw PeerError(named + " died while the communicator was being made", {.rank = rank});
+        throw PeerError(named + " hung up while the communicator was being made", {.rank = rank});
       case Sent::kFull:
-      case Sent::kShort:
+      case Sent::kShort:  // nothing says when there is room again
         break;
     }
     if (has_passed(deadline)) {
       throw CommTimeout(named + " could not be sent the control segment: the system passes no more file descriptors");
     }
-    pollfd writable{socket, POLLOUT, 0};
-    poll(&writable, 1, 10);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
 

@@ -13,10 +13,6 @@
 
 namespace bucketwheel {
 
-// [Note: outputs past the cache] What an operation writes is stored past the cache where it outgrows it: then the lines
-// that are written need not be read first, a third of the bytes of a copy. Of smaller operations the cache holds the
-// outputs until somebody reads them.
-bool goes_past_cache(const Operation& op, size_t segment);
 // Puts a piece of what is gathered where it belongs.
 void put_gathered(const Operation& op, size_t segment, void* to, const void* from, size_t bytes);
 // An all-gather: this rank's own part of each full buffer, unless it is there.

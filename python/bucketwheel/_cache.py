@@ -232,11 +232,11 @@ def private_folder(cache: Path) -> Iterator[Path]:
         alive = _make_locked(cache / "tmp" / f".{name}", cache / "tmp" / name)
     except OSError as error:
         raise unwritable(cache, error) from error
-    with alive:
-        try:
+    try:
+        with alive:
             yield cache / "tmp" / name
-        finally:
-            shutil.rmtree(cache / "tmp" / name, ignore_errors=True)
+    finally:  # once the file is closed: NFS keeps the name of an open one, and so the folder
+        shutil.rmtree(cache / "tmp" / name, ignore_errors=True)
 
 
 def _make_locked(unlocked: Path, folder: Path) -> IO[bytes]:

@@ -5,6 +5,7 @@ Knows nothing of caches but a store of objects by content, and nothing of locks:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -15,11 +16,12 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bucketwheel import _trust
 from bucketwheel._toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, tree
@@ -30,6 +32,7 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTI
 # Said about every kernel, whatever else went wrong.
 _CHATTER = re.compile(r"ptxas info|\s+\d+ bytes stack frame, ")
 _UNIT_SOURCES = 7
+_Result = TypeVar("_Result")
 _GRACE_S = 10.0  # from asking a process to end until it is made to
 _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
 _CUDA_REMEDIES = [
@@ -225,7 +228,8 @@ def _write_ninja(steps: list[_Step], link: _Step, work: Path) -> None:
 def _run_ninja(ninja: str, steps: list[_Step], link: _Step, work: Path, timeout_s: float) -> tuple[_Step | None, str]:
     # sources are listed slow ones first, and ninja starts edges in the order of the targets it is given
     argv = [ninja, "-C", str(work), f"-j{_jobs()}", *(step.out for step in steps), link.out]
-    done, output = _Calls(timeout_s).run(argv, work)
+    calls = _Calls(timeout_s)
+    ((done, output),) = _in_threads(calls, [lambda: calls.run(argv, work)])
     if done:
         return None, output
     names = {step.out: step for step in [*steps, link]}
@@ -246,25 +250,29 @@ def _run_threads(steps: list[_Step], link: _Step, timeout_s: float) -> tuple[_St
             if not done:
                 failed.append(step)
 
+    _in_threads(calls, [functools.partial(compile_one, step) for step in steps])
+    _in_threads(calls, [lambda: compile_one(link)])
+    return (failed[0] if failed else None), "".join(output)
+
+
+def _in_threads(calls: _Calls, work: list[Callable[[], _Result]]) -> list[_Result]:
+    """Ctrl-C is for the thread that waits here, at any time: what the others start is not lost between its start and where
+    ``calls`` knows of it."""
     pool = ThreadPoolExecutor(_jobs())
-    running: list[Future[None]] = []
+    running: list[Future[_Result]] = []
     try:
-        for step in steps:
-            running.append(pool.submit(compile_one, step))
+        for one in work:
+            running.append(pool.submit(one))
         while wait(running, timeout=0.1).not_done:
             pass  # a signal that comes just before an endless wait would be heard after it
-        for one in running:
-            one.result()
-    except BaseException:  # Ctrl-C, which only this thread gets, at any time: the pool may not know all of its threads
+        return [one.result() for one in running]
+    except BaseException:  # the pool may not know all of its threads
         calls.end(signal.SIGTERM)
         wait(running, timeout=_GRACE_S)
         calls.end(signal.SIGKILL)
         raise
     finally:
         pool.shutdown()
-    if not failed:
-        compile_one(link)
-    return (failed[0] if failed else None), "".join(output)
 
 
 class _Calls:
@@ -296,9 +304,6 @@ class _Calls:
                 output, _ = process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False, f"{_end(process)}\nstopped after {self._timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
-            except BaseException:
-                _end(process)
-                raise
             finally:
                 with self._guard:
                     self._running.remove(process)

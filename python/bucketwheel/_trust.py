@@ -18,6 +18,7 @@ one of the trusted owns and others only read, by ``BW_CACHE_DIR`` or ``BW_NATIVE
 
 from __future__ import annotations
 
+import functools
 import grp
 import os
 import pwd
@@ -111,7 +112,13 @@ def _is_private(gid: int) -> bool:
     if gid != user.pw_gid or group.gr_name != user.pw_name or set(group.gr_mem) - {user.pw_name}:
         return False
     # Members are listed with the group only where it is not their own.
-    return all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == gid)
+    return _owners_of_group(gid) <= {user.pw_uid}
+
+
+@functools.cache
+def _owners_of_group(gid: int) -> frozenset[int]:
+    """Users whose own group it is. A list of all users may come from another machine."""
+    return frozenset(user.pw_uid for user in pwd.getpwall() if user.pw_gid == gid)
 
 
 def _is_unmapped(uid: int) -> bool:

@@ -32,7 +32,7 @@ from .errors import CommTimeout, Error
 from .gloo import NO_TIMEOUT, connect, give_up, receive, send
 from .meeting import Meeting
 
-__all__ = ["make_peers", "start"]
+__all__ = ["make_peers"]
 
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length

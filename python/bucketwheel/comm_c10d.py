@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import agreement, gloo
+from . import agreement, background, gloo
 from ._build import native
 from .errors import CommError
 from .meeting import Meeting
@@ -48,9 +48,9 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
     def connect() -> Any:
         wire = _wire_of(meeting, backend)
         peers = agreement.make_peers(meeting, name, timeout_s)
-        agreement.start(_end, peers, wire)
+        background.start(_end, peers, wire)
         if isinstance(wire, _RegisteredWire):
-            agreement.start(_await_messages, wire)
+            background.start(_await_messages, wire)
         return native().make_c10d_comm(peers, wire.start, wire.wait)
 
     return meeting.make(connect)
@@ -58,8 +58,8 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
 
 class _Wire:
     """A process group that is this communicator's alone. `start` and `wait` are called by the thread of its stream, which is
-    never the main one; `end` by another one, once the communicator has failed or is closed: what waits then ends soon, with
-    a RuntimeError, and nothing waits afterwards."""
+    never the main one; `end` by another one, once the communicator has failed or is closed. If it has failed, what waits
+    then ends soon, with a RuntimeError, and nothing waits afterwards; else nothing waits any more."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self._group = group
@@ -196,11 +196,12 @@ class _RegisteredWire(_Wire):
 def _wire_of(meeting: Meeting, backend: str) -> _GlooWire | _RegisteredWire:
     if backend == "gloo":
         return _GlooWire(meeting)
-    return _RegisteredWire(meeting.ask(lambda _: _registered_group(meeting, backend)), meeting.timeout_s)
+    late = f"backend {backend!r} of torch.distributed has not connected the ranks"
+    return _RegisteredWire(meeting.ask(lambda _: _registered_group(meeting, backend), late=late), meeting.timeout_s)
 
 
 def _registered_group(meeting: Meeting, backend: str) -> Any:
-    limit = timedelta(seconds=meeting.timeout_s)
+    limit = timedelta(seconds=max(meeting.deadline - time.monotonic(), 0.1))
     store = dist.PrefixStore("wire", meeting.store)
     plugin = dist.Backend._plugins[backend.upper()]
     try:

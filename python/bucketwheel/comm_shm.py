@@ -79,6 +79,7 @@ class _Links:
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
         self.sockets: dict[int, socket.socket] = {}
+        self.id = meeting.id  # asked for before sockets are handed over
         self.has_found_all = True  # whom it has called
 
     def connect(self, name: str, timeout_s: float) -> Any:
@@ -103,7 +104,7 @@ class _Links:
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
         pids = [peer["pid"] for peer in self.peers]
-        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.meeting.id)
+        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id)
 
     def _expect_connected(self, failure: str) -> None:
         failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)

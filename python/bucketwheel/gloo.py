@@ -29,8 +29,8 @@ _UNUSED_TAG = 8
 
 def connect(meeting: Meeting, name: str) -> Any:
     """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
-    the ranks that have not come by the meeting's deadline, or when the Store does not answer."""
-    return meeting.ask(lambda _: _connect(meeting, name))
+    the ranks that have not come by the meeting's deadline, or when there is no answer behind it."""
+    return meeting.ask(lambda _: _connect(meeting, name), late="neither gloo nor the Store has answered")
 
 
 def _connect(meeting: Meeting, name: str) -> Any:

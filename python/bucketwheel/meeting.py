@@ -24,7 +24,9 @@ __all__ = ["Meeting", "has_keys"]
 _LOOK_S = 0.05
 _SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
 _OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
-_ANSWER_S = 2.0  # behind the deadline, for what the Store is told and asked then
+# Behind the deadline, for what the Store is told and asked then, and asked of each rank.
+_ANSWER_S = 2.0
+_ANSWER_OF_ONE_S = 0.002
 
 _Call = Callable[[threading.Event], Any]
 
@@ -102,9 +104,9 @@ class Meeting:
                 self.store.delete_key(f"{number - 1}/all")  # who has come to this round has read it
         return values
 
-    def ask(self, call: _Call, until: float | None = None) -> Any:
-        """What ``call(given_up)``, which talks to the Store, returns or raises. `CommTimeout` when it has not by ``until``, by
-        default the meeting's deadline: `given_up` is set then, and when Ctrl-C ends the wait.
+    def ask(self, call: _Call, until: float | None = None, late: str = "the Store does not answer") -> Any:
+        """What ``call(given_up)``, which talks to the Store, returns or raises. `CommTimeout`, of which ``late`` is the reason,
+        when it has not by ``until``, by default the meeting's deadline: `given_up` is set then, and when Ctrl-C ends the wait.
 
         In a thread of its own. A Store that cannot be reached keeps a call, whatever its time limit, until the system gives
         the connection up; that takes minutes at least, and no signal is heard meanwhile.
@@ -114,9 +116,10 @@ class Meeting:
         start(_answer, answer, call, given_up)
         until = self.deadline if until is None else until
         try:
-            wait([answer], max(until - time.monotonic(), 0.0) + _ANSWER_S)
+            answer_s = _ANSWER_S + self.size * _ANSWER_OF_ONE_S
+            wait([answer], max(until - time.monotonic(), 0.0) + answer_s)
             if not answer.done():
-                raise CommTimeout(self._too_late("the Store does not answer"))
+                raise CommTimeout(self._too_late(late))
             return answer.result()
         finally:
             given_up.set()

@@ -19,7 +19,7 @@ from conformance import CASES, ENDS, Case
 from failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
 from requirements import slow_case
 
-from bucketwheel import agreement, comm_c10d
+from bucketwheel import background, comm_c10d
 from bucketwheel.comm import Communicator
 from bucketwheel.testing import RankPool
 
@@ -96,9 +96,11 @@ def over_one_that_hangs(rank: int, size: int) -> tuple[Error, float]:
 
 def test_a_registered_backend_that_does_not_connect_is_given_up():
     with RankPool(2, forked=True) as pool:
-        for (kind, text, _), took_s in pool.run(over_one_that_hangs, timeout_s=50):
-            assert kind in ("CommTimeout", "CommError") and "1.0 s" in text or "1 s" in text, (kind, text)
+        for rank, ((kind, text, _), took_s) in enumerate(pool.run(over_one_that_hangs, timeout_s=50)):
+            assert kind in ("CommTimeout", "CommError") and "within 1.0 s" in text, (kind, text)
             assert took_s < 1 + 3 * SOON_S
+            hangs = "backend 'hanging_post' of torch.distributed has not connected the ranks"
+            assert rank == 0 or text.endswith(hangs), text
 
 
 def on_registered(rank: int, size: int, cases: list[Case]) -> None:
@@ -206,7 +208,7 @@ class Holding:
 def wire_that_waits(group: Holding, timeout_s: float) -> tuple[Any, list[bytearray]]:
     """It has failed, while the first of two messages was waited for; where they were to go."""
     wire = comm_c10d._RegisteredWire(group, timeout_s)
-    agreement.start(comm_c10d._await_messages, wire)
+    background.start(comm_c10d._await_messages, wire)
     places = [bytearray(100), bytearray(100)]
     messages = [wire.start(1, False, memoryview(place)) for place in places]
     threading.Timer(0.1, wire.end, (True,)).start()
@@ -242,7 +244,7 @@ def test_messages_that_are_left_behind_are_kept_no_longer_than_an_operation_may_
 def test_messages_that_are_waited_for_come_to_their_memory():
     group = Holding()
     wire = comm_c10d._RegisteredWire(group, 60.0)
-    agreement.start(comm_c10d._await_messages, wire)
+    background.start(comm_c10d._await_messages, wire)
     place = bytearray(100)
     message = wire.start(1, False, memoryview(place))
     group.is_let.set()

@@ -13,10 +13,12 @@ from unittest import mock
 
 import pytest
 from comm_cases import check_usable
+from held import held, still_held
 
 from bucketwheel import comm_shm
 from bucketwheel.comm import Communicator
-from bucketwheel.errors import CommError
+from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.meeting import Meeting
 from bucketwheel.testing import RankPool
 
 pytestmark = pytest.mark.dist
@@ -102,3 +104,26 @@ def test_auto_tells_why_ranks_of_one_host_are_not_connected(finds):
             assert not finds or ("found each other on one host" in told[0] and reason in told[0])
         for refused, _ in pool.run(found, "shm", finds):
             assert ("found each other on one host" if finds else "cannot share memory") in refused and reason in refused
+
+
+def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
+    """Rank 0, by Ctrl-C, when it asks for what the communicator is known by."""
+    before = held()
+    error = ""
+    asked = mock.PropertyMock(side_effect=KeyboardInterrupt) if rank == 0 else Meeting.id
+    with mock.patch.object(Meeting, "id", asked):
+        try:
+            Communicator(backend="shm", timeout_s=3)
+        except (KeyboardInterrupt, CommTimeout) as caught:
+            error = str(caught)
+    return error, still_held(before)
+
+
+def test_an_interrupted_making_leaves_no_sockets():
+    """The others hear who is missing by their time limit."""
+    with RankPool(3, forked=True) as pool:
+        (_, left), *others = pool.run(interrupted_at_the_store, timeout_s=60)
+    assert left == ""
+    for error, left_there in others:
+        assert error == "the communicator was not made within 3.0 s: ranks [0] have not come"
+        assert left_there == ""

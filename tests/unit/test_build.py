@@ -360,6 +360,35 @@ def test_ctrl_c_ends_a_build_and_its_compilers(tree: TinyTree, ninja: bool) -> N
         tree.release_compiler()
 
 
+# Ctrl-C between the start of a process and where it is known.
+INTERRUPTED_AT_A_START = """
+import os, signal, time
+from bucketwheel import _compile
+signal.signal(signal.SIGINT, signal.default_int_handler)
+start, interrupts = _compile._start, [signal.SIGINT]
+def interrupted(*args):
+    process = start(*args)
+    while interrupts:
+        os.kill(os.getpid(), interrupts.pop())
+        time.sleep(0.5)
+    return process
+_compile._start = interrupted
+"""
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_ctrl_c_at_the_start_of_a_process(tree: TinyTree, ninja: bool) -> None:
+    tree.hold_compiler()
+    hide, changes = without(tree, ninja)
+    builder = tree.start(INTERRUPTED_AT_A_START + hide + LOAD, **changes)
+    try:
+        _, err = builder.communicate(timeout=60)
+        assert err.rstrip().endswith("KeyboardInterrupt"), err
+        wait_until(lambda: not processes_of(tree), "no compiler is left")
+    finally:
+        tree.release_compiler()
+
+
 def processes_of(tree: TinyTree) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

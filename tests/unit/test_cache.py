@@ -231,6 +231,22 @@ def test_a_folder_for_another_python_is_told(tree: TinyTree) -> None:
     assert "_cpu.so does not load" in message and "unset BW_NATIVE_DIR" in message and "remove" not in message
 
 
+def test_a_builders_folder_goes_once_its_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps a name for an open file that is removed, and so the folder that it is in."""
+    (tmp_path / "tmp").mkdir()
+    still_open: list[str] = []
+
+    def look(folder: Path, **_: object) -> None:
+        files = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        still_open.extend(file for file in files if file.startswith(str(folder)))
+        still_open.append("looked")
+
+    monkeypatch.setattr(_cache.shutil, "rmtree", look)
+    with _cache.private_folder(tmp_path) as folder:
+        assert (folder / "alive").exists()
+    assert still_open == ["looked"]
+
+
 # ---- written by one, read by others ----------------------------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ def test_a_private_group(monkeypatch: pytest.MonkeyPatch) -> None:
     user = _trust.pwd.struct_passwd(("ann", "x", os.geteuid(), 70, "", "/", "/bin/sh"))
     groups = {70: ("ann", []), 71: ("ann", []), 72: ("staff", ["ann"])}
     everyone = [user]
+    monkeypatch.setattr(_trust, "_owners_of_group", _trust._owners_of_group.__wrapped__)
     monkeypatch.setattr(_trust.pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(_trust.pwd, "getpwall", lambda: everyone)
     monkeypatch.setattr(
@@ -90,6 +91,15 @@ def test_a_private_group(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         everyone[1:] = [_trust.pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))]
         assert _trust._is_private(70) == is_private, name
+
+
+def test_the_users_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(_trust.pwd, "getpwall", lambda: asked.append(1) or [])
+    _trust._owners_of_group.cache_clear()
+    assert [_trust._owners_of_group(70) for _ in range(3)] == [frozenset()] * 3
+    _trust._owners_of_group.cache_clear()
+    assert asked == [1]
 
 
 def test_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
