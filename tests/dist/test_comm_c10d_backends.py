@@ -97,7 +97,7 @@ def over_one_that_hangs(rank: int, size: int) -> tuple[Error, float]:
 def test_a_registered_backend_that_does_not_connect_is_given_up():
     with RankPool(2, forked=True) as pool:
         for rank, ((kind, text, _), took_s) in enumerate(pool.run(over_one_that_hangs, timeout_s=50)):
-            assert kind in ("CommTimeout", "CommError") and "within 1.0 s" in text, (kind, text)
+            assert kind in ("CommTimeout", "CommError") and "within 1 s" in text, (kind, text)
             assert took_s < 1 + 3 * SOON_S
             hangs = "backend 'hanging_post' of torch.distributed has not connected the ranks"
             assert rank == 0 or text.endswith(hangs), text
