@@ -48,10 +48,14 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
     def connect() -> Any:
         wire = _wire_of(meeting, backend)
         peers = agreement.make_peers(meeting, name, timeout_s)
-        background.start(_end, peers, wire)
-        if isinstance(wire, _RegisteredWire):
-            background.start(_await_messages, wire)
-        return native().make_c10d_comm(peers, wire.start, wire.wait)
+        try:
+            background.start(_end, peers, wire)
+            if isinstance(wire, _RegisteredWire):
+                background.start(_await_messages, wire)
+            return native().make_c10d_comm(peers, wire.start, wire.wait)
+        except BaseException:
+            peers.leave(0.0)  # else threads wait for it
+            raise
 
     return meeting.make(connect)
 

@@ -18,7 +18,7 @@ from . import _env, agreement, comm_shm, nccl
 from ._build import native
 from .device import torch_device
 from .errors import CommError, DeviceError, Error
-from .meeting import Meeting, has_keys
+from .meeting import Meeting, has_keys, undo
 from .pool import Pool
 
 __all__ = ["Making", "NcclChoices", "borrow", "features", "is_launch_order_kept", "make", "pair", "split"]
@@ -230,10 +230,8 @@ def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any
     made: list[Any] = []
     try:
         _on_all_ranks(making, lambda: made.extend(make(left_s)))
-    except BaseException:
-        for comm in made:
-            comm.abort("another rank could not make its part")
-            comm.close(0.0)
+    except BaseException as error:
+        undo(made, error)
         raise
     return made
 

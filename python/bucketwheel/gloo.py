@@ -29,7 +29,7 @@ _UNUSED_TAG = 8
 
 def connect(meeting: Meeting, name: str) -> Any:
     """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
-    the ranks that have not come by the meeting's deadline, or when there is no answer behind it."""
+    the ranks that have not come by the meeting's deadline, or when neither gloo nor the Store answers a little later."""
     return meeting.ask(lambda _: _connect(meeting, name), late="neither gloo nor the Store has answered")
 
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch.distributed as dist
 
 from .background import start
-from .errors import CommError, CommTimeout, Error
+from .errors import CommError, CommTimeout
 
-__all__ = ["Meeting", "has_keys"]
+__all__ = ["Meeting", "has_keys", "undo"]
 
 _LOOK_S = 0.05
 _SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
-_OUTCOME_S = 2.0  # ranks whose attempts end at the deadline learn of each other how they ended
 # Behind the deadline, for what the Store is told and asked then, and asked of each rank.
-_ANSWER_S = 2.0
+_ANSWER_S = 1.5
 _ANSWER_OF_ONE_S = 0.002
+_OUTCOME_S = 1.0  # behind that: ranks whose attempts have ended so late learn of each other how they ended
 
 _Call = Callable[[threading.Event], Any]
 
@@ -88,11 +88,15 @@ class Meeting:
         else:
             self.store.set(keys[self.rank], json.dumps(mine))
             awaited = [together]
+        missing: list[int] = []
         if not has_keys(self.store, awaited, until - time.monotonic(), given_up):
             if given_up.is_set():  # what the round comes to is for the others to say
                 return None
             missing = [rank for rank in range(1, self.size) if not self.store.check([keys[rank]])]
-            values = self._decide(together, {"missing": missing or [0]})
+            if self.rank != 0 and not missing:
+                missing = [0]
+        if missing:
+            values = self._decide(together, {"missing": missing})
         elif self.rank == 0:
             values = self._decide(together, [mine, *(json.loads(self.store.get(key)) for key in awaited)])
         else:
@@ -116,14 +120,17 @@ class Meeting:
         start(_answer, answer, call, given_up)
         until = self.deadline if until is None else until
         try:
-            answer_s = _ANSWER_S + self.size * _ANSWER_OF_ONE_S
-            wait([answer], max(until - time.monotonic(), 0.0) + answer_s)
+            wait([answer], max(until - time.monotonic(), 0.0) + self._answer_s)
             if not answer.done():
                 raise CommTimeout(self._too_late(late))
             return answer.result()
         finally:
             given_up.set()
             del answer  # else it and an error that it raises keep each other
+
+    @property
+    def _answer_s(self) -> float:
+        return _ANSWER_S + self.size * _ANSWER_OF_ONE_S
 
     def _too_late(self, why: str) -> str:
         return f"the communicator was not made within {self.timeout_s} s: {why}"
@@ -140,7 +147,7 @@ class Meeting:
         """What went wrong in ``step``; empty if nothing did."""
         try:
             step()
-        except (OSError, ValueError, Error) as error:
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -149,25 +156,31 @@ class Meeting:
         return self.outcome(mine)[0]
 
     def make(self, make: Callable[[], Any]) -> Any:
-        """The native communicator that ``make`` returns, on all ranks or on none: `CommError` that lists what failed. If this
-        rank is interrupted meanwhile, by Ctrl-C say, others may go on with theirs: they hear of it there."""
+        """The native communicator that ``make`` returns, on all ranks or on none: `CommError` that lists what failed, or
+        `CommTimeout` naming who has not come."""
         made: list[Any] = []
         try:
             failures = self.failures(self.attempt(lambda: made.append(make())))
             if failures:
                 raise CommError(f"the communicator could not be made on all ranks{failures}")
         except BaseException as error:
-            for comm in made:
-                comm.abort(f"{type(error).__name__} while the communicator was made")
-                comm.close(0.0)
+            undo(made, error)
             raise
         return made[0]
 
     def outcome(self, mine: str, note: Any = None) -> tuple[str, list[Any]]:
         """`failures`, and everybody's ``note``."""
-        everyone = self.exchange([mine, note], grace_s=_OUTCOME_S)
+        everyone = self.exchange([mine, note], grace_s=self._answer_s + _OUTCOME_S)
         failures = "".join(f"\n  rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
         return failures, [one for _, one in everyone]
+
+
+def undo(made: list[Any], error: BaseException) -> None:
+    """End native communicators whose making has failed. Where it was interrupted, by Ctrl-C say, other ranks may go on with
+    theirs: they hear of it there."""
+    for comm in made:
+        comm.abort(f"{type(error).__name__} while the communicator was made")
+        comm.close(0.0)
 
 
 def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None:

@@ -130,6 +130,63 @@ def test_failures_and_differences_are_told_to_all():
     assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
 
 
+class Made:
+    """A native communicator that remembers how it was ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def abort(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def close(self, timeout: float) -> None:
+        self.ends.append(f"closed within {timeout} s")
+
+
+@pytest.mark.parametrize("error", [OSError("no socket"), RuntimeError("no thread"), MemoryError("no room")])
+def test_what_is_not_made_on_all_ranks_is_ended_on_those_that_have_it(error):
+    store = dist.HashStore()
+    comms = [Made() for _ in range(3)]
+
+    def body(rank: int, _: int) -> None:
+        def make() -> Made:
+            if rank == 1:
+                raise error
+            return comms[rank]
+
+        with pytest.raises(CommError, match=f"not be made on all ranks\n  rank 1: {type(error).__name__}: {error}"):
+            Meeting(store, rank, 3, 20).make(make)
+
+    run_threads(body, 3, timeout_s=40)
+    ended = ["CommError while the communicator was made", "closed within 0.0 s"]
+    assert [comm.ends for comm in comms] == [ended, [], ended]
+
+
+def test_who_comes_in_the_last_moment_has_come(monkeypatch):
+    """Between the time limit of rank 0 and its look at who is missing."""
+    store = dist.HashStore()
+    store.set("1/1", '"late"')
+    monkeypatch.setattr("bucketwheel.meeting.has_keys", lambda *_: False)
+    assert Meeting(store, 0, 2, 0.1).exchange("first") == ["first", "late"]
+
+
+def test_an_attempt_that_is_given_up_is_told_to_all():
+    """Though that is later than the time limit."""
+    store = dist.HashStore()
+    held = threading.Event()
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 2, 0.3)
+        hang = lambda: meeting.ask(lambda _: held.wait(30), late="held up")  # noqa: E731
+        try:
+            return meeting.failures(meeting.attempt(hang if rank == 1 else lambda: None))
+        finally:
+            held.set()
+
+    told = "\n  rank 1: CommTimeout: the communicator was not made within 0.3 s: held up"
+    assert run_threads(body, 2, timeout_s=40) == [told] * 2
+
+
 def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though torchrun gives them the same Store, where one rank of the ended ones had got further than another."""
     store = dist.HashStore()
