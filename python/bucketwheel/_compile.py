@@ -33,6 +33,7 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<]?)([^">\n]*)', re.MULTI
 _CHATTER = re.compile(r"ptxas info|\s+\d+ bytes stack frame, ")
 _UNIT_SOURCES = 7
 _Result = TypeVar("_Result")
+_PAUSE_S = 0.01
 _GRACE_S = 10.0  # from asking a process to end until it is made to
 _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
 _CUDA_REMEDIES = [
@@ -267,9 +268,7 @@ def _in_threads(calls: _Calls, work: list[Callable[[], _Result]]) -> list[_Resul
             pass  # a signal that comes just before an endless wait would be heard after it
         return [one.result() for one in running]
     except BaseException:  # the pool may not know all of its threads
-        calls.end(signal.SIGTERM)
-        wait(running, timeout=_GRACE_S)
-        calls.end(signal.SIGKILL)
+        calls.end()
         raise
     finally:
         pool.shutdown()
@@ -309,13 +308,17 @@ class _Calls:
                     self._running.remove(process)
         return process.returncode == 0, output
 
-    def end(self, number: signal.Signals) -> None:
-        """Send a signal to all that run, whose outputs other threads wait for; start no more."""
-        with self._guard:
-            self._is_ended = True
-            for process in self._running:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+    def end(self) -> None:
+        """End all that run, whose outputs other threads wait for; start no more."""
+        for number, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, 0.0)):
+            with self._guard:
+                self._is_ended = True
+                for process in self._running:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+            until = time.monotonic() + patience_s
+            while self._running and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
 
 
 def _start(argv: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
