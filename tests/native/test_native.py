@@ -149,6 +149,14 @@ def test_fuzzed_streams_under_sanitizers(test: str, build: str, seed: str) -> No
     run(test, build, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout_s(500)
+@pytest.mark.parametrize("name", ["module.cpp", "cuda_module.cpp"])
+def test_the_bindings_compile_without_a_warning(name: str) -> None:
+    """As the rest of csrc/ does in the tests' other builds."""
+    object_of(ROOT / "csrc" / "bindings" / name)
+
+
 def test_an_unknown_setting_is_refused() -> None:
     done = subprocess.run(
         [binary("test_device", "plain"), "preconditions"],
