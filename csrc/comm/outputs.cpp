@@ -12,10 +12,10 @@ namespace {
 
 // [Note: outputs past the cache] Where an operation outgrows the cache, what is copied or summed as it is, is stored past
 // it: then the lines that are written need not be read first, a third of the bytes of a copy. Of smaller operations the
-// cache holds the outputs until somebody reads them. Sums that are scaled or rounded on their way, and what a transport
-// writes itself, are stored as ever.
-// By bench_comm.py with two ranks on an AMD EPYC this is quicker from here on; at 4 MiB sums are slower. Of short
-// segments the edges cost more.
+// cache holds the outputs until somebody reads them. Sums that are scaled in float, and what a transport writes itself, are
+// stored as ever.
+// bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: quicker from here on; at 4 MiB sums are slower. Of short segments
+// the edges cost more.
 constexpr size_t kOutgrowsCacheBytes = size_t{8} << 20;
 constexpr size_t kLeastSegmentBytes = size_t{64} << 10;
 // Sums on their way past the cache: they and what is added stay in the first level of it.

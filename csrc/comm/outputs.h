@@ -13,7 +13,7 @@
 
 namespace bucketwheel {
 
-// Puts a piece of what is gathered where it belongs.
+// Puts a piece of what is gathered where it belongs: [Note: outputs past the cache], outputs.cpp.
 void put_gathered(const Operation& op, size_t segment, void* to, const void* from, size_t bytes);
 // An all-gather: this rank's own part of each full buffer, unless it is there.
 void copy_own_part(const Operation& op, int rank);
