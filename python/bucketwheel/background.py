@@ -1,12 +1,13 @@
 """Threads of ours beside the caller's, and their end with the process.
 
-A thread that needs the GIL when the interpreter has gone, to come back from gloo or a Store, or to free what it holds, ends
-the process by SIGABRT.
+A thread that needs the GIL when the interpreter has gone, to come back from gloo or a Store, or to free what it holds, would
+end the process by SIGABRT: [Note: threads at exit], csrc/base/terminate.h.
 """
 
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -38,3 +39,6 @@ def _join_threads() -> None:
         if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
             hurry()
         thread.join(max(until - time.monotonic(), 0.0))
+    native = sys.modules.get("bucketwheel._cpu")
+    if native is not None and any(thread.is_alive() for thread in list(_threads)):
+        native.let_others_sleep_at_terminate()
