@@ -302,18 +302,23 @@ def train_on(comm: Communicator) -> None:
             opt.zero_grad()
 
 
-def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str, lost: int) -> tuple[str, str, float]:
-    enter(hosts, rank, world)
-    comm = Communicator(timeout_s=LIMIT_S, name="cut")
-    check_usable(comm)
+def cut(rank: int, world: int, hosts: Hosts, folder: Path, host: int) -> None:
+    """Once all ranks have come here."""
     (folder / f"met {rank}").touch()
     if rank == 0:
         while len(list(folder.glob("met *"))) < world:
             time.sleep(0.01)
-        hosts.cut(lost)
+        hosts.cut(host)
         (folder / "cut").touch()
     while not (folder / "cut").exists():
         time.sleep(0.01)
+
+
+def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str, lost: int) -> tuple[str, str, float]:
+    enter(hosts, rank, world)
+    comm = Communicator(timeout_s=LIMIT_S, name="cut")
+    check_usable(comm)
+    cut(rank, world, hosts, folder, lost)
     begin = time.monotonic()
     full, shard = torch.ones(world << 18), torch.ones(1 << 18)
     calls = {
@@ -355,16 +360,12 @@ def test_a_cut_link_is_a_named_error(call, lost, tmp_path):
 
 def cut_before_the_making(rank: int, world: int, hosts: Hosts, folder: Path, host: int) -> tuple[str, str, float]:
     enter(hosts, rank, world)
-    if rank == 0:
-        hosts.cut(host)
-        (folder / "cut").touch()
-    while not (folder / "cut").exists():
-        time.sleep(0.01)
+    cut(rank, world, hosts, folder, host)
     begin = time.monotonic()
     kind, text, _ = error_of(lambda: Communicator(timeout_s=LIMIT_S))
     took_s = time.monotonic() - begin
-    (folder / str(rank)).touch()
-    while len(list(folder.iterdir())) <= world:
+    (folder / f"over {rank}").touch()
+    while len(list(folder.glob("over *"))) < world:
         time.sleep(0.01)
     return kind, text, took_s
 
