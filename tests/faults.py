@@ -156,6 +156,7 @@ def live(rank: int, world: int, plan: Plan) -> Story:
 def _run(rank: int, plan: Plan, story: Story) -> None:
     chance = random.Random(plan.seed + 1)  # the same on all ranks
     act = _action_of(plan, story) if rank == plan.victim else None
+    signal.signal(signal.SIGALRM, _raise_oops)
     if act and plan.is_timed:
         threading.Timer(plan.delay_s, act).start()
     with _closing(plan, story) as (comm, train):
@@ -182,6 +183,10 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
                 if plan.churns:
                     _churn(comm, story, CHURNED_SLABS // 10)
                 time.sleep(0.01)
+
+
+def _raise_oops(*_: object) -> None:
+    raise Oops("by a signal")
 
 
 @contextlib.contextmanager
@@ -260,8 +265,7 @@ def _action_of(plan: Plan, story: Story) -> Callable[..., None]:
         elif plan.action == "raise":
             raise Oops("in the loop")
         elif plan.action == "raise at a time":
-            main = ctypes.c_ulong(threading.main_thread().ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Oops))
+            os.kill(os.getpid(), signal.SIGALRM)  # as Ctrl-C: its handler raises in the main thread
         elif comm is not None and plan.action == "abort":
             comm.abort("no more")
         elif comm is not None and plan.action == "close":
