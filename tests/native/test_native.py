@@ -37,7 +37,7 @@ RUN_ENV = {
     # The fork tests start a thread in the child.
     "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
 }
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 340.0
 EMULATED_TIMEOUT_S = 400.0
 VALGRIND = [
     "--quiet",
@@ -87,37 +87,37 @@ def run(test: str, build: str, *under: str, **env: str) -> None:
     assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 @for_tests_that_run("plain")
 def test_plain(test: str) -> None:
     run(test, "plain")
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 @for_tests_that_run("thread", build="thread")
 def test_threads(test: str) -> None:
     run(test, "thread")
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 @for_tests_that_run("address", build="address")
 def test_address(test: str) -> None:
     run(test, "address")
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 def test_bits_of_the_plain_kernels() -> None:
     """And test_plain those of the best kernels that this processor runs, test_aarch64 those of another."""
     run("test_bits", "plain", BW_CPU_ISA="plain")
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 @for_tests_that_run("inline")
 def test_inline_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM="inline")
 
 
-@pytest.mark.timeout_s(600)
+@pytest.mark.timeout_s(800)
 @for_tests_that_run("fuzzed")
 def test_fuzzed_streams(test: str) -> None:
     run(test, "plain", BW_HOST_STREAM_FUZZ="1")
