@@ -58,35 +58,50 @@ def many_processes(comm: Communicator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("on", [on_shm, on_c10d])
-@pytest.mark.parametrize("world", [5, 8, 11, 16])
+@pytest.mark.parametrize(
+    ("on", "world"), [*((on_shm, world) for world in range(5, 17)), *((on_c10d, world) for world in (5, 8, 11, 16))]
+)
 def test_more_processes(on, world):
     with RankPool(world, forked=True) as pool:
         pool.run(on, many_processes, timeout_s=120)
 
 
-def one_gib(comm: Communicator, kind: str) -> None:
+def counted(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements ``begin`` to ``end`` of 0, 1, ... 60, 0, 1, ...: the sums of four are exact in bfloat16 too."""
+    return torch.arange(61).to(dtype).repeat((end - begin) // 61 + 2)[begin % 61 :][: end - begin]
+
+
+def one_gib(comm: Communicator, kind: str, dtype: torch.dtype) -> None:
     """Offsets in elements and bytes that no 32 bits hold, in both places that count them."""
-    numel = (1 << 30) // 4 // comm.size + 1
-    whole = torch.arange(comm.size * numel, dtype=torch.int64)
+    numel = (1 << 30) // dtype.itemsize // comm.size + 1
+    mine = counted(comm.rank * numel, (comm.rank + 1) * numel, dtype)
     with memory_of(comm, kind) as memory:
-        full, shard = memory.pair(F32, numel)
+        full, shard = memory.pair(dtype, numel)
         full.zero_()
-        shard.copy_(whole[comm.rank * numel : (comm.rank + 1) * numel] % 8191)
+        shard.copy_(mine)
         all_gather(full, shard, comm).wait()
-        assert torch.equal(full, (whole % 8191).float())
-        full.copy_(whole % 8191 + comm.rank)
+        assert torch.equal(full, counted(0, comm.size * numel, dtype))
+        full.add_(comm.rank)
         reduce_scatter(shard, full, comm).wait()
-        mine = whole[comm.rank * numel : (comm.rank + 1) * numel] % 8191
-        assert torch.equal(shard, (comm.size * mine + sum(range(comm.size))).float())
+        assert torch.equal(shard, mine.mul_(comm.size).add_(sum(range(comm.size))))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("on", "kind"), [(on_shm, "foreign"), (on_shm, "in_place_pool"), (on_c10d, "foreign")])
-def test_one_gib(on, kind):
-    with RankPool(2, forked=True) as pool:
-        pool.run(on, one_gib, kind, timeout_s=200)
+@pytest.mark.parametrize(
+    ("on", "world", "kind", "dtype"),
+    [
+        (on_shm, 2, "foreign", F32),
+        (on_shm, 2, "in_place_pool", F32),
+        (on_shm, 2, "in_place_pool", BF16),
+        (on_shm, 4, "foreign", F16),
+        (on_shm, 4, "pool", torch.uint8),
+        (on_c10d, 2, "foreign", F32),
+    ],
+)
+def test_one_gib(on, world, kind, dtype):
+    with RankPool(world, forked=True) as pool:
+        pool.run(on, one_gib, kind, dtype, timeout_s=200)
 
 
 def longer_than_staging(comm: Communicator) -> None:

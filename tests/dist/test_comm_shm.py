@@ -40,8 +40,9 @@ pytestmark = pytest.mark.dist
 # -------------------------------------------------------------------------------------------- systems that lack something
 
 
-def lacking(rank: int, size: int, call: str) -> str:
-    refuse(call)
+def lacking(rank: int, size: int, calls: list[str]) -> str:
+    for call in calls:
+        refuse(call)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         comm = Communicator(timeout_s=30)
@@ -58,11 +59,11 @@ def lacking(rank: int, size: int, call: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("call", ["pidfd_open", "sealing"])
-def test_what_it_can_do_without(call):
+@pytest.mark.parametrize("calls", [["pidfd_open"], ["sealing"], ["pidfd_open", "sealing"]], ids=" and ".join)
+def test_what_it_can_do_without(calls):
     """Deaths are seen without pidfds too."""
     with RankPool(3, forked=True) as pool:
-        for text in pool.run(lacking, call, expect_dead=[1])[::2]:
+        for text in pool.run(lacking, calls, expect_dead=[1])[::2]:
             assert "rank 1" in text and "died" in text
 
 
