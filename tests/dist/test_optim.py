@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from comm_cases import ON_PROCESSES
 from optim_twins import dyadic, loss_of, make_params, run_local, share
 from requirements import slow_case
 from torch import Tensor
@@ -69,6 +70,23 @@ def test_bitwise_equal_with_clipping(world: int, how: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(expected, train(None, "once", None), strict=True))
     for params in run_local(world, lambda comm: train(comm, how, 0.5, bucket_cap_mb=2e-3)):
         assert_bitwise_equal(params, expected)
+
+
+def train_variously(comm: Communicator) -> list[list[Tensor]]:
+    """With each way to the same gradient, with and without clipping, and parameters that are gathered in time or late."""
+    return [
+        train(comm, how, clip, bucket_cap_mb=2e-3, overlap_param_sync=late_params)
+        for how, clip, late_params in itertools.product(["once", "no_sync", "grad_sync"], [None, 0.5], [True, False])
+    ]
+
+
+@pytest.mark.parametrize("world", [2, slow_case(3), slow_case(4)])
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_bitwise_equal_on_processes(backend: str, world: int, rank_pool: Any) -> None:
+    plain, clipped = train(None, "once", None), train(None, "once", 0.5)
+    for results in rank_pool(world).run(ON_PROCESSES[backend], train_variously, timeout_s=60):
+        for index, params in enumerate(results):
+            assert_bitwise_equal(params, (plain, clipped)[index // 2 % 2], f"case {index}")
 
 
 def test_the_local_optimizer_is_torch_adamw() -> None:
