@@ -69,12 +69,12 @@ class Meeting:
         return Meeting(dist.PrefixStore(name, self.store), rank, size, self.timeout_s)
 
     def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
-        """Everybody's value by rank. `CommTimeout` naming the ranks that have not come by the meeting's deadline, or within
-        ``grace_s`` if that is later. On all ranks the same: who comes later hears that the others have gone."""
+        """Everybody's value by rank. `CommTimeout` naming the ranks that have not come within ``grace_s`` behind the meeting's
+        deadline. On all ranks the same: who comes later hears that the others have gone."""
         self._round += 1
+        until = max(self.deadline, time.monotonic()) + grace_s
         if self.rank != 0:
-            grace_s *= 2
-        until = max(self.deadline, time.monotonic() + grace_s)
+            until += self._answer_s  # rank 0 says first who has come
         values = self.ask(functools.partial(self._exchange, self._round, mine, until), until)
         if isinstance(values, dict):
             raise CommTimeout(self._too_late(f"ranks {values['missing']} have not come"))

@@ -16,7 +16,7 @@ from requirements import slow_case
 
 from bucketwheel.background import _threads
 from bucketwheel.errors import CommError, CommTimeout
-from bucketwheel.meeting import Meeting
+from bucketwheel.meeting import Meeting, has_keys
 from bucketwheel.testing import run_threads
 
 
@@ -100,7 +100,8 @@ def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
 
     def body(number: int, rank: int) -> str:
         if rank == late:
-            time.sleep(0.2 + number * (0.05 if kind == "hash" else 0.2))  # the waits of files end at whole seconds
+            # The waits of files end at whole seconds. Who awaits rank 0 alone awaits it 1.5 s longer.
+            time.sleep((0.2 if late else 1.7) + number * (0.05 if kind == "hash" else 0.2))
         try:
             return str(Meeting(dist.PrefixStore(str(number), store), rank, 3, 0.3).exchange(rank))
         except CommTimeout as error:
@@ -170,6 +171,20 @@ def test_who_comes_in_the_last_moment_has_come(monkeypatch):
     assert Meeting(store, 0, 2, 0.1).exchange("first") == ["first", "late"]
 
 
+def test_rank_0_says_who_has_come(monkeypatch):
+    """Where it knows that all have, those who wait for it do not say at their time limit that it has not."""
+
+    def held_up(store: dist.Store, keys: list[str], *limits: Any) -> bool:
+        found = has_keys(store, keys, *limits)
+        if len(keys) == 2:
+            time.sleep(0.6)
+        return found
+
+    monkeypatch.setattr("bucketwheel.meeting.has_keys", held_up)
+    store = dist.HashStore()
+    assert run_threads(lambda rank, _: Meeting(store, rank, 3, 0.4).exchange(rank), 3, timeout_s=40) == [[0, 1, 2]] * 3
+
+
 def test_an_attempt_that_is_given_up_is_told_to_all():
     """Though that is later than the time limit."""
     store = dist.HashStore()
@@ -185,6 +200,29 @@ def test_an_attempt_that_is_given_up_is_told_to_all():
 
     told = "\n  rank 1: CommTimeout: the communicator was not made within 0.3 s: held up"
     assert run_threads(body, 2, timeout_s=40) == [told] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_has_failed_at_once_waits_for_those_who_end_at_the_time_limit(failing, monkeypatch):
+    """They were connecting with it."""
+    monkeypatch.setattr("bucketwheel.meeting._ANSWER_S", 0.5)
+    monkeypatch.setattr("bucketwheel.meeting._OUTCOME_S", 0.5)
+    store = dist.HashStore()
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 2, 1.5)
+
+        def step() -> None:
+            if rank == failing:
+                raise OSError("no socket")
+            time.sleep(meeting.deadline - time.monotonic() + 0.1)
+            raise CommTimeout("not connected")
+
+        return meeting.failures(meeting.attempt(step))
+
+    told = ["\n  rank 0: CommTimeout: not connected", "\n  rank 1: CommTimeout: not connected"]
+    told[failing] = f"\n  rank {failing}: OSError: no socket"
+    assert run_threads(body, 2, timeout_s=40) == ["".join(told)] * 2
 
 
 def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
