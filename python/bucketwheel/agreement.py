@@ -78,9 +78,13 @@ class _Agreement:
         store = meeting.ask(lambda _: _own_connection(meeting.store))
         self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         ring = _Ring(self._group, self._rank, self._size)
-        start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
-        start(_watch, self.peers, ring, hurry=ring.stop_receiving)
-        start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
+        try:
+            start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
+            start(_watch, self.peers, ring, hurry=ring.stop_receiving)
+            start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
+        except BaseException:
+            self.peers.leave(0.0)  # else those that run wait for it
+            raise
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:

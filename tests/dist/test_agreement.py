@@ -40,7 +40,7 @@ from nccl_failure_cases import (
 from requirements import slow_case
 from simulated_cuda import posing
 
-from bucketwheel import agreement
+from bucketwheel import agreement, background
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
@@ -206,6 +206,27 @@ def not_made(rank: int, size: int) -> None:
 
 def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
     rank_pool(2).run(not_made, timeout_s=30)
+
+
+def no_thread_is_left(rank: int, size: int) -> None:
+    """The system refuses rank 0 its second thread."""
+    starts = 0
+
+    def start(*args: Any, **options: Any) -> None:
+        nonlocal starts
+        starts += 1
+        if (rank, starts) == (0, 2):
+            raise RuntimeError("can't start new thread")
+        background.start(*args, **options)
+
+    with mock.patch.object(agreement, "start", start):
+        kind, text, _ = error_of(lambda: Communicator(backend="c10d", timeout_s=20))
+    assert kind == "CommError" and text.endswith("\n  rank 0: RuntimeError: can't start new thread")
+    expect_no_threads()
+
+
+def test_agreement_without_all_of_its_threads_leaves_none(rank_pool):
+    rank_pool(2).run(no_thread_is_left, timeout_s=30)
 
 
 # ------------------------------------------------------------------------------------------------- the Store's process
