@@ -35,10 +35,13 @@ def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None
 def _join_threads() -> None:
     """Runs after communicators have been closed: what is registered first runs last."""
     until = time.monotonic() + _EXIT_S
-    for thread, its_hurry in list(_threads.items()):
-        if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
-            hurry()
-        thread.join(max(until - time.monotonic(), 0.0))
-    native = sys.modules.get("bucketwheel._cpu")
-    if native is not None and any(thread.is_alive() for thread in list(_threads)):
-        native.let_others_sleep_at_terminate()
+    try:
+        for thread, its_hurry in list(_threads.items()):
+            if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
+                hurry()
+            thread.join(max(until - time.monotonic(), 0.0))
+    finally:  # Ctrl-C ends the waiting
+        native = sys.modules.get("bucketwheel._cpu")
+        left = [thread.ident for thread in list(_threads) if thread.is_alive()]
+        if native is not None and left:
+            native.let_sleep_at_terminate(left)
