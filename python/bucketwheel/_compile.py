@@ -310,15 +310,20 @@ class _Calls:
 
     def end(self) -> None:
         """End all that run, whose outputs other threads wait for; start no more."""
-        for number, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, 0.0)):
-            with self._guard:
-                self._is_ended = True
-                for process in self._running:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-            until = time.monotonic() + patience_s
+        try:
+            self._signal_all(signal.SIGTERM)
+            until = time.monotonic() + _GRACE_S
             while self._running and time.monotonic() < until:
                 time.sleep(_PAUSE_S)
+        finally:  # a second Ctrl-C ends the waiting
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        with self._guard:
+            self._is_ended = True
+            for process in self._running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
 
 
 def _start(argv: Sequence[str], cwd: Path) -> subprocess.Popen[str]:

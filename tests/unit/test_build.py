@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from bucketwheel import _compile
 from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -388,6 +390,29 @@ def test_ctrl_c_at_the_start_of_a_process(tree: TinyTree, ninja: bool) -> None:
         wait_until(lambda: not processes_of(tree), "no compiler is left")
     finally:
         tree.release_compiler()
+
+
+def test_a_second_ctrl_c_ends_the_patience_with_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ignores SIGTERM."""
+    calls = _compile._Calls(60.0)
+    script = f"trap '' TERM; echo > {tmp_path}/started; sleep 60 & wait"
+    thread = threading.Thread(target=calls.run, args=(["sh", "-c", script], tmp_path))
+    thread.start()
+    wait_until((tmp_path / "started").exists, "the compiler has started")
+    monkeypatch.setattr(_compile, "_PAUSE_S", _Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        calls.end()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+class _Interrupt:
+    """How long to sleep: Ctrl-C comes then."""
+
+    def __float__(self) -> float:
+        raise KeyboardInterrupt
+
+    __index__ = __float__
 
 
 def processes_of(tree: TinyTree) -> list[str]:
