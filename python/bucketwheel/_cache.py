@@ -113,7 +113,7 @@ def prune(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             if not folder.name.startswith(f"{socket.gethostname()}-"):
                 continue  # a lock tells of this host's processes only
-            with open(folder / "alive", "rb") as alive:
+            with open(folder / "alive", "r+b") as alive:  # NFS locks only what may be written
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -245,6 +249,23 @@ def test_a_builders_folder_goes_once_its_file_is_closed(tmp_path: Path, monkeypa
     with _cache.private_folder(tmp_path) as folder:
         assert (folder / "alive").exists()
     assert still_open == ["looked"]
+
+
+def test_what_a_dead_builder_left_goes_on_nfs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no lock of a file's only holder for one that is opened for reading."""
+    left = tmp_path / "tmp" / f"{socket.gethostname()}-1-dead"
+    left.mkdir(parents=True)
+    (left / "alive").touch()
+    lock = fcntl.flock
+
+    def lock_as_nfs(file: IO[bytes], operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(file, operation)
+
+    monkeypatch.setattr(_cache.fcntl, "flock", lock_as_nfs)
+    _cache.prune(tmp_path)
+    assert not left.exists()
 
 
 # ---- written by one, read by others ----------------------------------------------------------------------------------
