@@ -37,7 +37,7 @@ RUN_ENV = {
     # The fork tests start a thread in the child.
     "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
 }
-RUN_TIMEOUT_S = 340.0
+RUN_TIMEOUT_S = 640.0
 EMULATED_TIMEOUT_S = 400.0
 VALGRIND = [
     "--quiet",
