@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import signal
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from optim_twins import dyadic, loss_of, make_params, share
 
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout, Error, PeerError
+from bucketwheel.meeting import Meeting
 from bucketwheel.ops import all_gather, reduce_scatter
 from bucketwheel.optim import ShardedAdamW
 
@@ -35,6 +39,8 @@ JOIN_S = 30.0  # of process groups: processes start meanwhile
 CALLS = 24
 # From when a rank waits for one that is gone until it knows; a busy machine takes part of it.
 SOON_S = 2.0
+# From when ranks meet until one that has not come is named: rank 0 is awaited longest.
+NAMED_S = TIMEOUT_S + 4.0
 # Until a rank has closed, whatever state the others are in.
 CLOSED_S = TIMEOUT_S + SOON_S
 CHURNED_SLABS = 300  # more than the socket of a rank that does not read takes messages
@@ -56,6 +62,7 @@ class Plan:
     trains: bool  # beside the operations
     churns: bool  # where the victim acts the others make many slabs and give them back
     folder: str
+    meets: bool = False  # "... at a time": while it meets the others to make the communicator
 
     @classmethod
     def random(cls, seed: int, folder: str) -> Plan:
@@ -156,10 +163,12 @@ def live(rank: int, world: int, plan: Plan) -> Story:
 def _run(rank: int, plan: Plan, story: Story) -> None:
     chance = random.Random(plan.seed + 1)  # the same on all ranks
     act = _action_of(plan, story) if rank == plan.victim else None
-    signal.signal(signal.SIGALRM, _raise_oops)
-    if act and plan.is_timed:
+    was_hit = threading.Event()
+    signal.signal(signal.SIGALRM, functools.partial(_raise_oops, was_hit))
+    if act and plan.is_timed and not plan.meets:
         threading.Timer(plan.delay_s, act).start()
-    with _closing(plan, story) as (comm, train):
+    meeting = _acting_while_it_meets(act) if act and plan.meets else contextlib.nullcontext()
+    with meeting, _closing(plan, story) as (comm, train):
         for number in range(CALLS):
             if act and number == plan.at and not plan.is_timed:
                 if plan.in_flight:
@@ -178,15 +187,33 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
             else:
                 _call(comm, chance, is_waited=True)
         if plan.is_timed:  # the others are still there when it comes
-            while True:
+            while not was_hit.is_set():
                 comm.exchange(b"")
                 if plan.churns:
                     _churn(comm, story, CHURNED_SLABS // 10)
                 time.sleep(0.01)
+            raise Oops("by a signal")  # which came where Python only prints what is raised
 
 
-def _raise_oops(*_: object) -> None:
+def _raise_oops(was_hit: threading.Event, *_: object) -> None:
+    was_hit.set()
     raise Oops("by a signal")
+
+
+@contextlib.contextmanager
+def _acting_while_it_meets(act: Callable[[], None]) -> Iterator[None]:
+    """In the thread that asks the Store, before that hears of this rank; the main one waits for it."""
+    exchange = Meeting._exchange
+    actions = [act]
+
+    def acting(self: Meeting, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
+        if actions:
+            actions.pop()()
+            given_up.wait(0.5)  # set where the main thread has raised
+        return None if given_up.is_set() else exchange(self, number, mine, until, given_up)
+
+    with mock.patch.object(Meeting, "_exchange", acting):
+        yield
 
 
 @contextlib.contextmanager
@@ -319,7 +346,7 @@ def _expect_survivor(plan: Plan, story: Story, acted_s: float, where: str) -> No
     took_s = story.at_s - acted_s
     if plan.is_timed and "was not made" in story.text:
         assert story.kind in (CommTimeout.__name__, CommError.__name__), where  # it happened while ranks met
-        assert took_s < TIMEOUT_S + 3.0 + SOON_S, where
+        assert took_s < NAMED_S + SOON_S, where
     elif plan.does in ("stop", "too late"):
         # Its own limit, and for ranks that share no memory the answers of the others.
         assert story.kind == CommTimeout.__name__, where

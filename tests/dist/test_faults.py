@@ -42,7 +42,7 @@ def test_some_faults(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["kill at a time", slow_case("stop at a time"), slow_case("raise at a time")])
 def test_a_fault_while_ranks_meet(backend: str, action: str, tmp_path: Path) -> None:
     plan = Plan.random(0, f"{tmp_path}/meet")
-    stories = run(dataclasses.replace(plan, backend=backend, action=action, delay_s=0.0, world=3, victim=1))
+    stories = run(dataclasses.replace(plan, backend=backend, action=action, meets=True, world=3, victim=1))
     for rank in (0, 2):
         story = stories[rank]
         assert story is not None
