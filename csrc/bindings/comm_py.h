@@ -347,18 +347,19 @@ inline void bind_host_comms(py::module_& m) {
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s,
-         std::string id) {
+         std::string id, std::optional<double> left) {
         ShmOptions options{rank,
                            static_cast<int>(sockets.size()),
                            std::move(sockets),
                            std::move(pids),
                            std::move(name),
                            expect_timeout(timeout_s),
-                           std::move(id)};
+                           std::move(id),
+                           deadline_of(left)};
         return released_without_gil(make_shm_comm(options));
       },
       py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), py::arg("id") = "",
-      Unlocked());
+      py::arg("left_s") = py::none(), Unlocked());
 }
 
 inline void bind_comm(py::module_& m) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
 #include "comm/comm.h"
 
 namespace bucketwheel {
@@ -23,6 +24,7 @@ struct ShmOptions {
   std::string name;
   std::chrono::nanoseconds timeout{};  // of an operation, from when the stream reaches it; also of this call
   std::string id{};                    // of Health
+  Deadline until{};                    // of this call, if that is earlier
 };
 
 // CommError with the reason where this system cannot share as much memory as a communicator of `world` ranks needs.

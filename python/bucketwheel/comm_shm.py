@@ -22,6 +22,7 @@ __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "conne
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
+_CALLS_S = 1.0  # for calls, where ranks have met so late that less is left
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
@@ -79,6 +80,7 @@ class _Links:
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
         self.sockets: dict[int, socket.socket] = {}
+        self.until = meeting.deadline  # of the calls
         self.id = meeting.id  # asked for before sockets are handed over
         self.has_found_all = True  # whom it has called
 
@@ -89,6 +91,7 @@ class _Links:
             address = self.listener.getsockname().decode()
             me = {"address": address, "nonce": self.nonce.hex(), "pid": os.getpid(), "uid": os.getuid()}
             self.peers = meeting.exchange(me)
+            self.until = max(self.until, time.monotonic() + _CALLS_S)
             # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
             acceptor = stack.enter_context(_Acceptor(self, self.listener))
             self._expect_connected(meeting.attempt(self._call_lower_ranks))
@@ -104,7 +107,8 @@ class _Links:
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
         pids = [peer["pid"] for peer in self.peers]
-        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id)
+        left_s = max(self.until - time.monotonic(), 0.0)
+        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)
 
     def _expect_connected(self, failure: str) -> None:
         failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)
@@ -115,10 +119,8 @@ class _Links:
         for rank in range(self.rank):
             peer = self.peers[rank]
             call = self.sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            call.settimeout(max(self.meeting.deadline - time.monotonic(), 0.001))
-            while (
-                error := call.connect_ex(peer["address"])
-            ) == errno.EAGAIN and time.monotonic() < self.meeting.deadline:
+            call.settimeout(max(self.until - time.monotonic(), 0.001))
+            while (error := call.connect_ex(peer["address"])) == errno.EAGAIN and time.monotonic() < self.until:
                 time.sleep(_PAUSE_S)  # too many call
             if error:
                 self.has_found_all = error != errno.ECONNREFUSED  # nobody listens there
@@ -167,7 +169,7 @@ class _Acceptor:
             waiting.register(self._listener, selectors.EVENT_READ, math.inf)
             while len(self.accepted) < missing and not self._is_stopped:
                 now = time.monotonic()
-                if now >= self._links.meeting.deadline:
+                if now >= self._links.until:
                     raise TimeoutError(f"{missing - len(self.accepted)} of the higher ranks have not called")
                 for key, _ in waiting.select(_LOOK_S):
                     if key.fileobj is self._listener:

@@ -58,8 +58,10 @@ def test_a_rank_may_be_held_up_before_its_hello(backend):
 def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
     """Then no longer than any other."""
     own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
-    meeting = mock.Mock(deadline=time.monotonic() + 30, attempt=lambda step: step())
-    links = mock.Mock(rank=0, size=3, nonce=bytes(16), peers=[own, own, other], meeting=meeting)
+    meeting = mock.Mock(attempt=lambda step: step())
+    links = mock.Mock(
+        rank=0, size=3, nonce=bytes(16), peers=[own, own, other], meeting=meeting, until=time.monotonic() + 30
+    )
     limit_s = 0.2
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(comm_shm, "_HELLO_TIMEOUT_S", limit_s))
@@ -104,6 +106,19 @@ def test_auto_tells_why_ranks_of_one_host_are_not_connected(finds):
             assert not finds or ("found each other on one host" in told[0] and reason in told[0])
         for refused, _ in pool.run(found, "shm", finds):
             assert ("found each other on one host" if finds else "cannot share memory") in refused and reason in refused
+
+
+def one_comes_late(rank: int, size: int) -> None:
+    """Behind the time limit of the others, who await rank 0 a little longer than each other."""
+    if rank == 0:
+        time.sleep(1.7)
+    with Communicator(backend="shm", timeout_s=1.0) as comm:
+        check_usable(comm)
+
+
+def test_ranks_that_have_met_late_have_time_for_their_calls():
+    with RankPool(3, forked=True) as pool:
+        pool.run(one_comes_late, timeout_s=60)
 
 
 def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
