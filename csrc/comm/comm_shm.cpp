@@ -49,10 +49,11 @@ class ShmTransport final : public Transport {
 
   bool find_inputs(int peer, const RankRecord& theirs, const Operation& op, PeerInputs& out) override {
     out.begins.assign(op.segments.size(), nullptr);
+    out.mappings.clear();  // of a look before
     uint32_t mapped_slab = kNoSlab;
     const Mapping* current = nullptr;
     for (size_t i = 0; i < op.segments.size(); ++i) {
-      const InputPart part = theirs.parts[i];
+      const InputPart part{read_once(theirs.parts[i].slab), read_once(theirs.parts[i].offset_bytes)};
       const size_t bytes = op.input_of(i).size_bytes();
       if (bytes == 0) {
         continue;
@@ -156,7 +157,7 @@ void send_control(int socket, int file, size_t size_bytes, int rank, Deadline de
 
 std::shared_ptr<Mapping> share_control(const ShmOptions& options, const std::vector<FileDescriptor>& sockets) {
   const size_t size_bytes = Control::size_bytes(options.world);
-  const Deadline deadline = Clock::now() + options.timeout;
+  const Deadline deadline = earlier(options.until, Clock::now() + options.timeout);
   const std::string where = "[bucketwheel rank " + std::to_string(options.rank) + "/" + std::to_string(options.world) +
                             " comm '" + options.name + "' seq 0] ";
   if (options.rank != 0) {

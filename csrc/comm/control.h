@@ -7,7 +7,8 @@
 // All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says
 // that it sleeps and then looks at the word; with anything weaker both could miss each other.
 //
-// Zero-filled memory is a valid control segment.
+// Zero-filled memory is a valid control segment. What a peer has written may be anything, and may change while it is read:
+// words that are no atomics are read once, before they are checked.
 #pragma once
 
 #include <atomic>
@@ -106,6 +107,12 @@ class Control {
   std::byte* base_;
   int world_;
 };
+
+// A word of a peer's record.
+template <class Word>
+Word read_once(const Word& word) {
+  return static_cast<const volatile Word&>(word);
+}
 
 // Wakes whoever sleeps on the record's doorbell.
 void ring(RankRecord& record);

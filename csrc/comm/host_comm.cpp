@@ -97,7 +97,7 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
   try {
     for (int r = 0; r < world(); ++r) {
       team_->await({0, earlier(deadline, own_deadline), &poll}, [&] { return !is_missing(r); }, is_missing);
-      const uint64_t bytes = team_->record(r).payload_bytes[slot];
+      const uint64_t bytes = read_once(team_->record(r).payload_bytes[slot]);
       if (bytes > kMaxPayloadBytes) {
         throw Failure{FailureKind::kError,
                       "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes", r};

@@ -38,7 +38,7 @@ struct Operation : OperationKind {
 };
 
 // "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]".
-std::string text_of(const Description& description);
+std::string text_of(Description description);  // a copy: a peer may change its own
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.

@@ -20,6 +20,7 @@ namespace {
 
 // How often the watcher looks for freed slabs of ours, and how often while a message waits for what poll() does not see.
 constexpr int kPollMs = 1000;
+constexpr int kMostMessages = 100;  // of one peer, before the watcher looks at the others again
 constexpr int kShortPollMs = 10;
 
 // [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The
@@ -281,9 +282,14 @@ std::string ShmLinks::end_of(int rank) const {
   return fault.empty() ? "died" : "was cut off, for it sent " + fault;
 }
 
-// Reads what has come; `has_ended`: the process is no more.
+// Reads what has come, of a peer that sends without end a part; `has_ended`: the process is no more, which counts once all
+// that it has sent is read.
 void ShmLinks::look_at(Peer& peer, bool has_ended) noexcept {
-  for (;;) {
+  for (int looks = 0;; ++looks) {
+    if (looks == kMostMessages) {
+      has_ended = false;
+      break;
+    }
     LinkMessage message;
     FileDescriptor file;
     try {

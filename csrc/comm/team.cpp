@@ -139,7 +139,10 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
   if (!has_failed(theirs, wait)) {
     return;
   }
-  const FailureKind kind = theirs.failure;
+  FailureKind kind = theirs.failure;
+  if (kind == FailureKind::kNone || kind > FailureKind::kClosed) {  // what no rank writes
+    kind = FailureKind::kError;
+  }
   const std::string text = text_at(theirs.failure_text);
   const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
   throw Failure{kind,

@@ -1,5 +1,5 @@
-// comm/control, comm/exchange, comm/team, comm/host_comm: whatever a peer writes into the control segment, which it maps,
-// this process reads and writes only what is its own, and each call ends. Run by test_native.py.
+// comm/control, comm/exchange, comm/team, comm/host_comm, comm/comm_shm: whatever a peer writes into the control segment, which
+// it maps, no call crashes and each ends. Run by test_native.py.
 // needs: base device kernels pool comm
 // runs: plain address
 // slow: address
@@ -55,7 +55,20 @@ class Impostor {
   uint64_t any() { return random_(); }
   uint64_t pick(std::initializer_list<uint64_t> choices) { return *(choices.begin() + any() % choices.size()); }
 
-  // Into the first operation, as rank 0 has called it, with words of which some are wrong.
+  // Into the first operation, as rank 0 has called it, with one input in the slab.
+  void enter_rightly(uint64_t offset_bytes) {
+    sleep_until([&] { return record(0).entered == 1; });
+    RankRecord& own = record(1);
+    own.signature = record(0).signature;
+    own.is_direct = 1;
+    own.parts[0] = {kSlab, offset_bytes};
+    own.taken = chunk_word(1, 1);
+    own.finished = 1;
+    own.entered = 1;
+    ring(record(0));
+  }
+
+  // The same, with words of which some are wrong.
   void enter() {
     sleep_until([&] { return record(0).entered == 1; });
     RankRecord& own = record(1);
@@ -158,6 +171,26 @@ HandleRef call(Comm& comm, uint64_t which, Floats& memory) {
       return comm.reduce_scatter({item}, {ReduceOp::kAvg}, nullptr, {});
     default:
       return comm.broadcast(item.full, 1, {});
+  }
+}
+
+TEST(parts_that_reach_outside_of_a_slab_are_an_error) {
+  constexpr size_t kNumel = 16;
+  const auto gather_from = [](uint64_t offset_bytes) {
+    const auto sockets = connect_all(2);
+    const CommRef comm = join_shm(0, sockets[0], {getpid(), getpid()});
+    Impostor peer(sockets[1][0], 0);
+    Floats memory(3 * kNumel, 1.0f);
+    const HandleRef handle = call(*comm, 0, memory);
+    peer.enter_rightly(offset_bytes);
+    handle->synchronize();
+    CHECK(memory[0] == 1.0f && memory[kNumel] == 0.0f);
+  };
+  gather_from(0);
+  gather_from(kSlabBytes - kNumel * sizeof(float));
+  for (const uint64_t offset_bytes :
+       {kSlabBytes - kNumel * sizeof(float) + 4, kSlabBytes, kSlabBytes + 4, UINT64_MAX - 63}) {
+    CHECK_THROWS(CommError, " of a slab of 1048576", gather_from(offset_bytes));
   }
 }
 

@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -304,6 +305,26 @@ TEST(links_survive_whatever_is_sent) {
   CHECK(links < kFuzzedMessages / 4);  // most took several before they were cut off
   CHECK(fuzzer.changed() > sent / 4);
   CHECK(open_files() == files && shared_mappings() == mappings);
+}
+
+// Whoever sends without end keeps the watcher neither from the others nor from its end.
+TEST(links_see_to_others_beside_a_peer_that_sends_without_end) {
+  Link link(2);
+  std::atomic<bool> must_stop{false};
+  std::thread sender([&] {
+    const FileDescriptor file = memfd(4096);
+    while (!must_stop) {
+      send(link.peer.get(), {Kind::kSlab, 0, 4096}, {file.get()});
+      send(link.peer.get(), {Kind::kSlabGone, 0, 0}, {});
+    }
+  });
+  sleep_until([&] { return link.links->slab(1, 0) != nullptr; });
+  link.others[0].reset();
+  sleep_until([&] { return link.links->is_dead(2); });
+  CHECK(!link.is_cut_off());
+  link.links->close();
+  must_stop = true;
+  sender.join();
 }
 
 // What rank 0 sends first is all that the others know of it: a control segment, or an error with the reason.
