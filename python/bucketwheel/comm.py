@@ -47,7 +47,8 @@ class Communicator:
             world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
             memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
-            `CommTimeout`; a year at most. Also bounds the making of the communicator.
+            `CommTimeout`; a year at most. Also bounds the making of the communicator; who
+            has not come by then is named some seconds later.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
@@ -415,7 +416,10 @@ def _close_all() -> None:
         for _, communicator in sorted(_open_communicators.items()):
             with contextlib.suppress(Error):  # one that has failed must not keep the others open
                 communicator.close(max(until - time.monotonic(), 0.0))
-    finally:
+    finally:  # Ctrl-C ends the waiting
+        for communicator in list(_open_communicators.values()):
+            with contextlib.suppress(Error):
+                communicator.close(0.0)
         native().stop_freeing()
 
 

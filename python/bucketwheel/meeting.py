@@ -70,9 +70,11 @@ class Meeting:
 
     def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come within ``grace_s`` behind the meeting's
-        deadline. On all ranks the same: who comes later hears that the others have gone."""
+        deadline, or behind now if that has passed; rank 0 is awaited a little longer. On all ranks the same: who comes later
+        hears that the others have gone."""
         self._round += 1
-        until = max(self.deadline, time.monotonic()) + grace_s
+        now = time.monotonic()
+        until = self.deadline + grace_s if now < self.deadline else now + max(grace_s, self._answer_s)
         if self.rank != 0:
             until += self._answer_s  # rank 0 says first who has come
         values = self.ask(functools.partial(self._exchange, self._round, mine, until), until)
@@ -117,9 +119,9 @@ class Meeting:
         """
         answer: Future[Any] = Future()
         given_up = threading.Event()
-        start(_answer, answer, call, given_up)
         until = self.deadline if until is None else until
         try:
+            start(_answer, answer, call, given_up)
             wait([answer], max(until - time.monotonic(), 0.0) + self._answer_s)
             if not answer.done():
                 raise CommTimeout(self._too_late(late))

@@ -372,7 +372,7 @@ def cut_before_the_making(rank: int, world: int, hosts: Hosts, folder: Path, hos
 
 @pytest.mark.parametrize("host", [0, slow_case(2)])
 def test_a_link_that_is_cut_before_the_making(host, tmp_path):
-    """Also that of the host that has the Store: nobody waits longer than the time limit."""
+    """Also that of the host that has the Store: nobody waits much longer than the time limit."""
     with network_hosts(3) as hosts, RankPool(3, backend=None, forked=True) as pool:
         results = pool.run(cut_before_the_making, hosts, tmp_path, host)
     for rank, (kind, text, took_s) in enumerate(results):
