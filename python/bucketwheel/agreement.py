@@ -83,7 +83,8 @@ class _Agreement:
             start(_watch, self.peers, ring, hurry=ring.stop_receiving)
             start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
         except BaseException:
-            self.peers.leave(0.0)  # else those that run wait for it
+            self.peers.leave(0.0)  # else those that run wait for it, or for a goodbye
+            give_up(self._group, ring.following)
             raise
 
     def post(self, payload: bytes) -> None:

@@ -25,10 +25,18 @@ def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None
     """A thread that the end of the process waits for, a little. ``hurry``: a method, called then if its object is still
     there, that ends what the thread waits for."""
     thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
-    thread.start()
-    for ended in [other for other in list(_threads) if not other.is_alive()]:
+    for ended in [other for other in list(_threads) if _has_started(other) and not other.is_alive()]:
         _threads.pop(ended, None)
     _threads[thread] = None if hurry is None else weakref.WeakMethod(hurry)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more threads
+        del _threads[thread]
+        raise
+
+
+def _has_started(thread: threading.Thread) -> bool:
+    return thread.ident is not None
 
 
 @atexit.register
@@ -37,6 +45,8 @@ def _join_threads() -> None:
     until = time.monotonic() + _EXIT_S
     try:
         for thread, its_hurry in list(_threads.items()):
+            if not _has_started(thread):  # Ctrl-C came before
+                continue
             if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
                 hurry()
             thread.join(max(until - time.monotonic(), 0.0))

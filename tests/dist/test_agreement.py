@@ -208,25 +208,26 @@ def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
     rank_pool(2).run(not_made, timeout_s=30)
 
 
-def no_thread_is_left(rank: int, size: int) -> None:
-    """The system refuses rank 0 its second thread."""
+def no_thread_is_left(rank: int, size: int, refused: list[int]) -> None:
+    """The system refuses a rank one of its threads."""
     starts = 0
 
     def start(*args: Any, **options: Any) -> None:
         nonlocal starts
         starts += 1
-        if (rank, starts) == (0, 2):
+        if starts == refused[rank]:
             raise RuntimeError("can't start new thread")
         background.start(*args, **options)
 
     with mock.patch.object(agreement, "start", start):
         kind, text, _ = error_of(lambda: Communicator(backend="c10d", timeout_s=20))
-    assert kind == "CommError" and text.endswith("\n  rank 0: RuntimeError: can't start new thread")
+    assert kind == "CommError" and "\n  rank 0: RuntimeError: can't start new thread" in text
     expect_no_threads()
 
 
-def test_agreement_without_all_of_its_threads_leaves_none(rank_pool):
-    rank_pool(2).run(no_thread_is_left, timeout_s=30)
+@pytest.mark.parametrize("refused", [[2, 0], [3, 0], [3, 3]], ids=str)
+def test_agreement_without_all_of_its_threads_leaves_none(refused, rank_pool):
+    rank_pool(2).run(no_thread_is_left, refused, timeout_s=30)
 
 
 # ------------------------------------------------------------------------------------------------- the Store's process
