@@ -229,8 +229,8 @@ def _lock_of(folder: Path, name: str) -> Iterator[str | None]:
     """Hold an entry's lock, so that nobody builds it now: None; or who holds it, or may do so."""
     path = folder / "locks" / name
     try:
-        lock = open(path, "rb")
-    except OSError:  # nobody has ever locked it
+        lock = open(path, "r+b")  # NFS locks only what may be written
+    except OSError:  # nobody has ever locked it, or it is another user's
         yield None
         return
     with lock:
