@@ -72,7 +72,7 @@ def counted(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def one_gib(comm: Communicator, kind: str, dtype: torch.dtype) -> None:
-    """Offsets in elements and bytes that no 32 bits hold, in both places that count them."""
+    """The largest buffers that are promised."""
     numel = (1 << 30) // dtype.itemsize // comm.size + 1
     mine = counted(comm.rank * numel, (comm.rank + 1) * numel, dtype)
     with memory_of(comm, kind) as memory:

@@ -232,8 +232,8 @@ TEST(poison_fills_what_is_acquired_and_released) {
 }
 
 // The last use of a lease, on the stream; it is released before that has run.
-void use_and_release(Pool& pool, const StreamRef& stream, const LeaseRef& lease, std::byte value,
-                     std::mt19937& random) {
+static void use_and_release(Pool& pool, const StreamRef& stream, const LeaseRef& lease, std::byte value,
+                            std::mt19937& random) {
   std::byte* bytes = lease->data();
   const size_t size = lease->size_bytes();
   stream->run([bytes, size, value, keep = lease->slab()] { CHECK(holds_only(bytes, size, static_cast<int>(value))); });

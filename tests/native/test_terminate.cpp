@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <exception>
@@ -22,19 +23,20 @@ namespace {
 
 constexpr int kEnded = 7;
 
-// How a child ends in which body() runs, in a thread that sleeps if it may; by itself 0.2 s later.
-int end_of_child(const std::function<void()>& body) {
+// How a child ends in which body() runs, in a thread that sleeps if it may; by itself after `patience`.
+int end_of_child(std::chrono::seconds patience, const std::function<void()>& body) {
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
-    alarm(60);
+    std::atomic<bool> is_listed{false};
     std::thread left([&] {
-      std::this_thread::sleep_for(100ms);
+      sleep_until([&] { return is_listed.load(); });
       body();
     });
     let_sleep_at_terminate({left.native_handle()});
     let_sleep_at_terminate({});  // the first call counts
-    std::this_thread::sleep_for(300ms);
+    is_listed = true;
+    std::this_thread::sleep_for(patience);
     _exit(kEnded);
   }
   int status = 0;
@@ -46,20 +48,20 @@ bool is_aborted(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == 
 
 TEST(threads_that_are_left_sleep) {
   if (may_fork()) {
-    const int status = end_of_child([] { std::terminate(); });
+    const int status = end_of_child(1s, [] { std::terminate(); });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == kEnded);
   }
 }
 
 TEST(others_end_the_process) {
   if (may_fork()) {
-    CHECK(is_aborted(end_of_child([] { std::thread([] { std::terminate(); }).join(); })));
+    CHECK(is_aborted(end_of_child(60s, [] { std::thread([] { std::terminate(); }).join(); })));
   }
 }
 
 TEST(what_is_thrown_ends_the_process) {
   if (may_fork()) {
-    CHECK(is_aborted(end_of_child([] { throw std::runtime_error("not caught"); })));
+    CHECK(is_aborted(end_of_child(60s, [] { throw std::runtime_error("not caught"); })));
   }
 }
 
