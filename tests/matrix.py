@@ -41,7 +41,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("none", "2.10.0", "2.11.0", "2.13.0", "newest")
 TESTS = (
-    *("tests/unit/test_build.py", "tests/unit/test_adam.py", "tests/unit/test_norm.py", "tests/unit/test_pack.py"),
+    *(
+        "tests/unit/test_build.py",
+        "tests/unit/test_build_ended.py",
+        "tests/unit/test_adam.py",
+        "tests/unit/test_norm.py",
+        "tests/unit/test_pack.py",
+    ),
     "tests/unit/test_doctor.py::test_nothing_is_built_unless_asked",
     "tests/unit/test_meeting.py",
     *("tests/dist/test_comm_c10d.py", "tests/dist/test_comm_c10d_backends.py", "tests/dist/test_comm_shm.py"),

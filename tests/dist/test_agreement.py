@@ -32,7 +32,6 @@ from nccl_failure_cases import (
     die,
     expect_death_told,
     expect_gathered,
-    expect_gone,
     fresh_ranks,
     hosts_apart,
     script,
@@ -40,11 +39,10 @@ from nccl_failure_cases import (
 from requirements import slow_case
 from simulated_cuda import posing
 
-from bucketwheel import agreement, background
+from bucketwheel import agreement
 from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import CommError, CommTimeout
-from bucketwheel.meeting import Meeting
 
 pytestmark = pytest.mark.dist
 
@@ -191,43 +189,6 @@ def test_a_rank_that_has_left_and_is_needed(world):
         errors = pool.run(one_is_needed, timeout_s=30)[1:]
     for kind, text, dead in errors:
         assert (kind, dead) == ("PeerError", 0) and "rank 0 has closed the communicator" in text
-
-
-def not_made(rank: int, size: int) -> None:
-    library = script()
-    with posing(), hosts_apart():
-        if rank == 0:
-            library.fake_nccl_fail(b"ncclCommInitRankConfig", 1, 3)
-        error = error_of(lambda: Communicator(backend="nccl", device="cuda", timeout_s=1.5))
-        assert error[0] in ("CommError", "CommTimeout")
-    expect_gone(library)
-    expect_no_threads()
-
-
-def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
-    rank_pool(2).run(not_made, timeout_s=30)
-
-
-def no_thread_is_left(rank: int, size: int, refused: list[int]) -> None:
-    """The system refuses a rank one of its threads."""
-    starts = 0
-
-    def start(*args: Any, **options: Any) -> None:
-        nonlocal starts
-        starts += 1
-        if starts == refused[rank]:
-            raise RuntimeError("can't start new thread")
-        background.start(*args, **options)
-
-    with mock.patch.object(agreement, "start", start):
-        kind, text, _ = error_of(lambda: Communicator(backend="c10d", timeout_s=20))
-    assert kind == "CommError" and "\n  rank 0: RuntimeError: can't start new thread" in text
-    expect_no_threads()
-
-
-@pytest.mark.parametrize("refused", [[2, 0], [3, 0], [3, 3]], ids=str)
-def test_agreement_without_all_of_its_threads_leaves_none(refused, rank_pool):
-    rank_pool(2).run(no_thread_is_left, refused, timeout_s=30)
 
 
 # ------------------------------------------------------------------------------------------------- the Store's process
@@ -443,19 +404,3 @@ def one_is_stopped(rank: int, size: int, folder: Path, tells: str) -> None:
 def test_a_rank_that_cannot_be_reached_holds_up_nobody(tells, rank_pool, tmp_path):
     """While it is stopped the others close, and nothing of theirs is left."""
     rank_pool(3).run(one_is_stopped, tmp_path, tells)
-
-
-def one_does_not_connect(rank: int, size: int) -> tuple[str, str, float]:
-    place = dist.PrefixStore("connecting", dist.distributed_c10d._get_default_store())
-    if rank == size - 1:
-        return "", "", 0.0
-    begin = time.monotonic()
-    with pytest.raises(CommError) as caught:
-        agreement.make_peers(Meeting(place, rank, size, 1.5), "late", 1.5)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
-
-
-def test_a_rank_that_does_not_connect(rank_pool):
-    for kind, text, took_s in rank_pool(3).run(one_does_not_connect, timeout_s=30)[:2]:
-        assert kind == "CommTimeout" and "ranks [2] have not come" in text, text
-        assert took_s < 1.5 + SOON_S
