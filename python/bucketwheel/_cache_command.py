@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bucketwheel import _build, _cache, _trust
 from bucketwheel._toolchain import CPU, CUDA
@@ -229,8 +229,8 @@ def _lock_of(folder: Path, name: str) -> Iterator[str | None]:
     """Hold an entry's lock, so that nobody builds it now: None; or who holds it, or may do so."""
     path = folder / "locks" / name
     try:
-        lock = open(path, "r+b")  # NFS locks only what may be written
-    except OSError:  # nobody has ever locked it, or it is another user's
+        lock = _open_lock(path)
+    except OSError:  # nobody has ever locked it
         yield None
         return
     with lock:
@@ -243,6 +243,14 @@ def _lock_of(folder: Path, name: str) -> Iterator[str | None]:
             text = _cache.holder(path)
             holder = None if text in ("failed", _cache.NOBODY) else f"{text}, if it lives: there are no locks here"
         yield holder
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    """NFS gives a lock of its only holder for what may be written; other file systems do for what may be read alone."""
+    try:
+        return open(path, "r+b")
+    except OSError:
+        return open(path, "rb")
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -166,6 +168,34 @@ def test_builders_of_other_hosts_and_without_locks_may_live(tmp_path: Path, monk
     assert [one["name"] for one in cleared["kept"]] == [name, "elsewhere-7-0123456789ab"]
     assert "process 7 on elsewhere, if it lives" in cleared["kept"][0]["why"]
     assert [one["name"] for one in cleared["removed"]] == [f"{name[:-2]}00"]
+
+
+@pytest.mark.parametrize("may_write", [True, False])
+def test_an_entry_is_free_where_its_lock_is(may_write: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, which locks only what may be written; and where another user's lock may only be read."""
+    names = ["bucketwheel_cpu-0.1.0-cpython-311-x86_64-linux-gnu-" + 16 * digit for digit in "01"]
+    (tmp_path / "locks").mkdir()
+    for name in names:
+        (tmp_path / "locks" / name).write_text("process 7 on elsewhere")
+    lock = fcntl.flock
+
+    def lock_as_nfs(file: IO[bytes], operation: int) -> None:
+        if may_write and not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(file, operation)
+
+    def open_as_another(path: Path, mode: str) -> IO[bytes]:
+        if not may_write and "+" in mode:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, mode)
+
+    monkeypatch.setattr(_cache_command, "open", open_as_another, raising=False)
+    with open(tmp_path / "locks" / names[0], "r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(_cache_command.fcntl, "flock", lock_as_nfs)
+        cleared = _cache_command.clear(tmp_path)
+    assert [(one["name"], one["why"]) for one in cleared["kept"]] == [(names[0], "held by process 7 on elsewhere")]
+    assert [one["name"] for one in cleared["removed"]] == [names[1]]
 
 
 def test_what_cannot_be_removed_is_told(tree: TinyTree, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
