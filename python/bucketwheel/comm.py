@@ -47,8 +47,8 @@ class Communicator:
             world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
             memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
-            `CommTimeout`; a year at most. Also bounds the making of the communicator; who
-            has not come by then is named some seconds later.
+            `CommTimeout`; a year at most. Also bounds the making of the communicator; who has not come by then is named
+            some seconds later.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
@@ -409,18 +409,20 @@ def _expect_cuda(index: int) -> None:
 def _close_all() -> None:
     """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed.
 
-    In the order of the making, the same on all ranks: the end of an NCCL communicator waits for that of the others'.
+    Ctrl-C ends the waiting, not the closing.
     """
-    until = time.monotonic() + _EXIT_GRACE_S
-    try:
-        for _, communicator in sorted(_open_communicators.items()):
-            with contextlib.suppress(Error):  # one that has failed must not keep the others open
-                communicator.close(max(until - time.monotonic(), 0.0))
-    finally:  # Ctrl-C ends the waiting
-        for communicator in list(_open_communicators.values()):
-            with contextlib.suppress(Error):
-                communicator.close(0.0)
-        native().stop_freeing()
+    with contextlib.ExitStack() as stack:
+        stack.callback(native().stop_freeing)
+        stack.callback(_close_open, 0.0)
+        _close_open(_EXIT_GRACE_S)
+
+
+def _close_open(grace_s: float) -> None:
+    """In the order of the making, the same on all ranks: the end of an NCCL communicator waits for that of the others'."""
+    until = time.monotonic() + grace_s
+    for _, communicator in sorted(_open_communicators.items()):
+        with contextlib.suppress(Error):  # one that has failed must not keep the others open
+            communicator.close(max(until - time.monotonic(), 0.0))
 
 
 @functools.cache

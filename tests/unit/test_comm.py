@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from comm_cases import check_usable, run_local
 
 from bucketwheel import collectives
+from bucketwheel import comm as comm_module
 from bucketwheel.comm import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
@@ -329,3 +331,26 @@ def test_a_communicator_on_cuda_without_nvcc():
         assert "CUDA module: nvcc is missing" in message
         for remedy in ("CUDA_HOME=", "NVCC=", "BW_NATIVE_DIR=", "BW_AOT=cuda", "on the CPU"):
             assert remedy in message
+
+
+def test_ctrl_c_at_the_end_of_the_process_leaves_no_communicator_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    class Open:
+        def __init__(self, name: str, ends: list[type[BaseException]]) -> None:
+            self.name, self.ends = name, ends
+
+        def close(self, timeout: float) -> None:
+            calls.append((self.name, timeout == 0.0))
+            if self.ends:
+                raise self.ends.pop()
+
+    monkeypatch.setattr(
+        comm_module, "_open_communicators", {2: Open("second", []), 1: Open("first", [KeyboardInterrupt])}
+    )
+    monkeypatch.setattr(
+        comm_module, "native", lambda: SimpleNamespace(stop_freeing=lambda: calls.append("stop_freeing"))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        comm_module._close_all()
+    assert calls == [("first", False), ("first", True), ("second", True), "stop_freeing"]
