@@ -20,8 +20,10 @@ namespace {
 
 // How often the watcher looks for freed slabs of ours, and how often while a message waits for what poll() does not see.
 constexpr int kPollMs = 1000;
-constexpr int kMostMessages = 100;  // of one peer, before the watcher looks at the others again
 constexpr int kShortPollMs = 10;
+
+// Of one peer, before the watcher looks at the others again.
+constexpr int kMostMessages = 100;
 
 // [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The
 // descriptors registered here are closed in the child at once.
