@@ -4,12 +4,13 @@
 
 float32. Sizes are those of the full buffer. `pool`: buffers of the communicator's pool; `in place`: the shard is the
 rank's own part of the full buffer; `foreign`: torch's own memory, which `shm` sends through staging buffers and `c10d`
-as it is. Peer: gloo's all-gather and reduce-scatter of one tensor on the same shapes. A sample is the job's time: that
-of its slowest rank, over back-to-back calls. Limit: one memcpy on each rank, all at once, that reads and writes as many
-bytes as the operation must (all-gather: what is not there already; reduce-scatter: reads the rank's part of every
-input, writes the shard), so half their sum is copied. Agreement (post, collect) is compared with gloo's all_gather of 8
-bytes. `--plot` draws, for each backend and number of ranks, the bytes that must move over the time, by size, of gloo and of
-the memcpy of an all-gather too; it needs matplotlib (the extra `demo`).
+as it is. Peer: gloo's all-gather and reduce-scatter of one tensor on the same shapes. A sample is the job's time: from
+its first rank's begin to its last one's end, over back-to-back calls, behind one that has filled the cache. Limit: one
+memcpy on each rank, all at once and timed alike, that reads and writes as many bytes as the operation must (all-gather:
+what is not there already; reduce-scatter: reads the rank's part of every input, writes the shard), so half their sum is
+copied. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes. `--plot` draws, for each backend and
+number of ranks, the bytes that must move over the time, by size, of gloo and of the memcpy of an all-gather too; it needs
+matplotlib (the extra `demo`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Rank, Results, Timing, collectives_of_torch, measure, parse_args, run_ranks, slowest
+from harness import Rank, Results, Timing, collectives_of_torch, measure, of_job, parse_args, run_ranks
 
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
@@ -73,6 +74,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     shard_numel = numel // world
     own = slice(comm.rank * shard_numel, (comm.rank + 1) * shard_numel)
     pooled = comm.pool.acquire(f"{name} full", size_bytes).tensor(torch.float32, (numel,))
+    in_place = pooled[own]
     part = comm.pool.acquire(f"{name} shard", size_bytes // world).tensor(torch.float32, (shard_numel,))
     foreign, shard = torch.empty(numel), torch.empty(shard_numel)
     gathered, scattered = torch.empty(numel), torch.empty(shard_numel)
@@ -90,12 +92,12 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
         reduce_scatter(result, source, comm).wait()
         expect_equal(result, scattered, f"{name} reduce-scatter")
     part.copy_(values[own])
-    for target, source in ((pooled, part), (pooled, pooled[own]), (foreign, shard)):
+    for target, source in ((pooled, part), (pooled, in_place), (foreign, shard)):
         target.copy_(values)  # no part of another rank is there yet
         all_gather(target, source, comm).wait()
         expect_equal(target, gathered, f"{name} all-gather")
     ours: dict[str, Callable[[], object]] = {
-        "all-gather, pool, in place": lambda: all_gather(pooled, pooled[own], comm).wait(),
+        "all-gather, pool, in place": lambda: all_gather(pooled, in_place, comm).wait(),
         "all-gather, pool": lambda: all_gather(pooled, part, comm).wait(),
         "all-gather, foreign": lambda: all_gather(foreign, shard, comm).wait(),
         "reduce-scatter, pool": lambda: reduce_scatter(out, pooled, comm).wait(),
@@ -111,6 +113,12 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     return {**ours, **gloo, **limits}
 
 
+def warm(cases: dict[str, Callable[[], object]], comm: Communicator, case: str) -> None:
+    """The case before has left its own bytes in the cache; no rank begins before all are here."""
+    cases[case]()
+    comm.exchange(b"")
+
+
 def measure_rank(rank: Rank, backend: str, sizes: list[str], repeats: int) -> dict[str, dict[str, Timing]]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     out = {}
@@ -123,7 +131,7 @@ def measure_rank(rank: Rank, backend: str, sizes: list[str], repeats: int) -> di
         for name in sizes:
             size_bytes, inner = SIZES[name]
             cases = cases_of(comm, name, size_bytes)
-            out[name] = measure(cases, repeats=repeats, inner=inner, before=lambda _: comm.exchange(b""))
+            out[name] = measure(cases, repeats=repeats, inner=inner, before=functools.partial(warm, cases, comm))
             del cases  # the next ones need the memory
             comm.pool.trim()
     return out
@@ -132,10 +140,10 @@ def measure_rank(rank: Rank, backend: str, sizes: list[str], repeats: int) -> di
 def add_job(results: Results, backend: str, world: int, sizes: list[str], repeats: int) -> None:
     job = f"{backend} {world}"
     by_rank = run_ranks(world, measure_rank, backend, sizes, repeats).values
-    agreement = {case: slowest([timings["8 bytes"][case] for timings in by_rank]) for case in ("ours", "gloo")}
+    agreement = {case: of_job([timings["8 bytes"][case] for timings in by_rank]) for case in ("ours", "gloo")}
     results.add(f"{job}: agreement, 8 bytes", agreement["ours"], peer="gloo all_gather", peer_timing=agreement["gloo"])
     for name in sizes:
-        timings = {case: slowest([timings[name][case] for timings in by_rank]) for case in by_rank[0][name]}
+        timings = {case: of_job([timings[name][case] for timings in by_rank]) for case in by_rank[0][name]}
         for case in [case for case in timings if not case.startswith(("gloo", "memcpy"))]:
             peer = f"gloo {case.split(',')[0]}"
             results.add(

@@ -43,6 +43,7 @@ __all__ = [
     "machine",
     "measure",
     "memcpy_s",
+    "of_job",
     "on_threads",
     "parse_args",
     "pss",
@@ -82,6 +83,8 @@ class Timing:
     """Samples of one callable, in seconds per call, in the order they were taken."""
 
     samples_s: tuple[float, ...]
+    begins_s: tuple[float, ...] = ()  # when each began, by the clock that the processes of a host share
+    calls: int = 1  # in each sample
 
     @property
     def median_s(self) -> float:
@@ -103,6 +106,17 @@ class Timing:
 def slowest(timings: Sequence[Timing]) -> Timing:
     """The job's samples from the ranks' samples: a step of a job ends when its last rank ends."""
     return Timing(tuple(max(row) for row in zip(*(t.samples_s for t in timings), strict=True)))
+
+
+def of_job(timings: Sequence[Timing]) -> Timing:
+    """The job's samples from the ranks' samples: each from the begin of its first rank to the end of its last one. Where
+    ranks outnumber cores, what a rank waits for a core before it begins counts too."""
+    samples = []
+    for rows in zip(*(zip(t.begins_s, t.samples_s, strict=True) for t in timings), strict=True):
+        begin_s = min(begin for begin, _ in rows)
+        end_s = max(begin + sample * timings[0].calls for begin, sample in rows)
+        samples.append((end_s - begin_s) / timings[0].calls)
+    return Timing(tuple(samples))
 
 
 def rotation(names: Sequence[str], repeat: int) -> list[str]:
@@ -143,14 +157,16 @@ def measure(
             if elapsed * 1.2 < min_sample_s:
                 calls[name] = min(1_000_000, math.ceil(calls[name] * min_sample_s / max(elapsed, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in cases}
+    begins: dict[str, list[float]] = {name: [] for name in cases}
     deadline = time.perf_counter() + budget_s
     for repeat in range(repeats):
         for name in rotation(list(cases), repeat):
             prepare(name)
+            begins[name].append(time.perf_counter())
             samples[name].append(_seconds(cases[name], calls[name]) / calls[name])
         if repeat >= 2 and time.perf_counter() > deadline:
             break
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
+    return {name: Timing(tuple(samples[name]), tuple(begins[name]), calls[name]) for name in cases}
 
 
 def _seconds(call: Callable[[], object], count: int) -> float:

@@ -71,7 +71,7 @@ class Team {
   const int rank_;
   const Control control_;
   const std::unique_ptr<Transport> transport_;
-  const bool may_spin_;           // there is a core for every rank
+  const bool has_cores_;          // there is a core for every rank
   std::atomic<int64_t> spin_ns_;  // [Note: adaptive spin], team.cpp
   std::atomic<bool> is_stopped_{false};
   std::mutex mutex_;                     // of the two below

@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/futex.h"
-#include "base/platform.h"
 
 namespace bucketwheel {
 namespace {
@@ -19,7 +18,7 @@ namespace {
 constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
 // How long a waiter spins, and an idle worker stays awake, before it sleeps: about what going to sleep and waking up
-// cost.
+// cost. Both yield meanwhile: whom they wait for may want their core.
 constexpr std::chrono::microseconds kSpin{20};
 
 // The queues whose entries this thread is running, innermost first.
@@ -173,17 +172,13 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
 }
 
 bool HostQueue::spin_for(uint64_t ticket) const {
-  static const bool has_cores = std::thread::hardware_concurrency() >= 2;
-  if (!has_cores) {
-    return false;
-  }
   const auto until = Clock::now() + kSpin;
   do {
     for (int i = 0; i < 16; ++i) {
       if (is_done(ticket)) {
         return true;
       }
-      cpu_relax();
+      std::this_thread::yield();
     }
   } while (Clock::now() < until);
   return false;

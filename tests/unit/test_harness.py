@@ -44,6 +44,17 @@ def test_slowest_rank_counts_sample_by_sample() -> None:
     assert harness.slowest([Timing((1.0, 5.0)), Timing((2.0, 3.0))]).samples_s == (2.0, 5.0)
 
 
+def test_a_job_lasts_from_its_first_begin_to_its_last_end() -> None:
+    early = Timing((1.0, 2.0), begins_s=(10.0, 20.0), calls=2)  # ends at 12 and 24
+    late = Timing((1.0, 1.0), begins_s=(12.0, 21.0), calls=2)  # waited for the core; ends at 14 and 23
+    assert harness.of_job([early, late]).samples_s == (2.0, 2.0)
+    timing = harness.measure({"x": lambda: None}, repeats=3, inner=4)["x"]
+    assert timing.calls == 4
+    assert sorted(timing.begins_s) == list(timing.begins_s)
+    assert len(timing.begins_s) == 3
+    assert harness.of_job([timing]).samples_s == pytest.approx(timing.samples_s)
+
+
 def test_rotation_gives_every_case_every_place_and_every_neighbour() -> None:
     orders = ["".join(harness.rotation("abc", repeat)) for repeat in range(6)]
     assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
