@@ -13,13 +13,13 @@ namespace bucketwheel {
 namespace {
 
 // [Note: adaptive spin] A peer that is about to arrive is met in a microsecond by spinning, in 5 to 50 by sleeping. One
-// that computes for a millisecond should cost nothing meanwhile. So a wait spins before it sleeps, twice as long when
-// spinning would have met the peer, half as long when it did not. Where ranks outnumber cores it yields between two
-// looks, so that the peer can run: then a turn of every other rank lies between them, and the least is more.
-// bench_comm.py, 4 ranks on 2 cores, 64 KiB: half the time of sleeping at once.
-constexpr int64_t kLeastSpinNs = 1'000;
-constexpr int64_t kLeastYieldNs = 20'000;
+// that computes for a millisecond should cost next to nothing meanwhile. So a wait spins before it sleeps, twice as long
+// when spinning would have met the peer, half as long when it did not. After a moment, or at once where ranks outnumber
+// cores, it yields between two looks: the peer, or a thread of this rank that computes, may want the very core.
+// 2 cores, 64 KiB (bench_comm.py): 4 ranks take half of what they take where they sleep at once.
+constexpr int64_t kLeastSpinNs = 20'000;
 constexpr int64_t kMostSpinNs = 50'000;
+constexpr int64_t kKeepsCoreNs = 5'000;
 
 // A sleeper looks around this often even if nobody rings: a killed rank cannot ring.
 constexpr std::chrono::milliseconds kSleepSlice{100};
@@ -93,10 +93,12 @@ void Team::await_slow(const Wait& wait, const IsReady& is_ready, const Needs& ne
 }
 
 bool Team::spin(const IsReady& is_ready) {
-  const auto end = Clock::now() + std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
-  do {
+  const auto begin = Clock::now();
+  const auto yields_from = begin + std::chrono::nanoseconds(has_cores_ ? kKeepsCoreNs : 0);
+  const auto end = begin + std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
+  for (auto now = begin; now < end; now = Clock::now()) {
     for (int i = 0; i < 8; ++i) {
-      if (has_cores_) {
+      if (now < yields_from) {
         cpu_relax();
       } else {
         std::this_thread::yield();
@@ -106,8 +108,8 @@ bool Team::spin(const IsReady& is_ready) {
         return true;
       }
     }
-  } while (Clock::now() < end);
-  spin_ns_ = std::max(has_cores_ ? kLeastSpinNs : kLeastYieldNs, spin_ns_ / 2);
+  }
+  spin_ns_ = std::max(kLeastSpinNs, spin_ns_ / 2);
   return false;
 }
 
