@@ -1,9 +1,9 @@
 """Random faults: a plan of what happens to which rank when, and the life of a rank under it.
 
 The ranks run the same random operations, train, and have slabs come and go. At a random point one of them is killed,
-stopped, late, or raises.
-Every rank then says which error it got and when, how long it took to close, what it still held of the system at the end,
-and whether ranks that were left could go on in a new communicator. `expect` holds that against the plan.
+stopped, late, or raises. Every rank then says which error it got and when, how long it took to close, what it still held
+of the system at the end, and whether ranks that were left could go on in a new communicator. `expect` holds that against
+the plan.
 """
 
 from __future__ import annotations

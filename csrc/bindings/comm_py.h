@@ -347,7 +347,7 @@ inline void bind_host_comms(py::module_& m) {
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s,
-         std::string id, std::optional<double> left) {
+         std::string id, std::optional<double> left_s) {
         ShmOptions options{rank,
                            static_cast<int>(sockets.size()),
                            std::move(sockets),
@@ -355,7 +355,7 @@ inline void bind_host_comms(py::module_& m) {
                            std::move(name),
                            expect_timeout(timeout_s),
                            std::move(id),
-                           deadline_of(left)};
+                           deadline_of(left_s)};
         return released_without_gil(make_shm_comm(options));
       },
       py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), py::arg("id") = "",

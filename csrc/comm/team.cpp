@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -41,8 +42,13 @@ std::string text_at(const char (&place)[kBytes]) {
   return {place, strnlen(place, kBytes)};
 }
 
-bool has_failed(const RankRecord& record, const Team::Wait& wait) {
-  return record.failure != FailureKind::kNone && (wait.seq == 0 || record.failure_seq <= wait.seq);
+// The operation that `record`'s rank has failed in, if that concerns `wait`.
+std::optional<uint64_t> failed_seq(const RankRecord& record, const Team::Wait& wait) {
+  if (record.failure == FailureKind::kNone) {
+    return {};
+  }
+  const uint64_t seq = read_once(record.failure_seq);
+  return wait.seq == 0 || seq <= wait.seq ? std::optional(seq) : std::nullopt;
 }
 
 }  // namespace
@@ -122,7 +128,7 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
     if (r == rank_) {
       continue;
     }
-    if (has_failed(record(r), wait)) {
+    if (failed_seq(record(r), wait)) {
       if (is_ready()) {
         return;
       }
@@ -144,7 +150,8 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
 
 void Team::expect_not_failed(const Wait& wait, int rank) const {
   const RankRecord& theirs = record(rank);
-  if (!has_failed(theirs, wait)) {
+  const std::optional<uint64_t> seq = failed_seq(theirs, wait);
+  if (!seq) {
     return;
   }
   FailureKind kind = theirs.failure;
@@ -156,7 +163,7 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
   throw Failure{kind,
                 names_origin ? text : "rank " + std::to_string(rank) + kOrigin + text,
                 theirs.failure_rank,
-                theirs.failure_seq,
+                *seq,
                 theirs.failure_nccl_code,
                 text_at(theirs.failure_last_error),
                 {}};

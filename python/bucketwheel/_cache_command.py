@@ -230,8 +230,11 @@ def _lock_of(folder: Path, name: str) -> Iterator[str | None]:
     path = folder / "locks" / name
     try:
         lock = _open_lock(path)
-    except OSError:  # nobody has ever locked it
+    except FileNotFoundError:  # nobody has ever locked it
         yield None
+        return
+    except OSError as error:
+        yield f"somebody, perhaps: its lock cannot be opened ({error.strerror})"
         return
     with lock:
         holder: str | None = None

@@ -76,8 +76,8 @@ class _Agreement:
         self._payload = b""
         self._group = connect(meeting, "gloo")
         store = meeting.ask(lambda _: _own_connection(meeting.store))
-        self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         ring = _Ring(self._group, self._rank, self._size)
+        self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         try:
             start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
             start(_watch, self.peers, ring, hurry=ring.stop_receiving)

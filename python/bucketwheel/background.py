@@ -25,7 +25,7 @@ def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None
     """A thread that the end of the process waits for, a little. ``hurry``: a method, called then if its object is still
     there, that ends what the thread waits for."""
     thread = threading.Thread(target=run, args=args, name=f"bw{run.__name__}", daemon=True)
-    for ended in [other for other in list(_threads) if _has_started(other) and not other.is_alive()]:
+    for ended in [other for other in list(_threads) if _has_ended(other)]:
         _threads.pop(ended, None)
     _threads[thread] = None if hurry is None else weakref.WeakMethod(hurry)
     try:
@@ -35,8 +35,9 @@ def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None
         raise
 
 
-def _has_started(thread: threading.Thread) -> bool:
-    return thread.ident is not None
+def _has_ended(thread: threading.Thread) -> bool:
+    """False of one that Ctrl-C has kept from starting, too. One that is just starting has an ident and is not alive yet."""
+    return thread.ident is not None and not thread.is_alive() and thread not in threading.enumerate()
 
 
 @atexit.register
@@ -45,9 +46,9 @@ def _join_threads() -> None:
     until = time.monotonic() + _EXIT_S
     try:
         for thread, its_hurry in list(_threads.items()):
-            if not _has_started(thread):  # Ctrl-C came before
+            if not thread.is_alive():  # or not yet: nobody can wait for it then
                 continue
-            if its_hurry is not None and thread.is_alive() and (hurry := its_hurry()) is not None:
+            if its_hurry is not None and (hurry := its_hurry()) is not None:
                 hurry()
             thread.join(max(until - time.monotonic(), 0.0))
     finally:  # Ctrl-C ends the waiting

@@ -156,7 +156,15 @@ def _make_peers(making: Making) -> Any:
     try:
         return native().peers_of(comm_shm.connect(meeting, name, timeout_s))
     except comm_shm.CannotShare:
-        return agreement.make_peers(meeting, name, timeout_s)
+        pass
+    made: list[Any] = []
+    try:
+        _on_all_ranks(making, lambda: made.append(agreement.make_peers(meeting, name, timeout_s)))
+    except BaseException:
+        for peers in made:
+            peers.leave(0.0)
+        raise
+    return made[0]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "conne
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
-_CALLS_S = 1.0  # for calls, where ranks have met so late that less is left
+_CALLS_S = 1.0  # for the calls, and for what is made of them, where ranks have met so late that less is left
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
@@ -104,10 +104,10 @@ class _Links:
             call.close()
 
     def _make(self, name: str, timeout_s: float) -> Any:
+        pids = [peer["pid"] for peer in self.peers]
+        left_s = max(self.until - time.monotonic(), _CALLS_S)
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
-        pids = [peer["pid"] for peer in self.peers]
-        left_s = max(self.until - time.monotonic(), 0.0)
         return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)
 
     def _expect_connected(self, failure: str) -> None:

@@ -25,6 +25,7 @@ __all__ = ["NO_TIMEOUT", "Message", "connect", "give_up", "receive", "send"]
 # gloo gives a group up for good when a time limit of its own passes.
 NO_TIMEOUT = timedelta(days=365)
 _UNUSED_TAG = 8
+_LEAST_S = 1.0  # to connect, where ranks have met so late that less is left
 
 
 def connect(meeting: Meeting, name: str) -> Any:
@@ -36,7 +37,7 @@ def connect(meeting: Meeting, name: str) -> Any:
 def _connect(meeting: Meeting, name: str) -> Any:
     store = dist.PrefixStore(name, meeting.store)
     before = _sockets()
-    left_s = max(meeting.deadline - time.monotonic(), 0.1)
+    left_s = max(meeting.deadline - time.monotonic(), _LEAST_S)
     try:
         store.set(f"came/{meeting.rank}", "")
         group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=left_s))

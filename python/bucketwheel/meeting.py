@@ -70,11 +70,14 @@ class Meeting:
 
     def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come within ``grace_s`` behind the meeting's
-        deadline, or behind now if that has passed; rank 0 is awaited a little longer. On all ranks the same: who comes later
-        hears that the others have gone."""
+        deadline, or behind now if that has passed; rank 0 is awaited a little longer. Behind the deadline, and for ranks that
+        have met in a round before, a round lasts 1.5 s at least. On all ranks the same: who comes later hears that the others
+        have gone."""
         self._round += 1
         now = time.monotonic()
-        until = self.deadline + grace_s if now < self.deadline else now + max(grace_s, self._answer_s)
+        until = max(self.deadline, now) + grace_s
+        if self._round > 1 or now >= self.deadline:
+            until = max(until, now + self._answer_s)
         if self.rank != 0:
             until += self._answer_s  # rank 0 says first who has come
         values = self.ask(functools.partial(self._exchange, self._round, mine, until), until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 from unittest import mock
@@ -35,7 +36,7 @@ def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
     rank_pool(2).run(not_made, timeout_s=30)
 
 
-def no_thread_is_left(rank: int, size: int, refused: list[int]) -> None:
+def no_thread_is_left(rank: int, size: int, backend: str, refused: list[int]) -> None:
     """The system refuses a rank one of its threads."""
     starts = 0
 
@@ -46,15 +47,21 @@ def no_thread_is_left(rank: int, size: int, refused: list[int]) -> None:
             raise RuntimeError("can't start new thread")
         background.start(*args, **options)
 
-    with mock.patch.object(agreement, "start", start):
-        kind, text, _ = error_of(lambda: Communicator(backend="c10d", timeout_s=20))
-    assert kind == "CommError" and "\n  rank 0: RuntimeError: can't start new thread" in text
+    options = {"device": "cuda"} if backend == "nccl" else {}
+    begin = time.monotonic()
+    with posing() if backend == "nccl" else contextlib.nullcontext(), hosts_apart():
+        with mock.patch.object(agreement, "start", start):
+            kind, text, _ = error_of(lambda: Communicator(backend=backend, timeout_s=20, **options))
+    assert kind == "CommError" and time.monotonic() - begin < 15, text
+    for other, number in enumerate(refused):
+        assert (f"\n  rank {other}: RuntimeError: can't start new thread" in text) == bool(number), text
     expect_no_threads()
 
 
 @pytest.mark.parametrize("refused", [[2, 0], [3, 0], [3, 3]], ids=str)
-def test_agreement_without_all_of_its_threads_leaves_none(refused, rank_pool):
-    rank_pool(2).run(no_thread_is_left, refused, timeout_s=30)
+@pytest.mark.parametrize("backend", ["c10d", "nccl"])
+def test_agreement_without_all_of_its_threads_leaves_none(backend, refused, rank_pool):
+    rank_pool(2).run(no_thread_is_left, backend, refused, timeout_s=30)
 
 
 def one_does_not_connect(rank: int, size: int) -> tuple[str, str, float]:

@@ -381,4 +381,5 @@ def test_a_link_that_is_cut_before_the_making(host, tmp_path):
         missing = [host] if host else [1, 2]
         reason = f"ranks {missing} have not come" if reaches_the_store else "the Store does not answer"
         assert text == f"the communicator was not made within {LIMIT_S} s: {reason}"
-        assert took_s < LIMIT_S + 2 * SOON_S
+        # A round waits for rank 0 1.5 s longer than that, and who asks the Store as long again for its answer.
+        assert took_s < LIMIT_S + 2 * 1.506 + SOON_S

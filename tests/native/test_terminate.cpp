@@ -22,6 +22,7 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr int kEnded = 7;
+constexpr int kHasNotRun = 8;
 
 // How a child ends in which body() runs, in a thread that sleeps if it may; by itself after `patience`.
 int end_of_child(std::chrono::seconds patience, const std::function<void()>& body) {
@@ -29,15 +30,17 @@ int end_of_child(std::chrono::seconds patience, const std::function<void()>& bod
   CHECK(child >= 0);
   if (child == 0) {
     std::atomic<bool> is_listed{false};
+    std::atomic<bool> has_run{false};
     std::thread left([&] {
       sleep_until([&] { return is_listed.load(); });
+      has_run = true;
       body();
     });
     let_sleep_at_terminate({left.native_handle()});
     let_sleep_at_terminate({});  // the first call counts
     is_listed = true;
     std::this_thread::sleep_for(patience);
-    _exit(kEnded);
+    _exit(has_run ? kEnded : kHasNotRun);
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);

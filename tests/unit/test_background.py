@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+
+import pytest
+
+from bucketwheel import background
 
 # The interpreter takes its time to go; meanwhile a thread that has waited in torch comes back for the GIL.
 LEFT = """
@@ -30,3 +35,23 @@ raise SystemExit(7)
 def test_a_thread_that_comes_back_when_the_interpreter_has_gone_does_not_end_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (7, "waits", "")
+
+
+class Starting(threading.Thread):
+    """As one is for a moment: it has its ident, and is not said to be alive."""
+
+    ident = 1
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_thread_that_is_just_starting_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = Starting()
+    background._threads[thread] = None
+    with monkeypatch.context() as patch:
+        patch.setattr(background.threading, "enumerate", lambda: [thread])
+        background.start(lambda: None)
+        assert thread in background._threads
+    background.start(lambda: None)
+    assert thread not in background._threads

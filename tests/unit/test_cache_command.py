@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import pytest
 
@@ -168,6 +169,19 @@ def test_builders_of_other_hosts_and_without_locks_may_live(tmp_path: Path, monk
     assert [one["name"] for one in cleared["kept"]] == [name, "elsewhere-7-0123456789ab"]
     assert "process 7 on elsewhere, if it lives" in cleared["kept"][0]["why"]
     assert [one["name"] for one in cleared["removed"]] == [f"{name[:-2]}00"]
+
+
+def test_an_entry_is_kept_whose_lock_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "bucketwheel_cpu-0.1.0-cpython-311-x86_64-linux-gnu-0123456789abcdef"
+    for folder in (name, "locks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "locks" / name).write_text("process 7 on elsewhere")
+    refuse = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(_cache_command, "open", refuse, raising=False)
+    cleared = _cache_command.clear(tmp_path)
+    why = "held by somebody, perhaps: its lock cannot be opened (Permission denied)"
+    assert cleared["kept"] == [{"name": name, "why": why}] * 2  # the entry and its lock
+    assert (tmp_path / name).is_dir()
 
 
 @pytest.mark.parametrize("may_write", [True, False])
