@@ -8,7 +8,8 @@ as it is. Peer: gloo's all-gather and reduce-scatter of one tensor on the same s
 its first rank's begin to its last one's end, over back-to-back calls, behind one that has filled the cache. Limit: one
 memcpy on each rank, all at once and timed alike, that reads and writes as many bytes as the operation must (all-gather:
 what is not there already; reduce-scatter: reads the rank's part of every input, writes the shard), so half their sum is
-copied. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes. `--plot` draws, for each backend and
+copied; below 1 MiB much of its time is that the ranks do not begin at once. `to a sink`: what the optimizer does, the
+shard and the sum of its squares in one pass. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes. `--plot` draws, for each backend and
 number of ranks, the bytes that must move over the time, by size, of gloo and of the memcpy of an all-gather too; it needs
 matplotlib (the extra `demo`).
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from harness import Rank, Results, Timing, collectives_of_torch, measure, of_job, parse_args, run_ranks
 
+from bucketwheel._build import native
 from bucketwheel.comm import Communicator
 from bucketwheel.ops import all_gather, reduce_scatter
 
@@ -87,6 +89,16 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     gloo_gather(gathered, shard)
     gloo_scatter(scattered, foreign)
     out = torch.empty(shard_numel)
+    summed = torch.empty(shard_numel)
+    sink = native().ShardSink(native().ShardAccumulator(summed, [(0, shard_numel)]))
+
+    def reduce_to_sink() -> None:
+        sink.begin(False)
+        comm.reduce_scatter_into(pooled, sink).wait()
+
+    if comm.backend == "shm":
+        reduce_to_sink()
+        expect_equal(summed, scattered, f"{name} reduce-scatter to a sink")
     for source, result in ((pooled, part), (foreign, out)):
         result.zero_()
         reduce_scatter(result, source, comm).wait()
@@ -101,6 +113,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
         "all-gather, pool": lambda: all_gather(pooled, part, comm).wait(),
         "all-gather, foreign": lambda: all_gather(foreign, shard, comm).wait(),
         "reduce-scatter, pool": lambda: reduce_scatter(out, pooled, comm).wait(),
+        "reduce-scatter, pool, to a sink": reduce_to_sink,
         "reduce-scatter, foreign": lambda: reduce_scatter(out, foreign, comm).wait(),
     }
     if comm.backend != "shm":  # its pool is memory like any other

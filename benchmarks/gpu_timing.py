@@ -47,7 +47,7 @@ def random(numel: int, dtype: torch.dtype, *, scale: float = 1.0, positive: bool
 class DeviceTiming(Timing):
     """``host_bound``: the host was not ahead of the device."""
 
-    host_bound: bool
+    host_bound: bool = False
 
 
 class Bench:
@@ -107,7 +107,10 @@ class Bench:
             for name, (held, start, end) in marks.items():
                 samples[name].append(DEVICE.between_s(start, end))
                 behind[name] += hosts_s[name] > DEVICE.between_s(held, start)
-        return {name: DeviceTiming(tuple(values), 2 * behind[name] >= len(values)) for name, values in samples.items()}
+        return {
+            name: DeviceTiming(tuple(values), host_bound=2 * behind[name] >= len(values))
+            for name, values in samples.items()
+        }
 
     def _hold_s(self, name: str, call: Callable[[], object], prepare: Callable[[str], object]) -> float:
         """How long to hold the stream up for one call: the host's time for it, measured on an idle device, and a half more."""

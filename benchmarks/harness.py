@@ -153,7 +153,7 @@ def measure(
     for _ in range(max(1, warmup)):
         for name, call in cases.items():
             prepare(name)
-            elapsed = _seconds(call, calls[name])
+            _, elapsed = _timed(call, calls[name])
             if elapsed * 1.2 < min_sample_s:
                 calls[name] = min(1_000_000, math.ceil(calls[name] * min_sample_s / max(elapsed, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -162,18 +162,20 @@ def measure(
     for repeat in range(repeats):
         for name in rotation(list(cases), repeat):
             prepare(name)
-            begins[name].append(time.perf_counter())
-            samples[name].append(_seconds(cases[name], calls[name]) / calls[name])
+            begin, elapsed = _timed(cases[name], calls[name])
+            begins[name].append(begin)
+            samples[name].append(elapsed / calls[name])
         if repeat >= 2 and time.perf_counter() > deadline:
             break
     return {name: Timing(tuple(samples[name]), tuple(begins[name]), calls[name]) for name in cases}
 
 
-def _seconds(call: Callable[[], object], count: int) -> float:
-    start = time.perf_counter()
+def _timed(call: Callable[[], object], count: int) -> tuple[float, float]:
+    """When it began, and the seconds it took."""
+    begin = time.perf_counter()
     for _ in range(count):
         call()
-    return time.perf_counter() - start
+    return begin, time.perf_counter() - begin
 
 
 # --------------------------------------------------------------------------------------------------------- results
