@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,11 @@ def test_1000_steps_without_growth(world: int, steps: int) -> None:
 
 # Ranks run the same graph here, so a hook may wait for memory until the peers come, however long the machine keeps them:
 # otherwise one more bucket is alive now and then ([Note: soft bound], inflight.py).
-PATIENT: dict[str, Any] = {"target": inflight, "attribute": "_MOST_PATIENCE_S", "new": 20.0}
+PATIENT: dict[str, Any] = {"target": inflight, "_MOST_PATIENCE_S": 20.0, "_CLOSING_PATIENCE_S": 20.0}
 
 
 def grow_in_a_process(rank: int, world: int, steps: int) -> Growth:
-    with mock.patch.object(**PATIENT), Communicator(timeout_s=20) as comm:
+    with mock.patch.multiple(**PATIENT), Communicator(timeout_s=20) as comm:
         return equal_steps(comm, steps, {})
 
 
@@ -136,7 +137,9 @@ def test_steps_over_processes_without_growth(rank_pool: Any) -> None:
 
 
 def equal_steps(comm: Communicator, steps: int, options: dict[str, Any], *others: Communicator) -> Growth:
-    """A forward, a backward, a clip: as a training loop does it. Ranks wait for each other before they are looked at."""
+    """A forward, a backward, a clip: as a training loop does it. Ranks wait for each other before they are looked at. While it
+    warms up the others are late at times, so that the first has held as many buckets as it ever may."""
+    is_first = comm.rank == 0 and all(other.rank == 0 for other in others)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Tanh(), torch.nn.Linear(40, 8))
     opt = ShardedAdamW(model.parameters(), process_group=comm, bucket_cap_mb=2e-3, **options)
@@ -144,6 +147,8 @@ def equal_steps(comm: Communicator, steps: int, options: dict[str, Any], *others
     data = torch.randn(4, 24)
     growth = Growth()
     for step in range(steps):
+        if step < WARM_UP and step % 20 < 4 and not is_first:
+            time.sleep(0.02)
         with opt.no_sync() if step % 2 else contextlib.nullcontext():
             model(data).square().mean().backward()
             if step % 2 == 0:
@@ -154,7 +159,7 @@ def equal_steps(comm: Communicator, steps: int, options: dict[str, Any], *others
             opt.param_sync()
             for each in (comm, *others):
                 each.exchange(b"")
-            if comm.rank == 0 and all(other.rank == 0 for other in others):
+            if is_first:
                 growth.look(comm, *others)
             for each in (comm, *others):
                 each.exchange(b"")
@@ -167,14 +172,14 @@ EQUAL = [{"static_graph": True}, {"overlap_param_sync": True}, {"static_graph": 
 
 @pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", EQUAL, ids=str)
-@mock.patch.object(**PATIENT)
+@mock.patch.multiple(**PATIENT)
 def test_equal_steps_without_growth(steps: int, options: dict[str, Any]) -> None:
     """Every second backward is in `no_sync`, so there are half as many steps."""
     run_local(2, equal_steps, steps, options, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
 
 
 @pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
-@mock.patch.object(**PATIENT)
+@mock.patch.multiple(**PATIENT)
 def test_steps_of_a_grid_without_growth(steps: int) -> None:
     def body(rank: int, shard: Communicator, replicate: Communicator) -> Growth:
         return equal_steps(shard, steps, {"replicate_group": replicate}, replicate)
