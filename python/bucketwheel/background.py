@@ -36,7 +36,7 @@ def start(run: Callable[..., None], *args: Any, hurry: Callable[[], None] | None
 
 
 def _has_ended(thread: threading.Thread) -> bool:
-    """False of one that Ctrl-C has kept from starting, too. One that is just starting has an ident and is not alive yet."""
+    """Not so one that Ctrl-C has kept from starting, nor one that is just starting: it has an ident and is not alive yet."""
     return thread.ident is not None and not thread.is_alive() and thread not in threading.enumerate()
 
 

@@ -205,7 +205,7 @@ def _wire_of(meeting: Meeting, backend: str) -> _GlooWire | _RegisteredWire:
 
 
 def _registered_group(meeting: Meeting, backend: str) -> Any:
-    limit = timedelta(seconds=max(meeting.deadline - time.monotonic(), 1.0))
+    limit = timedelta(seconds=meeting.left_s)
     store = dist.PrefixStore("wire", meeting.store)
     plugin = dist.Backend._plugins[backend.upper()]
     try:

@@ -234,10 +234,9 @@ def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any
     if meeting is None:
         with _named(making):
             return make(making.timeout_s)
-    left_s = max(meeting.deadline - time.monotonic(), 0.1)
     made: list[Any] = []
     try:
-        _on_all_ranks(making, lambda: made.extend(make(left_s)))
+        _on_all_ranks(making, lambda: made.extend(make(meeting.left_s)))
     except BaseException as error:
         undo(made, error)
         raise

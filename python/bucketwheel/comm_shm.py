@@ -15,14 +15,13 @@ import time
 from typing import Any
 
 from ._build import native
-from .meeting import Meeting
+from .meeting import STEP_S, Meeting
 
 __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
 
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
 _HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
-_CALLS_S = 1.0  # for the calls, and for what is made of them, where ranks have met so late that less is left
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
@@ -80,7 +79,7 @@ class _Links:
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
         self.sockets: dict[int, socket.socket] = {}
-        self.until = meeting.deadline  # of the calls
+        self.until = meeting.deadline  # of the calls and the making
         self.id = meeting.id  # asked for before sockets are handed over
         self.has_found_all = True  # whom it has called
 
@@ -91,7 +90,7 @@ class _Links:
             address = self.listener.getsockname().decode()
             me = {"address": address, "nonce": self.nonce.hex(), "pid": os.getpid(), "uid": os.getuid()}
             self.peers = meeting.exchange(me)
-            self.until = max(self.until, time.monotonic() + _CALLS_S)
+            self.until = time.monotonic() + meeting.left_s
             # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
             acceptor = stack.enter_context(_Acceptor(self, self.listener))
             self._expect_connected(meeting.attempt(self._call_lower_ranks))
@@ -105,7 +104,7 @@ class _Links:
 
     def _make(self, name: str, timeout_s: float) -> Any:
         pids = [peer["pid"] for peer in self.peers]
-        left_s = max(self.until - time.monotonic(), _CALLS_S)
+        left_s = max(self.until - time.monotonic(), STEP_S)
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
         return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)

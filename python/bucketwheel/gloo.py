@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,6 @@ __all__ = ["NO_TIMEOUT", "Message", "connect", "give_up", "receive", "send"]
 # gloo gives a group up for good when a time limit of its own passes.
 NO_TIMEOUT = timedelta(days=365)
 _UNUSED_TAG = 8
-_LEAST_S = 1.0  # to connect, where ranks have met so late that less is left
 
 
 def connect(meeting: Meeting, name: str) -> Any:
@@ -37,10 +35,9 @@ def connect(meeting: Meeting, name: str) -> Any:
 def _connect(meeting: Meeting, name: str) -> Any:
     store = dist.PrefixStore(name, meeting.store)
     before = _sockets()
-    left_s = max(meeting.deadline - time.monotonic(), _LEAST_S)
     try:
         store.set(f"came/{meeting.rank}", "")
-        group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=left_s))
+        group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=meeting.left_s))
     except RuntimeError as error:
         missing: list[int] = []
         with contextlib.suppress(RuntimeError):  # of a Store that is gone

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from .background import start
 from .errors import CommError, CommTimeout
 
-__all__ = ["Meeting", "has_keys", "undo"]
+__all__ = ["STEP_S", "Meeting", "has_keys", "undo"]
+
+STEP_S = 1.0  # for a step that ranks take together, where they have met so late that less is left
 
 _LOOK_S = 0.05
 _SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
@@ -71,7 +73,7 @@ class Meeting:
     def exchange(self, mine: Any, *, grace_s: float = 0.0) -> list[Any]:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come within ``grace_s`` behind the meeting's
         deadline, or behind now if that has passed; rank 0 is awaited a little longer. Behind the deadline, and for ranks that
-        have met in a round before, a round lasts 1.5 s at least. On all ranks the same: who comes later hears that the others
+        have met in a round before, that is 1.5 s away at least. On all ranks the same: who comes later hears that the others
         have gone."""
         self._round += 1
         now = time.monotonic()
@@ -132,6 +134,11 @@ class Meeting:
         finally:
             given_up.set()
             del answer  # else it and an error that it raises keep each other
+
+    @property
+    def left_s(self) -> float:
+        """For a step that the ranks take together."""
+        return max(self.deadline - time.monotonic(), STEP_S)
 
     @property
     def _answer_s(self) -> float:

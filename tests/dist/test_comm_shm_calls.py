@@ -121,6 +121,24 @@ def test_ranks_that_have_met_late_have_time_for_their_calls():
         pool.run(one_comes_late, timeout_s=60)
 
 
+def makes_late(rank: int, size: int) -> None:
+    """The rounds behind the calls have taken all the time, and rank 0 is held up before it sends the control segment."""
+    make = comm_shm._Links._make
+
+    def late(links: Any, *options: Any) -> Any:
+        links.until = time.monotonic()
+        time.sleep(0.4 if rank == 0 else 0.0)
+        return make(links, *options)
+
+    with mock.patch.object(comm_shm._Links, "_make", late), Communicator(backend="shm", timeout_s=20) as comm:
+        check_usable(comm)
+
+
+def test_ranks_that_are_connected_late_have_time_for_the_making():
+    with RankPool(3, forked=True) as pool:
+        pool.run(makes_late, timeout_s=60)
+
+
 def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
     """Rank 0, by Ctrl-C, when it asks for what the communicator is known by."""
     before = held()
