@@ -50,7 +50,8 @@ struct Reduction {
 // shard of item `segment`: float, or double where the buckets are float64; of an all-gather, those elements of its full
 // buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard: so few that what is done to one fits
-// beside the loads of the next. With four times as many a large reduce-scatter takes a fifth longer.
+// beside the loads of the next. bench_comm.py --quick, "64 MiB reduce-scatter, pool, to a sink", an AMD EPYC, commit
+// 932cabe: 5.8 and 6.4 ms, with four times as many 8.4 and 7.3.
 inline constexpr int64_t kSinkBlockNumel = 1024;
 class ReduceSink {
  public:

@@ -174,12 +174,10 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
 bool HostQueue::spin_for(uint64_t ticket) const {
   const auto until = Clock::now() + kSpin;
   do {
-    for (int i = 0; i < 16; ++i) {
-      if (is_done(ticket)) {
-        return true;
-      }
-      std::this_thread::yield();
+    if (is_done(ticket)) {
+      return true;
     }
+    std::this_thread::yield();  // another thread may run for a whole slice of its time
   } while (Clock::now() < until);
   return false;
 }
