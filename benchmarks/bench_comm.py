@@ -9,9 +9,9 @@ its first rank's begin to its last one's end, over back-to-back calls, behind on
 memcpy on each rank, all at once and timed alike, that reads and writes as many bytes as the operation must (all-gather:
 what is not there already; reduce-scatter: reads the rank's part of every input, writes the shard), so half their sum is
 copied; below 1 MiB much of its time is that the ranks do not begin at once. `to a sink`: what the optimizer does, the
-shard and the sum of its squares in one pass. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes. `--plot` draws, for each backend and
-number of ranks, the bytes that must move over the time, by size, of gloo and of the memcpy of an all-gather too; it needs
-matplotlib (the extra `demo`).
+shard and the sum of its squares in one pass. Agreement (post, collect) is compared with gloo's all_gather of 8 bytes,
+without such a call. `--plot` draws, for each backend and number of ranks, the bytes that must move over the time, by
+size, of gloo and of the memcpy of an all-gather too; it needs matplotlib (the extra `demo`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     gloo_gather(gathered, shard)
     gloo_scatter(scattered, foreign)
     out = torch.empty(shard_numel)
-    summed = torch.empty(shard_numel)
+    summed = torch.zeros(shard_numel)
     sink = native().ShardSink(native().ShardAccumulator(summed, [(0, shard_numel)]))
 
     def reduce_to_sink() -> None:

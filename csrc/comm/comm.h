@@ -51,7 +51,7 @@ struct Reduction {
 // buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard: so few that what is done to one fits
 // beside the loads of the next. bench_comm.py --quick, "64 MiB reduce-scatter, pool, to a sink", an AMD EPYC, commit
-// 932cabe: 5.8 and 6.4 ms, with four times as many 8.4 and 7.3.
+// a23a3a3: 5.8 and 6.4 ms, with four times as many 8.4 and 7.3.
 inline constexpr int64_t kSinkBlockNumel = 1024;
 class ReduceSink {
  public:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -69,6 +70,21 @@ def test_a_collective_that_does_nothing_is_noticed(module: str, collective: str,
     assert run_ranks(2, notices, module, collective, place, timeout_s=120).values == [says, says]
 
 
+def notices_the_sink(rank: Rank) -> str:
+    nothing = mock.Mock(return_value=Nothing())
+    with mock.patch.object(Communicator, "reduce_scatter_into", nothing), Communicator(backend="shm") as comm:
+        try:
+            bench_comm.cases_of(comm, "1 MiB", 1 << 20)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_reduction_into_a_sink_that_does_nothing_is_noticed() -> None:
+    says = "1 MiB reduce-scatter to a sink: the results differ from gloo's"
+    assert run_ranks(2, notices_the_sink, timeout_s=120).values == [says, says]
+
+
 def lines_of(tmp_path: Path, script: str, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, f"benchmarks/{script}", "--quick", "--json", str(tmp_path / "lines"), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
@@ -82,7 +98,7 @@ def test_every_case_has_its_line_and_its_curve(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     lines = lines_of(tmp_path, "bench_comm.py", "--plot", str(plot))
     by_backend = {backend: [line for line in lines if line.get("backend") == backend] for backend in ("shm", "c10d")}
-    assert {backend: len(found) for backend, found in by_backend.items()} == {"shm": 2 * 5, "c10d": 2 * 2}
+    assert {backend: len(found) for backend, found in by_backend.items()} == {"shm": 2 * 6, "c10d": 2 * 2}
     for line in lines:
         assert line["command"] == "python benchmarks/bench_comm.py --quick"
         assert line["ours_s"] > 0 and line["peer_s"] > 0

@@ -199,6 +199,13 @@ def test_ranks_that_have_met_are_not_missed_in_the_next_round():
     assert run_threads(body, 3, timeout_s=40) == [[0, 1, 2]] * 3
 
 
+def test_there_is_a_second_for_what_ranks_do_together_that_have_met_late():
+    meeting = Meeting(dist.HashStore(), 0, 1, 20)
+    assert 19 < meeting.left_s <= 20
+    meeting.deadline = time.monotonic() - 5
+    assert meeting.left_s == 1.0
+
+
 def test_an_attempt_that_is_given_up_is_told_to_all():
     """Though that is later than the time limit."""
     store = dist.HashStore()
