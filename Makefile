@@ -23,7 +23,7 @@ SETUP := pyproject.toml setup.py build_backend.py constraints.txt tests/beside_t
 # Another TORCH or PYTHON is another environment: nothing of the one before is left in it.
 INSTALLED := $(VENV)/.installed-$(shell (echo '$(TORCH)'; $(PYTHON) -VV) 2>&1 | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built
-SOURCES := $(shell find csrc -type f) $(wildcard python/bucketwheel/_*.py)
+SOURCES := $(shell find csrc -type f) $(wildcard python/bucketwheel/native/*.py)
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # Workers and ranks read what one of them has compiled.
@@ -72,7 +72,7 @@ clean:
 setup: $(BUILT)
 
 $(BUILT): $(INSTALLED) $(SOURCES)
-	$(BIN)/python -c "import bucketwheel._build as build; build.native()"
+	$(BIN)/python -c "import bucketwheel.native.modules as build; build.native()"
 	@touch $@
 
 $(INSTALLED): $(SETUP)
@@ -93,7 +93,7 @@ $(INSTALLED): $(SETUP)
 	@touch $@
 
 # Debian ships Python's headers apart (python3-dev). Where they are missing they are unpacked into .venv, which needs no
-# root; bucketwheel/_toolchain.py looks there too, and says what to install if this did not work.
+# root; bucketwheel/native/toolchain.py looks there too, and says what to install if this did not work.
 define FETCH_HEADERS
 name=$$($(BIN)/python -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
 include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])'); \

@@ -42,11 +42,11 @@ class BuildPackage(build_py):
 
 
 def native_build() -> types.ModuleType:
-    """`bucketwheel._build` without the package around it, whose import needs torch."""
+    """`bucketwheel.native.modules` without the package around it, whose import needs torch."""
     package = types.ModuleType("bucketwheel")
     package.__path__ = [str(ROOT / "python" / "bucketwheel")]
     sys.modules["bucketwheel"] = package
-    return importlib.import_module("bucketwheel._build")
+    return importlib.import_module("bucketwheel.native.modules")
 
 
 class NativeDistribution(Distribution):

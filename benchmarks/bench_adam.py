@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from harness import Results, load_native, measure, parse_args
 
-from bucketwheel import ops
-from bucketwheel._build import native
+from bucketwheel.kernels import ops
+from bucketwheel.native.modules import native
 
 SIZES = {f"{n >> 10} K": [n] for n in (4096, 16384, 65536, 262144)} | {
     f"{n >> 20} M": [n] for n in (1 << 20, 1 << 22, 1 << 24)

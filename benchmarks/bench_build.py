@@ -23,7 +23,7 @@ sys.path[:0] = [path for path in map(str, (ROOT / "python",)) if path not in sys
 from harness import Results, Timing, measure, parse_args  # noqa: E402
 
 BUILD_LIMIT_S, IMPORT_LIMIT_S = 45.0, 0.1
-LOAD = "import torch, bucketwheel; from bucketwheel._build import native; native()"
+LOAD = "import torch, bucketwheel; from bucketwheel.native.modules import native; native()"
 
 
 def run(code: str, **env: str) -> None:

@@ -33,13 +33,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from harness import Rank, Results, Timing, collectives_of_torch, parse_args, rotation, run_ranks, slowest  # noqa: E402
 
-from bucketwheel import comm_shm  # noqa: E402
-from bucketwheel.comm import Communicator  # noqa: E402
-from bucketwheel.ops import all_gather, reduce_scatter  # noqa: E402
-from bucketwheel.place import LocalWorld  # noqa: E402
-from bucketwheel.request import AllGatherRequest, ReduceScatterRequest  # noqa: E402
+from bucketwheel.comm import shm  # noqa: E402
+from bucketwheel.comm.backends import LocalWorld  # noqa: E402
+from bucketwheel.comm.communicator import Communicator  # noqa: E402
+from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest  # noqa: E402
+from bucketwheel.kernels.ops import all_gather, reduce_scatter  # noqa: E402
 from bucketwheel.testing import run_threads  # noqa: E402
-from tests import simulated_cuda, simulated_nccl  # noqa: E402
+from tests.support import simulated_cuda, simulated_nccl  # noqa: E402
 
 COALESCED, NUMEL = 8, 256
 CALLS, WARM_UP = 20, 3
@@ -176,10 +176,10 @@ def on_agreement(rank: Rank, repeats: int) -> Timing:
     """Of ranks that do not share a host, by gloo: one round of 100 bytes."""
 
     def not_one_host(*_: Any) -> Any:
-        raise comm_shm.NotOneHost("")
+        raise shm.NotOneHost("")
 
     simulated_nccl.install()
-    with mock.patch.object(comm_shm, "connect", not_one_host), simulated_cuda.posing(delays=0):
+    with mock.patch.object(shm, "connect", not_one_host), simulated_cuda.posing(delays=0):
         with Communicator(backend="nccl", device="cuda") as comm:
             samples = []
             for _ in range(WARM_UP + repeats):

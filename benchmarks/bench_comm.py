@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from harness import Rank, Results, Timing, collectives_of_torch, measure, of_job, parse_args, run_ranks
 
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.native.modules import native
 
 MIB = 1 << 20
 # Bytes of the full buffer, and how many calls make a sample.

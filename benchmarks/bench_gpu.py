@@ -22,10 +22,10 @@ from gpu_systems import GPT_MEDIUM, GPT_TINY, OURS, SHARDED, SYSTEMS, TORCH, Tra
 from gpu_timing import Bench, random
 from harness import Timing, parse_args
 
-from bucketwheel import ops
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels import ops
+from bucketwheel.native.modules import native
 from tests.gpu.device import DEVICE, Calls
 
 # Seconds that a section may take; run_all.py ends it a little later.

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from harness import Rank, Results, Timing, measure, parse_args, run_ranks, slowest
 
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.native.modules import native
 
 MIB = 1 << 20
 SIZES = {"1 MiB": (MIB, 40), "16 MiB": (16 * MIB, 4), "64 MiB": (64 * MIB, 2)}

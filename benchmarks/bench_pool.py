@@ -22,9 +22,9 @@ sys.path[:0] = [path for path in map(str, (ROOT, ROOT / "tests", ROOT / "python"
 
 import torch  # noqa: E402
 from harness import Results, Timing, measure, parse_args  # noqa: E402
-from native.objects import module_objects, object_of, program  # noqa: E402
 
 import bucketwheel as bw  # noqa: E402
+from tests.native.objects import module_objects, object_of, program  # noqa: E402
 
 LEASES, LEASE_BYTES, STANDING = 1000, 1 << 20, 1000
 NATIVE_LIMIT_S, PYTHON_LIMIT_S = 300e-9, 2e-6

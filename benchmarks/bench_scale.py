@@ -32,11 +32,11 @@ import torch  # noqa: E402
 from harness import Results, Timing, parse_args  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from bucketwheel._build import native  # noqa: E402
-from bucketwheel.bucket import GradBucket, Part  # noqa: E402
-from bucketwheel.forward_order import ForwardOrder  # noqa: E402
-from bucketwheel.plan import BucketPlan, Packing, PackItem, pack, plan_buckets  # noqa: E402
-from bucketwheel.rows import AdamRows  # noqa: E402
+from bucketwheel.gathers.forward_order import ForwardOrder  # noqa: E402
+from bucketwheel.grads.bucket import GradBucket, Part  # noqa: E402
+from bucketwheel.kernels.adam_rows import AdamRows  # noqa: E402
+from bucketwheel.layout.packing import BucketPlan, Packing, PackItem, pack, plan_buckets  # noqa: E402
+from bucketwheel.native.modules import native  # noqa: E402
 
 WORLDS = (8, 64, 512, 4096)
 BUCKET_BYTES, ELEMENT_BYTES = 32 << 20, 2

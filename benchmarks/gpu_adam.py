@@ -10,8 +10,8 @@ import torch
 from gpu_timing import random
 from torch import Tensor
 
-from bucketwheel import ops
-from bucketwheel.rows_cuda import AdamRowsCuda
+from bucketwheel.kernels import ops
+from bucketwheel.kernels.adam_rows_cuda import AdamRowsCuda
 from tests.gpu.device import DEVICE
 
 __all__ = ["CONFIGS", "FOR_LOOP", "Config", "Tensors", "omitted_peers", "peers_of"]

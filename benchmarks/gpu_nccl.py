@@ -17,11 +17,11 @@ from gpu_systems import GPT_MEDIUM, GPT_TINY, OVER_NCCL, SHARDED, TrainingStep
 from gpu_timing import Bench, random
 from harness import Timing, collectives_of_torch, rotation
 
-from bucketwheel import nccl as which
-from bucketwheel.comm import Communicator
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather, reduce_scatter
-from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.comm import nccl_library as which
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from tests.gpu.device import DEVICE
 
 __all__ = ["nccl"]

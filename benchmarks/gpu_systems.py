@@ -18,8 +18,8 @@ from gpu_timing import random
 from torch import Tensor, nn
 
 import bucketwheel as bw
-from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
 from tests.gpu.device import DEVICE
 
 __all__ = [

@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cores
 import pytest
 
+from tests.support import cores
+
 ROOT = Path(__file__).resolve().parents[1]
+pytest_plugins = ["tests.support.rank_pools"]
 DEFAULT_TIMEOUT_S = 120.0
 SETUP_TIMEOUT_S = 400.0
 LONG = (
@@ -31,8 +33,10 @@ LONG = (
         f"tests/unit/test_{name}.py"
         for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
     ),
-    *(f"tests/dist/test_{name}.py" for name in ("lifecycle", "faults", "optim_growth", "train_gpt", "examples")),
-    *(f"tests/dist/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
+    *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults")),
+    *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "examples")),
+    "tests/conformance/optimizer/test_optim_growth.py",
+    *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
     "tests/test_layering.py",
 )
 
@@ -44,7 +48,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores interrupts in what it starts in the background; so would ranks, and the tests that interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-_PATHS = [str(ROOT / "python"), str(ROOT / "tests"), str(ROOT)]
+_PATHS = [str(ROOT / "python"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.packages import copy_tree, make_sdist, plain_environment
+from tests.support.packages import copy_tree, make_sdist, plain_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -49,10 +49,22 @@ TESTS = (
         "tests/unit/test_pack.py",
     ),
     "tests/unit/test_doctor.py::test_nothing_is_built_unless_asked",
-    "tests/unit/test_meeting.py",
-    *("tests/dist/test_comm_c10d.py", "tests/dist/test_comm_c10d_backends.py", "tests/dist/test_comm_shm.py"),
-    *("tests/dist/test_comm.py", "tests/dist/test_optim.py", "tests/dist/test_optim_state.py"),
-    *("tests/dist/test_optim_compiled.py", "tests/dist/test_prefetch.py", "tests/dist/test_stock.py"),
+    "tests/unit/test_rendezvous.py",
+    *(
+        "tests/conformance/collectives/test_comm_c10d.py",
+        "tests/conformance/collectives/test_comm_c10d_backends.py",
+        "tests/conformance/collectives/test_comm_shm.py",
+    ),
+    *(
+        "tests/conformance/collectives/test_comm.py",
+        "tests/conformance/optimizer/test_optim.py",
+        "tests/conformance/optimizer/test_optim_state.py",
+    ),
+    *(
+        "tests/conformance/optimizer/test_optim_compiled.py",
+        "tests/conformance/optimizer/test_prefetch.py",
+        "tests/stock/test_stock.py",
+    ),
 )
 NEEDED = ("pytest>=8", "pytest-xdist", "hypothesis", "numpy")
 EXAMPLE = (
@@ -69,10 +81,12 @@ import sys, types
 package = types.ModuleType("bucketwheel")
 package.__path__ = [sys.argv[1]]
 sys.modules["bucketwheel"] = package
-from bucketwheel import _build
-_build.native()
+from bucketwheel.native import modules
+modules.native()
 """
-BUILD = "import bucketwheel as bw, torch, bucketwheel._build as build; build.native(); bw.l2_norm([torch.ones(3)])"
+BUILD = (
+    "import bucketwheel as bw, torch, bucketwheel.native.modules as build; build.native(); bw.l2_norm([torch.ones(3)])"
+)
 
 
 @dataclass

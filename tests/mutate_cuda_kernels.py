@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "tests" / "native"
 sys.path.insert(0, str(ROOT / "python"))
 
-from bucketwheel import _toolchain  # noqa: E402
+from bucketwheel.native import toolchain  # noqa: E402
 
 ADAM = "test_adam_cuda"
 SCALARS = "test_adam_scalars_cuda"
@@ -119,8 +119,8 @@ class Builder:
 
     def __init__(self, work: Path) -> None:
         self.work = work
-        recipe = _toolchain.read_recipe(ROOT / "csrc")
-        self.cxx = [*_toolchain.find_toolchain().cxx, *recipe.flags, *FLAGS]
+        recipe = toolchain.read_recipe(ROOT / "csrc")
+        self.cxx = [*toolchain.find_toolchain().cxx, *recipe.flags, *FLAGS]
         self.host = [(ROOT / "csrc" / source.path, source.flags) for source in recipe.sources]
         self.host = [part for part in self.host if part[0].parent.name in ("base", "device", "kernels")]
         self.host.append((NATIVE / "fake_cuda" / "fibers.cpp", ()))

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from bucketwheel import _toolchain  # noqa: E402
+from bucketwheel.native import toolchain as _toolchain  # noqa: E402
 
 UNIT = "tests/unit/"
 ADAM = [UNIT + "test_adam.py", UNIT + "test_adam_table.py", UNIT + "test_adam_matrix.py"]

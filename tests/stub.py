@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "_cpu.pyi"
-HEAD = '''"""What the native module binds (csrc/bindings), as `python tests/stub.py` has written it down. Built by `bucketwheel._build`,
+STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "native" / "core.pyi"
+HEAD = '''"""What the native module binds (csrc/bindings), as `python tests/stub.py` has written it down. Built by `bucketwheel.native.modules`,
 which `native()` returns."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +137,6 @@ def differences(stub: str, module: ModuleType) -> list[str]:
 
 
 if __name__ == "__main__":
-    from bucketwheel._build import native
+    from bucketwheel.native.modules import native
 
     STUB.write_text(written(native()))

@@ -15,87 +15,54 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _toolchain
+from bucketwheel.native import toolchain as _toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "bucketwheel"
 
-# csrc/<folder> may include itself and these.
+# csrc/<room> may include itself and these. A file belongs to the innermost room.
 MAY_INCLUDE = {
     "base": set(),
     "device": {"base"},
     "plan": {"base", "device"},
     "kernels": {"base", "device"},
     "pool": {"base", "device", "plan"},
-    "comm": {"base", "device", "plan", "kernels", "pool"},
-    "bindings": {"base", "device", "plan", "kernels", "pool", "comm"},
+    "comm": {"base", "device", "plan", "kernels", "pool", "comm/peers", "comm/host"},
+    "comm/peers": {"base", "device", "plan", "kernels", "pool", "comm", "comm/host"},
+    "comm/host": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers"},
+    "comm/nccl": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers"},
+    "comm/c10d": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers", "comm/host"},
 }
+MAY_INCLUDE["bindings"] = set(MAY_INCLUDE)
 
-# A module may import modules of its own line and of the lines above it, in no circle.
-PYTHON_LAYERS = [
-    ["_version", "errors"],
-    ["_env", "_toolchain", "_trust", "_nvcc", "_compile", "_cache", "_build", "_cpu"],
-    ["device", "nccl", "precision", "master"],
-    [
-        "plan",
-        "memory",
-        "handle",
-        "pool",
-        "background",
-        "meeting",
-        "gloo",
-        "agreement",
-        "comm_shm",
-        "comm_c10d",
-        "comm_nccl",
-        "place",
-        "comm",
-    ],
-    ["collectives", "ops", "ops_cuda", "request"],
-    [
-        "captured",
-        "bucket_slots",
-        "bucket",
-        "inflight",
-        "launcher",
-        "grad_agreement",
-        "flat",
-        "owners",
-        "reduced",
-        "reduced_cuda",
-        "forward_order",
-        "pending",
-        "prefetch",
-        "gather",
-        "grid",
-        "rows",
-        "rows_cuda",
-        "space",
-        "step_bucket",
-    ],
-    ["foreign_step", "grad", "grad_owner", "newcomers", "hooks", "answers"],
-    ["inspection", "local", "local_cuda", "sharded", "arguments", "engine", "members", "scope"],
-    ["optim", "state_dict"],
-    ["_bitwise", "_fork_server", "testing", "_cache_command", "doctor", "flight"],
-    ["__init__", "__main__"],
-]
-# Decided in pure code: values in, values out, nothing of torch and nothing native.
-PURE = {
-    "_version",
-    "errors",
-    "plan",
-    "memory",
-    "forward_order",
-    "_env",
-    "_toolchain",
-    "_trust",
-    "_nvcc",
-    "_compile",
-    "_cache",
-    "_build",
-    "flight",
+# python/bucketwheel/<room> may import itself and these; the modules beside the rooms are rooms of their own.
+BELOW = {"_version", "errors", "native"}
+COMM = BELOW | {"device", "pool", "comm"}
+LAYOUT = COMM | {"kernels", "layout"}
+MAY_IMPORT = {
+    "_version": set(),
+    "errors": set(),
+    "native": {"_version", "errors"},
+    "device": BELOW,
+    "pool": BELOW | {"device"},
+    "comm": BELOW | {"device", "pool"},
+    "kernels": COMM,
+    "tools": COMM,
+    "layout": COMM | {"kernels"},
+    "grads": LAYOUT,
+    "gathers": LAYOUT | {"grads"},
+    "optim": LAYOUT | {"grads", "gathers"},
+    "testing": {"_bitwise", "_fork_server"},
+    "_bitwise": set(),
+    "_fork_server": set(),
+    "__init__": LAYOUT | {"optim"},
+    "__main__": {"tools"},
 }
+MAX_FACE_NAMES = 8
+# Decided in pure code: values in, values out, nothing of torch and nothing native.
+PURE = {"_version", "errors", "layout.packing", "optim.memory", "gathers.forward_order", "tools.flight"}
+PURE |= {f"native.{path.stem}" for path in (PACKAGE / "native").glob("*.py")}
 
 MAX_LINES = 440  # about 400
 MAX_FUNCTION_LINES = 66  # about 60, without signature and docstring
@@ -141,11 +108,11 @@ def report(problems: list[str]) -> None:
 def test_includes_go_one_way() -> None:
     problems = []
     for path in native_files():
-        folder = path.relative_to(CSRC).parts[0]
+        folder = str(path.parent.relative_to(CSRC))
         assert folder in MAY_INCLUDE, f"{folder} has no place in MAY_INCLUDE"
         for quote, name in INCLUDE.findall(path.read_text()):
             if quote == '"':
-                target = name.split("/")[0]
+                target = os.path.dirname(name)
                 if not (CSRC / name).is_file():
                     problems.append(f"{path}: {name!r} is not a path from csrc/")
                 elif target != folder and target not in MAY_INCLUDE[folder]:
@@ -285,22 +252,39 @@ def test_binding_headers_compile_alone(tmp_path: Path) -> None:
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 
+def modules() -> dict[str, Path]:
+    """Every module by its name in the package: "comm.handle"; a face by its room's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
 def imported(path: Path) -> set[str]:
     """The modules of the package that the file imports anywhere, but for type checking only."""
-    names: set[str] = set()
+    known, names = modules(), set()
+
+    def add(module: str, alias: str = "") -> None:
+        full = f"{module}.{alias}".removeprefix("bucketwheel").removeprefix(".").rstrip(".")
+        short = module.removeprefix("bucketwheel").removeprefix(".")
+        if full in known or short:
+            names.add(full if full in known else short)
+        elif alias not in ("_cpu", "_cuda"):
+            names.add("__init__")
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             return
         if isinstance(node, ast.Import):
-            names.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("bucketwheel."))
+            for alias in node.names:
+                if alias.name.split(".")[0] == "bucketwheel":
+                    add(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            module = f"bucketwheel.{node.module or ''}".rstrip(".") if node.level == 1 else node.module or ""
-            if module == "bucketwheel":
-                modules = [alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").is_file()]
-                names.update(modules or ["__init__"])
-            elif module.startswith("bucketwheel."):
-                names.add(module.split(".")[1])
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            if (node.module or "").split(".")[0] == "bucketwheel":
+                for alias in node.names:
+                    add(node.module or "", alias.name)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
@@ -309,17 +293,18 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_go_one_way() -> None:
-    layer = {name: depth for depth, names in enumerate(PYTHON_LAYERS) for name in names}
-    graph = {path.stem: imported(path) for path in sorted(PACKAGE.glob("*.py"))}
-    report([f"{name}.py has no place in PYTHON_LAYERS" for name in graph if name not in layer])
-    report([f"PYTHON_LAYERS has {name}, which is no file" for name in layer if not list(PACKAGE.glob(f"{name}.py*"))])
+    graph = {name: imported(path) for name, path in modules().items()}
+    rooms = {name.split(".")[0] for name in graph}
+    report([f"{room} has no row in MAY_IMPORT" for room in sorted(rooms - set(MAY_IMPORT))])
+    report([f"MAY_IMPORT has {room}, which is not there" for room in sorted(set(MAY_IMPORT) - rooms)])
     problems = []
     for name, needs in graph.items():
+        room = name.split(".")[0]
         for need in sorted(needs):
-            if need not in layer:
-                problems.append(f"{name}.py imports {need}, which is unknown")
-            elif layer[need] > layer[name]:
-                problems.append(f"{name}.py may not import {need}: it lies above")
+            if need not in graph:
+                problems.append(f"{name} imports {need}, which is unknown")
+            elif need.split(".")[0] not in {room, *MAY_IMPORT[room]}:
+                problems.append(f"{name} may not import {need}: MAY_IMPORT[{room!r}] does not have that room")
     report(problems)
 
     done: set[str] = set()
@@ -337,15 +322,29 @@ def test_imports_go_one_way() -> None:
 
 def test_what_decides_is_pure() -> None:
     problems = []
-    for path in sorted(PACKAGE.glob("*.py")):
-        if path.stem in PURE:
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                if any(name.split(".")[0] == "torch" for name in names):
-                    problems.append(f"{path}:{node.lineno}: imports torch")
-            if path.stem != "_build" and "_build" in imported(path):
-                problems.append(f"{path}: needs the native module")
+    for module in sorted(PURE):
+        path = modules()[module if not module.endswith("__init__") else module.rpartition(".")[0]]
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "torch" for name in names):
+                problems.append(f"{path}:{node.lineno}: imports torch")
+        if not module.startswith("native.") and any(need.startswith("native") for need in imported(path)):
+            problems.append(f"{path}: needs the native module")
+    report(problems)
+
+
+def test_rooms_have_a_face() -> None:
+    """At most ten lines that say what a room is for, what it may use and where to start; at most eight names."""
+    problems = []
+    for face in sorted(PACKAGE.glob("*/__init__.py")):
+        tree = ast.parse(face.read_text())
+        says = (ast.get_docstring(tree) or "").count("\n") + 1
+        names = [name for node in tree.body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)]
+        if not 2 <= says <= 10:
+            problems.append(f"{face}: {says} lines of docstring")
+        if len(names) > MAX_FACE_NAMES:
+            problems.append(f"{face}: {len(names)} names")
     report(problems)
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC, NATIVE, OUT = ROOT / "csrc", ROOT / "tests" / "native", ROOT / "build" / "tidy"
 sys.path.insert(0, str(ROOT / "python"))
 
-from bucketwheel import _compile, _toolchain  # noqa: E402
+from bucketwheel.native import compile, toolchain  # noqa: E402
 
 CONFIGS = (ROOT / ".clang-tidy", NATIVE / ".clang-tidy")
 TIMEOUT_S = 1800.0
@@ -44,14 +44,14 @@ def find_tool() -> str | None:
 
 
 def units() -> list[Unit]:
-    recipe, tools = _toolchain.read_recipe(CSRC), _toolchain.find_toolchain()
+    recipe, tools = toolchain.read_recipe(CSRC), toolchain.find_toolchain()
     system = [word for folder in tools.includes for word in ("-isystem", folder)]
     start = [*tools.cxx, *recipe.flags, f"-I{CSRC}", *system]
     of_tests = [f"-I{NATIVE}", f"-I{NATIVE / 'fake_cuda'}", "-Wno-unknown-pragmas"]
     built = [
-        Unit(tuple(CSRC / source.path for source in unit), (*start, *unit[0].flags)) for unit in _compile.units(recipe)
+        Unit(tuple(CSRC / source.path for source in unit), (*start, *unit[0].flags)) for unit in compile.units(recipe)
     ]
-    cuda = _toolchain.read_recipe(CSRC, module=_toolchain.CUDA)
+    cuda = toolchain.read_recipe(CSRC, module=toolchain.CUDA)
     plain = [source for source in cuda.sources if source.path.endswith(".cpp")]
     flags = [*tools.cxx, *cuda.flags, f"-I{CSRC}", *system]
     built += [Unit((CSRC / source.path,), (*flags, *source.flags)) for source in plain]
@@ -71,7 +71,7 @@ def write_compiles(of: list[Unit]) -> None:
 def stamp(version: str, unit: Unit) -> Path:
     """The file that says of a unit, as it is now, that it is clean."""
     digest = hashlib.sha256(repr((version, unit)).encode())
-    seen = {included for path in unit.paths for included in _compile.closure(CSRC, str(path))}
+    seen = {included for path in unit.paths for included in compile.closure(CSRC, str(path))}
     for path in sorted(seen.union(CONFIGS, NATIVE.rglob("*.h"))):
         digest.update(path.read_bytes())
     return OUT / f"{unit.paths[-1].parent.name}_{unit.paths[-1].stem}-{digest.hexdigest()[:16]}.clean"

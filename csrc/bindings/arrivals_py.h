@@ -2,7 +2,7 @@
 //
 // [Note: quick arrival] Nearly every gradient is the first of its parameter in a window, in time, and of a shape and
 // dtype that need no thought. It is copied into its bucket here, without a line of Python, and the placeholder put into
-// p.grad. Everything else goes to Python (hooks.py): the first gradient of a window or of a bucket, late and repeated
+// p.grad. Everything else goes to Python (grads/window.py): the first gradient of a window or of a bucket, late and repeated
 // ones, what was scaled or kept aside, very large ones (the copy should not keep the GIL), and whatever is not a plain
 // dense tensor on the CPU. The GIL is the lock: between looking at the schedule and telling it there is no call that
 // gives the GIL away.

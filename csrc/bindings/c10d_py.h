@@ -1,4 +1,4 @@
-// Bindings of comm/comm_c10d.h: a Wire of Python's, and communicators over it.
+// Bindings of comm/c10d/comm_c10d.h: a Wire of Python's, and communicators over it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,8 +10,8 @@
 
 #include "bindings/comm_py.h"
 #include "bindings/nccl_py.h"
-#include "comm/comm_c10d.h"
-#include "comm/wire.h"
+#include "comm/c10d/comm_c10d.h"
+#include "comm/c10d/wire.h"
 
 namespace bucketwheel {
 

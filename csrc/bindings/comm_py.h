@@ -19,10 +19,10 @@
 #include "bindings/held_list.h"
 #include "bindings/layout.h"
 #include "comm/comm.h"
-#include "comm/comm_local.h"
-#include "comm/comm_shm.h"
+#include "comm/host/local.h"
+#include "comm/host/shm.h"
 #include "comm/operation.h"
-#include "comm/tie.h"
+#include "comm/peers/tie.h"
 
 namespace bucketwheel {
 

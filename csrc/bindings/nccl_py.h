@@ -1,4 +1,4 @@
-// Bindings of comm/nccl_api.h, comm_nccl.h and peers_store.h: which NCCL there is, and communicators over it.
+// Bindings of comm/nccl/api.h, comm_nccl.h and peers_store.h: which NCCL there is, and communicators over it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,10 +18,10 @@
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
-#include "comm/comm_nccl.h"
-#include "comm/host_comm.h"
-#include "comm/nccl_api.h"
-#include "comm/peers_store.h"
+#include "comm/host/host_comm.h"
+#include "comm/nccl/api.h"
+#include "comm/nccl/comm.h"
+#include "comm/peers/store_peers.h"
 #include "comm/reaper.h"
 
 namespace bucketwheel {

@@ -1,4 +1,4 @@
-// Bindings of pool/: Pool and Lease. bucketwheel/pool.py wraps them and documents them.
+// Bindings of pool/: Pool and Lease. bucketwheel/pool/pool.py wraps them and documents them.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/control.h"
+#include "comm/host/control.h"
 #include "comm/operation.h"
 
 namespace bucketwheel {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/health.h"
+#include "comm/peers/health.h"
 #include "device/deferred_event.h"
 #include "device/device_cuda.h"
 

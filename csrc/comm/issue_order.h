@@ -8,10 +8,10 @@
 #include <string>
 
 #include "comm/comm.h"
-#include "comm/flight.h"
 #include "comm/handle.h"
-#include "comm/health.h"
 #include "comm/operation.h"
+#include "comm/peers/flight.h"
+#include "comm/peers/health.h"
 
 namespace bucketwheel {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/comm.h"
-#include "comm/control.h"
+#include "comm/host/control.h"
 
 namespace bucketwheel {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/control.h"
+#include "comm/host/control.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/reduce.h"
 

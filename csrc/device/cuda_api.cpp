@@ -50,7 +50,7 @@ bool has_cuda_api() { return installed.load(std::memory_order_acquire) != nullpt
 const CudaApi& cuda_api() {
   const CudaApi* api = installed.load(std::memory_order_acquire);
   if (api == nullptr) {
-    throw DeviceError("the CUDA module is not loaded: bucketwheel._build.cuda() builds and loads it");
+    throw DeviceError("the CUDA module is not loaded: bucketwheel.native.modules.cuda() builds and loads it");
   }
   return *api;
 }

@@ -93,7 +93,7 @@ inline constexpr const char* kCudaApiCapsule = "bucketwheel.cuda_api";
 // Makes `api` the table, which must live as long as the process. DeviceError when it is of another version.
 void install_cuda_api(const CudaApi* api);
 bool has_cuda_api();
-// DeviceError when no table is installed: the caller has a CUDA tensor, and `bucketwheel._build.cuda()` was not called.
+// DeviceError when no table is installed: the caller has a CUDA tensor, and `bucketwheel.native.modules.cuda()` was not called.
 const CudaApi& cuda_api();
 // Whether CPU tensors count as tensors of CUDA device 0. Only with a simulated table, else ValueError.
 bool is_posing();

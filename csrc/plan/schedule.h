@@ -22,7 +22,7 @@
 // drops that sum and the replacement goes through the late round. Ranks must agree on replacing: some of them alone
 // cannot.
 //
-// Gradients are scaled by a factor that is applied later (reduced.py), so ranks agree on factors as well:
+// Gradients are scaled by a factor that is applied later (grads/reduced.py), so ranks agree on factors as well:
 // [Note: whose factor].
 //
 // [Note: static graph] Where every window has the gradients of the first one, there is nothing to agree on: after the

@@ -4,7 +4,10 @@ Importing compiles nothing; the native module builds itself at first use.
 """
 
 from bucketwheel._version import __version__
-from bucketwheel.comm import Communicator
+from bucketwheel.comm.backends import LocalRank, LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle, wait_all
+from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import (
     BuildError,
     ClosedError,
@@ -21,13 +24,10 @@ from bucketwheel.errors import (
     ShardedGradError,
     UseAfterRelease,
 )
-from bucketwheel.handle import Handle, wait_all
-from bucketwheel.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
-from bucketwheel.optim import ShardedAdamW
-from bucketwheel.place import LocalRank, LocalWorld
-from bucketwheel.plan import Packing, PackItem, pack
-from bucketwheel.pool import Lease, Pool, PoolStats
-from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
+from bucketwheel.layout.packing import Packing, PackItem, pack
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.pool.pool import Lease, Pool, PoolStats
 
 __all__ = [
     "AllGatherRequest",

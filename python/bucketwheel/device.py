@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _build
-from ._build import native
-from .errors import Error
+from bucketwheel.errors import Error
+from bucketwheel.native import modules
+from bucketwheel.native.modules import native
 
 __all__ = ["CPU", "Uploads", "device_index", "index_of", "keep_as_cache", "native_stream", "reclaim_memory"]
 __all__ += ["torch_device", "upload"]
@@ -64,7 +64,7 @@ def _load_cuda() -> None:
     if not native().has_cuda():
         with _guard:
             if not native().has_cuda():
-                install(_build.cuda().api)
+                install(modules.cuda().api)
 
 
 def install(api: Any) -> None:

@@ -34,9 +34,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from . import _fork_server
-from ._bitwise import assert_bitwise_equal
-from ._fork_server import ForkedProcess
+from bucketwheel import _fork_server
+from bucketwheel._bitwise import assert_bitwise_equal
+from bucketwheel._fork_server import ForkedProcess
 
 __all__ = ["RankFailed", "RankPool", "assert_bitwise_equal", "run_ranks", "run_threads"]
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
 from bucketwheel.testing import RankPool
 
 # What torchrun tells all its processes; `training.join` adds what differs.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
 from tests.gpu.device import DEVICE, Tell, need_device
 
 

@@ -1,5 +1,5 @@
 """The device that the GPU tests and benchmarks use: a GPU, or with ``BW_GPU_SIMULATE=1`` the one of
-tests/simulated_cuda.py with the NCCL of tests/simulated_nccl.py.
+tests/support/simulated_cuda.py with the NCCL of tests/support/simulated_nccl.py.
 
 `DEVICE` is the one of this process. All that torch can do on a GPU alone (streams, events, graphs, sync debug mode) is
 behind it, so that tests read the same for both; what only a GPU can show asks `DEVICE.need_gpu`. On the simulated
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, Graph, load, posing
 from torch import Tensor
 
-from bucketwheel._build import native
-from tests import simulated_nccl
-from tests.requirements import unmet
+from bucketwheel.native.modules import native
+from tests.support import simulated_nccl
+from tests.support.requirements import unmet
+from tests.support.simulated_cuda import Calls, Graph, load, posing
 
 __all__ = ["DEVICE", "Calls", "Device", "SimulatedDevice", "Tell"]
 

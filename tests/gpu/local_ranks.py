@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from bucketwheel import nccl
-from bucketwheel.comm import Communicator
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather
+from bucketwheel.comm import nccl_library
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.kernels.ops import all_gather
 from bucketwheel.testing import RankPool
-from tests import simulated_nccl
 from tests.gpu.device import DEVICE
 from tests.gpu.run_all import MULTI_RANK_UNFIT
+from tests.support import simulated_nccl
 
 __all__ = ["HOLD_S", "TIMEOUT_S", "WORLD", "new_pool", "on_communicator", "on_the_last", "on_rank", "overlap_ms"]
 __all__ += ["route", "timed", "times_ms", "unfit"]
@@ -55,9 +55,9 @@ def unfit() -> str:
         return ""
     if not os.environ.get("BW_NCCL_LIB"):
         return f"{MULTI_RANK_UNFIT}, and BW_NCCL_LIB names none"
-    found = nccl.info()
+    found = nccl_library.info()
     if found.version < MULTI_RANK_VERSION:
-        return f"{MULTI_RANK_UNFIT}; {found.path} is {nccl.version_text(found.version)}"
+        return f"{MULTI_RANK_UNFIT}; {found.path} is {nccl_library.version_text(found.version)}"
     return ""
 
 

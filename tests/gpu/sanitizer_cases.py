@@ -22,17 +22,17 @@ from typing import Any
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch
 
 import torch  # noqa: E402
-from reference import Adam, bits  # noqa: E402
-from reference_rows import Rounding, Row  # noqa: E402
 from torch import Tensor  # noqa: E402
-from unit.test_adam_matrix import KINDS, assert_same, make, run_op  # noqa: E402
 
 import bucketwheel as bw  # noqa: E402
-from bucketwheel import ops  # noqa: E402
-from bucketwheel._build import native  # noqa: E402
-from bucketwheel.comm import Communicator  # noqa: E402
+from bucketwheel.comm.communicator import Communicator  # noqa: E402
+from bucketwheel.kernels import ops  # noqa: E402
+from bucketwheel.native.modules import native  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world  # noqa: E402
+from tests.support.reference import Adam, bits  # noqa: E402
+from tests.support.reference_rows import Rounding, Row  # noqa: E402
+from tests.unit.test_adam_matrix import KINDS, assert_same, make, run_op  # noqa: E402
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = [1, 523, 8197]

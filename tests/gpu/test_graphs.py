@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel import ops
 from bucketwheel.device import reclaim_memory
-from bucketwheel.pool import Pool
+from bucketwheel.kernels import ops
+from bucketwheel.pool.pool import Pool
 from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads
 

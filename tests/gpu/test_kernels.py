@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Adam, bits
-from reference_rows import Rounding, Row
 from torch import Tensor
-from unit.test_adam_matrix import KINDS, assert_same, ids, make, run_op, run_table
 
 import bucketwheel as bw
-from bucketwheel import ops
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels import ops
+from bucketwheel.native.modules import native
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
+from tests.support.reference import Adam, bits
+from tests.support.reference_rows import Rounding, Row
+from tests.unit.test_adam_matrix import KINDS, assert_same, ids, make, run_op, run_table
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NORM_CHUNK = 32768

@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from comm_cases import filled
-from conformance import CASES, ENDS, GRAPHS, Case
 from torch import Tensor
 
-from bucketwheel import comm_nccl, nccl
-from bucketwheel.comm import Communicator
+from bucketwheel.comm import nccl as comm_nccl
+from bucketwheel.comm import nccl_library
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import CaptureError, CommError
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather, reduce_scatter
-from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal
+from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.gpu.device import DEVICE, Calls, Tell
 from tests.gpu.nccl_ranks import HOLD_S, TIMEOUT_S, overlap_ms, timed, times_ms
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained
+from tests.support.comm_cases import filled
 
 F32 = torch.float32
 
@@ -54,11 +55,20 @@ def pair(**options: Any) -> tuple[Communicator, Communicator]:
 
 
 def test_which_nccl(comm: Communicator, tell: Tell) -> None:
-    found = nccl.info()
-    tell("nccl", path=found.path, found=found.found, version=nccl.version_text(found.version), features=comm.features)
-    assert comm.features["nccl"] == nccl.version_text(found.version)
+    found = nccl_library.info()
+    tell(
+        "nccl",
+        path=found.path,
+        found=found.found,
+        version=nccl_library.version_text(found.version),
+        features=comm.features,
+    )
+    assert comm.features["nccl"] == nccl_library.version_text(found.version)
     if not DEVICE.is_simulated:
-        assert found.found == "loaded already" and nccl.version_text(found.version) == nccl.version_of_torch()
+        assert (
+            found.found == "loaded already"
+            and nccl_library.version_text(found.version) == nccl_library.version_of_torch()
+        )
 
 
 @pytest.mark.parametrize("case", [*CASES, *GRAPHS], ids=lambda case: case.__name__)
@@ -103,9 +113,9 @@ def test_a_captured_handle_has_no_outcome(comm: Communicator) -> None:
 @pytest.mark.parametrize("policy", [None, "zero"])
 def test_registered_memory(policy: str | None, tell: Tell) -> None:
     """Windows are granted or not; the data is right either way, in place and not."""
-    found = nccl.info()
+    found = nccl_library.info()
     if not found.features["zero_cta" if policy else "windows"]:
-        pytest.skip(f"NCCL {nccl.version_text(found.version)} has no such feature")
+        pytest.skip(f"NCCL {nccl_library.version_text(found.version)} has no such feature")
     gathers, reduces = pair(registered=True, cta_policy=policy, name=f"registered {policy}")
     with gathers, reduces:
         numel = DEVICE.size(4 << 20, 5_000)
@@ -202,8 +212,8 @@ def test_issuing_neither_waits_nor_allocates(comm: Communicator, tell: Tell) -> 
 @pytest.mark.parametrize("registered", [False, True])
 def test_training_over_nccl_has_the_bits_of_one_process(registered: bool) -> None:
     """Gradients, gathers and norms go through a pair of communicators of one rank."""
-    if registered and not nccl.info().features["windows"]:
-        pytest.skip(f"NCCL {nccl.version_text(nccl.info().version)} has no such feature")
+    if registered and not nccl_library.info().features["windows"]:
+        pytest.skip(f"NCCL {nccl_library.version_text(nccl_library.info().version)} has no such feature")
     gathers, reduces = pair(registered=registered, name="optimizer")
     with gathers, reduces:
         assert_equal(trained(reduces, DEVICE.tensors, F32, "own"), expected_of_one())

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import check_all_gather, check_usable, filled
-from conformance import CASES, ENDS, GRAPHS, Case
-from optim_twins import dyadic
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel.comm import Communicator
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
 from bucketwheel.errors import CommError
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather, reduce_scatter
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, on_cpu_ranks
 from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, on_the_last, route, timed, times_ms, unfit
 from tests.gpu.test_optim import trained
+from tests.support.comm_cases import check_all_gather, check_usable, filled
+from tests.support.optim_twins import dyadic
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16

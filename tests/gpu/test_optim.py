@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PoolError
-from bucketwheel.pool import Pool
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
 from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/comm_shm.h"
+#include "comm/host/shm.h"
 
 namespace bucketwheel {
 

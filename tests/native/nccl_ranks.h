@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/nccl_api.h"
+#include "comm/nccl/api.h"
 #include "fake_nccl/fake_nccl.h"
 
 namespace bucketwheel {

@@ -1,6 +1,6 @@
 """C++ compiled for tests: each source once for each set of flags, kept for as long as nothing of it changes.
 
-What the native module consists of is taken from where `bucketwheel._build` keeps its objects, if it was built here.
+What the native module consists of is taken from where `bucketwheel.native.modules` keeps its objects, if it was built here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from bucketwheel import _cache, _compile, _toolchain
+from bucketwheel.native import cache, compile
+from bucketwheel.native import toolchain as _toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "native"
@@ -101,7 +102,7 @@ def identity(program: str) -> str:
 def module_objects(folders: Sequence[str], build: str) -> list[Path]:
     """The objects of the CPU module's sources in these folders of csrc/."""
     recipe = _toolchain.read_recipe(ROOT / "csrc", BUILDS[build].machine or None)
-    chosen = [unit for unit in _compile.units(recipe) if unit[0].path.split("/")[0] in folders]
+    chosen = [unit for unit in compile.units(recipe) if unit[0].path.split("/")[0] in folders]
     if build == "thread":  # races are the same in loops that are not unrolled, and those compile sooner
         chosen = [tuple(_without_optimization(source) for source in unit) for unit in chosen]
     often_included = []
@@ -111,11 +112,11 @@ def module_objects(folders: Sequence[str], build: str) -> list[Path]:
     tools = dataclasses.replace(toolchain(), cxx=compiler(build))
 
     def make(unit: tuple[_toolchain.Source, ...]) -> Path:
-        built = _cache.cache_dir() / "objects" / f"{_compile.object_key(recipe, toolchain(), *unit)}.o"
+        built = cache.cache_dir() / "objects" / f"{compile.object_key(recipe, toolchain(), *unit)}.o"
         if build == "plain" and built.is_file():
             return built
-        seen = [path for source in unit for path in _compile.closure(recipe.csrc, source.path)]
-        *argv, _, _ = _compile.command(recipe, tools, *unit, out=Path("-"))  # without "-o -"
+        seen = [path for source in unit for path in compile.closure(recipe.csrc, source.path)]
+        *argv, _, _ = compile.command(recipe, tools, *unit, out=Path("-"))  # without "-o -"
         if not unit[0].flags:
             argv[len(tools.cxx) : len(tools.cxx)] = often_included
         stem = f"{Path(unit[-1].path).stem}-{build}"
@@ -127,7 +128,7 @@ def module_objects(folders: Sequence[str], build: str) -> list[Path]:
 def object_of(path: Path, *flags: str, build: str = "plain") -> Path:
     """The object of one source; a CUDA one is compiled as C++, with the emulation of fake_cuda/."""
     argv = [*_compile_command(build), *precompiled(build), *flags]
-    seen = [*_compile.closure(ROOT / "csrc", str(path)), *sorted((HERE / "fake_cuda").glob("*.h"))]
+    seen = [*compile.closure(ROOT / "csrc", str(path)), *sorted((HERE / "fake_cuda").glob("*.h"))]
     stem = "-".join([*(flag.strip("-") for flag in flags), f"{path.parent.name}_{path.stem}", build])
     return stored(stem, seen, [*argv, "-c", "-x", "c++", str(path)])
 
@@ -135,7 +136,7 @@ def object_of(path: Path, *flags: str, build: str = "plain") -> Path:
 def precompiled(build: str) -> list[str]:
     """Flags that put often_included.h, compiled, in front of a source which has no other flags that matter to it."""
     header = HERE / "often_included.h"
-    seen = _compile.closure(ROOT / "csrc", str(header))
+    seen = compile.closure(ROOT / "csrc", str(header))
     argv = [*_compile_command(build), "-x", "c++-header", str(header)]
     compiled = stored(f"often_included-{build}", seen, argv, suffix=".h.gch")
     return ["-include", str(compiled.with_suffix("")), "-Winvalid-pch"]

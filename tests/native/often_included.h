@@ -23,6 +23,6 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/comm_local.h"
+#include "comm/host/local.h"
 #include "device/device_cuda.h"
 #include "pool/pool.h"

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/control.h"
-#include "comm/shm_links.h"
+#include "comm/host/control.h"
+#include "comm/host/shm_links.h"
 
 namespace bucketwheel {
 

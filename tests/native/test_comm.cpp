@@ -15,8 +15,8 @@
 #include "base/error.h"
 #include "check.h"
 #include "comm/chunks.h"
-#include "comm/comm_local.h"
-#include "comm/comm_shm.h"
+#include "comm/host/local.h"
+#include "comm/host/shm.h"
 #include "comm_ranks.h"
 
 using namespace bucketwheel;

@@ -12,9 +12,9 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "comm/comm_c10d.h"
-#include "comm/peers_store.h"
-#include "comm/wire_exchange.h"
+#include "comm/c10d/comm_c10d.h"
+#include "comm/c10d/wire_exchange.h"
+#include "comm/peers/store_peers.h"
 #include "gate.h"
 #include "thread_wire.h"
 

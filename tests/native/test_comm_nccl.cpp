@@ -4,7 +4,7 @@
 // with: bindings/cuda_runtime.cu fake_cuda/runtime.cpp fake_cuda/capture.cpp fake_cuda/fibers.cpp kernels/adam_cuda.cu kernels/adam_scalars_cuda.cu kernels/norm_cuda.cu kernels/norm_fold_cuda.cu kernels/pack_cuda.cu fake_nccl/board.cpp fake_nccl/comm.cpp fake_nccl/fake_nccl.cpp fake_nccl/lives.cpp fake_nccl/script.cpp fake_nccl/windows.cpp
 // link: -rdynamic -Wl,--wrap=dlopen
 // slow: thread
-#include "comm/comm_nccl.h"
+#include "comm/nccl/comm.h"
 
 #include <dlfcn.h>
 
@@ -18,9 +18,9 @@
 #include "base/error.h"
 #include "bindings/cuda_table.h"
 #include "check.h"
-#include "comm/comm_local.h"
-#include "comm/host_comm.h"
-#include "comm/peers_store.h"
+#include "comm/host/host_comm.h"
+#include "comm/host/local.h"
+#include "comm/peers/store_peers.h"
 #include "fake_nccl/fake_nccl.h"
 
 using namespace bucketwheel;

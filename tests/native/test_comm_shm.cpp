@@ -5,7 +5,7 @@
 // link: -Wl,--wrap=mmap -Wl,--wrap=munmap
 // runs: thread address
 // slow: address
-#include "comm/comm_shm.h"
+#include "comm/host/shm.h"
 
 #include <unistd.h>
 

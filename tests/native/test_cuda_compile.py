@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _compile, _nvcc, _toolchain
-from bucketwheel._toolchain import CUDA
+from bucketwheel.native import compile, nvcc
+from bucketwheel.native import toolchain as _toolchain
+from bucketwheel.native.toolchain import CUDA
 from tests.native.ptxas import Kernel, kernels_in
-from tests.requirements import need_nvcc
+from tests.support.requirements import need_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "cuda"
@@ -37,23 +38,23 @@ def kernels() -> list[Kernel]:
     need_nvcc()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BW_CUDA_ARCH_LIST", ARCHS)
-        toolchain = _nvcc.find_cuda_toolchain()
+        toolchain = nvcc.find_cuda_toolchain()
     recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
     for folder in ("objects", "ptxas"):
         (CACHE / folder).mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: _toolchain.Source) -> str:
-        key = _compile.object_key(recipe, toolchain, source)
+        key = compile.object_key(recipe, toolchain, source)
         stored, said = CACHE / "objects" / f"{key}.o", CACHE / "ptxas" / f"{key}.txt"
         if not (stored.exists() and said.exists()):
             out = CACHE / "ptxas" / f"{key}.{os.getpid()}.o"
-            command = _compile.command(recipe, toolchain, source, out=out)
+            command = compile.command(recipe, toolchain, source, out=out)
             done = subprocess.run(
                 command, cwd=recipe.csrc, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
             said.write_text(done.stdout + done.stderr)
-            _compile.store(out, stored)
+            compile.store(out, stored)
             out.unlink()
         return said.read_text()
 
@@ -104,7 +105,7 @@ def test_registers(kernels: list[Kernel], kind: str) -> None:
 
 def ptx_of(kernel: str) -> str:
     recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
-    toolchain = _nvcc.find_cuda_toolchain()
+    toolchain = nvcc.find_cuda_toolchain()
     command = [toolchain.nvcc[0], *recipe.nvcc_flags, "-I.", "-arch=compute_90", "-ptx", f"kernels/{kernel}.cu"]
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         subprocess.run([*command, "-o", file.name], cwd=recipe.csrc, check=True, timeout=TIMEOUT_S)
@@ -137,7 +138,7 @@ def test_arithmetic_is_ieee_rounded_and_memory_goes_by_vectors(kernel: str) -> N
 # cuda_api.h.
 ASK = """
 import ctypes, json, sys
-from bucketwheel._build import cuda
+from bucketwheel.native.modules import cuda
 module = cuda()
 assert "torch" not in sys.modules
 api = ctypes.pythonapi

@@ -1,6 +1,6 @@
 // device/device_cuda.h: which devices a thread is set to. Run by test_native.py.
 // needs: base device
-// with: comm/reaper.cpp comm/watchdog.cpp
+// with: comm/reaper.cpp comm/peers/watchdog.cpp
 #include "device/device_cuda.h"
 
 #include <atomic>
@@ -11,8 +11,8 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "comm/peers/watchdog.h"
 #include "comm/reaper.h"
-#include "comm/watchdog.h"
 #include "recorded_cuda.h"
 
 using namespace bucketwheel;

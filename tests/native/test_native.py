@@ -18,7 +18,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from native.objects import (
+
+from tests.native.objects import (
     HERE,
     ROOT,
     in_parallel,
@@ -27,8 +28,7 @@ from native.objects import (
     program,
     run_checked,
 )
-
-from tests.requirements import need_aarch64, need_valgrind
+from tests.support.requirements import need_aarch64, need_valgrind
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
 RUN_ENV = {

@@ -1,4 +1,4 @@
-"""csrc/comm/nccl_api.h says what the real nccl.h says: one source includes both, and the compiler compares them."""
+"""csrc/comm/nccl/api.h says what the real nccl.h says: one source includes both, and the compiler compares them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from native.objects import BUILD_TIMEOUT_S, ROOT
-
-from bucketwheel import _toolchain
-from tests.requirements import need_nccl
+from bucketwheel.native import toolchain
+from tests.native.objects import BUILD_TIMEOUT_S, ROOT
+from tests.support.requirements import need_nccl
 
 # What nccl.h asks of CUDA's headers: size_t and a stream's type, and no more as long as CUDART_VERSION is not defined.
 CUDA_STUBS = {"cuda_runtime.h": "#include <stddef.h>\ntypedef struct CUstream_st* cudaStream_t;\n", "cuda_fp16.h": ""}
@@ -75,7 +74,7 @@ SOURCE = """
 #include <nccl.h>
 #include <cstddef>
 #include <type_traits>
-#include "comm/nccl_api.h"
+#include "comm/nccl/api.h"
 namespace bw = bucketwheel;
 
 // What came later than the version at hand, which torch may have brought. The one of constraints.txt has it all.
@@ -157,8 +156,8 @@ def compile_beside(nccl_h: Path, text: str, folder: Path) -> subprocess.Complete
         (folder / name).write_text(stub)
     place = folder / "compare.cpp"
     place.write_text(text)
-    recipe = _toolchain.read_recipe(ROOT / "csrc")
-    argv = [*_toolchain.find_toolchain().cxx, *recipe.flags, "-Wno-deprecated-declarations", "-fsyntax-only"]
+    recipe = toolchain.read_recipe(ROOT / "csrc")
+    argv = [*toolchain.find_toolchain().cxx, *recipe.flags, "-Wno-deprecated-declarations", "-fsyntax-only"]
     argv += [f"-I{recipe.csrc}", f"-I{folder}", f"-I{nccl_h.parent}", str(place)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
 

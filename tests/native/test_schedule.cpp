@@ -29,7 +29,7 @@ struct Layout {
   int bucket_count = 1;
 };
 
-// One rank: carries actions out on numbers, and does to gradients of earlier windows and to factors what hooks.py does.
+// One rank: carries actions out on numbers, and does to gradients of earlier windows and to factors what grads/window.py does.
 struct Rank {
   Rank(const Layout& layout, bool is_static)
       : layout(layout),

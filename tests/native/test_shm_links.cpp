@@ -25,11 +25,11 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/mapping.h"
 #include "check.h"
-#include "comm/comm_shm.h"
-#include "comm/control.h"
-#include "comm/mapping.h"
-#include "comm/shm_links.h"
+#include "comm/host/control.h"
+#include "comm/host/shm.h"
+#include "comm/host/shm_links.h"
 #include "shm_link.h"
 
 using namespace bucketwheel;

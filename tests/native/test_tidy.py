@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from native.objects import toolchain
 
-from bucketwheel._toolchain import CPU, CUDA, read_recipe
+from bucketwheel.native.toolchain import CPU, CUDA, read_recipe
 from tests import tidy
-from tests.requirements import need_clang_tidy
+from tests.native.objects import toolchain
+from tests.support.requirements import need_clang_tidy
 
 FAULT = """#include <string>
 #include <utility>

@@ -12,9 +12,9 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "comm/comm_local.h"
-#include "comm/tie.h"
-#include "comm/watchdog.h"
+#include "comm/host/local.h"
+#include "comm/peers/tie.h"
+#include "comm/peers/watchdog.h"
 
 using namespace bucketwheel;
 using namespace std::chrono_literals;

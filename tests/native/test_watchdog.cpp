@@ -1,6 +1,6 @@
 // comm/watchdog: who is looked after, when, and what stop() promises. Run by test_native.py.
 // needs: base device
-// with: comm/watchdog.cpp
+// with: comm/peers/watchdog.cpp
 // runs: plain thread address
 // slow: address
 #include <dirent.h>
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/watchdog.h"
+#include "comm/peers/watchdog.h"
 
 using namespace bucketwheel;
 using namespace std::chrono_literals;

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/wire.h"
+#include "comm/c10d/wire.h"
 
 namespace bucketwheel {
 

@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from reference import Adam, adam_exact, adam_float64, bits, fma32, from_bf16, to_bf16
 
-from bucketwheel import ops
+from bucketwheel.kernels import ops
+from tests.support.reference import Adam, adam_exact, adam_float64, bits, fma32, from_bf16, to_bf16
 
 CHUNK = 8192  # AdamTable::kChunkNumel
 pytestmark = pytest.mark.usefixtures("restore_threads")

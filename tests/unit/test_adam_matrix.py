@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from adam_cases import BF16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
-from reference import Adam, bits
-from reference_rows import Rounding, Row, bits_of, join, philox, split, step_row, tensor_of
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
+from tests.support.adam_cases import BF16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
+from tests.support.reference import Adam, bits
+from tests.support.reference_rows import Rounding, Row, bits_of, join, philox, split, step_row, tensor_of
 
 CHUNK = 8192  # AdamTable::kChunkNumel
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adam_cases import run_op, table_of
-from reference import Adam
-from reference_rows import Row
 
-from bucketwheel import ops
+from bucketwheel.kernels import ops
+from tests.support.adam_cases import run_op, table_of
+from tests.support.reference import Adam
+from tests.support.reference_rows import Row
 
 BAD = [
     ({"p": lambda x: x.int()}, TypeError, r"params\[0\] is int32, expected float32, bfloat16, float16 or float64"),

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 import torch
-from reference import bits
-from simulated_cuda import Calls, posing
 
-from bucketwheel import ops
-from bucketwheel._build import native
-from bucketwheel.rows import AdamRows
+from bucketwheel.kernels import ops
+from bucketwheel.kernels.adam_rows import AdamRows
+from bucketwheel.native.modules import native
+from tests.support.reference import bits
+from tests.support.simulated_cuda import Calls, posing
 
 CHUNK = 8192  # AdamTable::kChunkNumel
 LR = 1e-2

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from optim_twins import dyadic, loss_of, make_params, run_local
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.comm import Communicator
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ShardedGradError
-from bucketwheel.optim import ShardedAdamW
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
+from tests.support.optim_twins import dyadic, loss_of, make_params, run_local
 
 SHAPE = (6, 4)
 LARGE = (4 << 20) + 1

@@ -8,15 +8,15 @@ import threading
 
 import pytest
 
-from bucketwheel import background
+from bucketwheel.comm import background
 
 # The interpreter takes its time to go; meanwhile a thread that has waited in torch comes back for the GIL.
 LEFT = """
 import os, time
 from datetime import timedelta
 import torch.distributed as dist
-from bucketwheel import background
-from bucketwheel._build import native
+from bucketwheel.comm import background
+from bucketwheel.native.modules import native
 
 class Slow:
     def __del__(self, sleep=time.sleep, listdir=os.listdir, write=os.write):

@@ -18,7 +18,7 @@ import bench_comm  # noqa: E402
 import bench_peer_reads  # noqa: E402
 from harness import Rank, run_ranks  # noqa: E402
 
-from bucketwheel.comm import Communicator  # noqa: E402
+from bucketwheel.comm.communicator import Communicator  # noqa: E402
 
 
 class Nothing:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import beside_torch
-from tests.packages import ROOT, plain_environment
-from tests.requirements import slow_case
+from tests.support.packages import ROOT, plain_environment
+from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.timeout_s(300)
 
@@ -75,7 +75,7 @@ class Tree:
             f'{one}{" and" if ";" in one else ";"} extra == "{extra}"' for extra in extras for one in extras[extra]
         ]
         files = wheel_files("bucketwheel", "0.1.0", (*needs, *of_extras), tuple(extras))
-        files |= {"bucketwheel/__init__.py": "", "bucketwheel/_build.py": "def native(): pass"}
+        files |= {"bucketwheel/__init__.py": "", "bucketwheel/native/modules.py": "def native(): pass"}
         (self.root / "wheel.json").write_text(json.dumps(files))
         for requirement in {*needs, *(one for extra in extras.values() for one in extra)}:
             name = beside_torch.name_of(requirement)

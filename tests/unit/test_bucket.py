@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import bucketwheel as bw
-from bucketwheel import bucket as buckets
-from bucketwheel import hooks
-from bucketwheel._build import native
-from bucketwheel.bucket import GradBucket, Part
-from bucketwheel.comm import Communicator
-from bucketwheel.place import LocalWorld
-from bucketwheel.pool import Pool
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.grads import bucket as buckets
+from bucketwheel.grads import window
+from bucketwheel.grads.bucket import GradBucket, Part
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
 
 
 class Streams:
@@ -27,7 +27,7 @@ class Streams:
         self.waits: list[tuple[str, str]] = []  # who, for whom
         self._named: dict[str, FalseStream] = {}
         self.use("a")
-        for module in (buckets, hooks):
+        for module in (buckets, window):
             monkeypatch.setattr(module, "stream_of", lambda device: self.current)
 
     def use(self, name: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel._build import native
-from bucketwheel.bucket_slots import BucketSlot, BucketSlots
-from bucketwheel.pool import Lease, Pool
-from tests.simulated_cuda import Calls, Graph, posing
+from bucketwheel.grads.bucket_slots import BucketSlot, BucketSlots
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Lease, Pool
+from tests.support.simulated_cuda import Calls, Graph, posing
 
 SIZES = [16, 40, 64, 24, 8]  # bytes of the buckets
 

@@ -75,7 +75,7 @@ def test_waiters_share_the_failure_instead_of_repeating_it(tree: TinyTree) -> No
 
 
 def test_native_is_kept_in_the_process(tree: TinyTree) -> None:
-    code = "import sys, bucketwheel; from bucketwheel._build import native; first = native()\n"
+    code = "import sys, bucketwheel; from bucketwheel.native.modules import native; first = native()\n"
     code += "assert native() is first is sys.modules['bucketwheel._cpu'] is bucketwheel._cpu; print('same')"
     assert tree.run(code)[0] == "same"
 
@@ -102,7 +102,7 @@ def test_a_killed_builder_blocks_nobody(tree: TinyTree) -> None:
 
 
 def test_the_folder_of_a_living_builder_stays(tree: TinyTree) -> None:
-    code = "from pathlib import Path; from bucketwheel import _cache\n"
+    code = "from pathlib import Path; from bucketwheel.native import cache as _cache\n"
     code += "cache = Path('cache'); (cache / 'tmp').mkdir(parents=True)\n"
     code += "with _cache.private_folder(cache) as mine:\n"
     code += "    _cache.prune(cache); assert (mine / 'alive').exists()\n"
@@ -195,7 +195,9 @@ def test_native_dir_comes_first_and_needs_no_compiler(tree: TinyTree) -> None:
 
 def test_a_module_compiled_at_install_is_used_only_with_its_sources(tree: TinyTree) -> None:
     native = tree.root / "python" / "bucketwheel" / "_native"
-    tree.run(f"from pathlib import Path; from bucketwheel import _build; _build.build_into(Path({str(native)!r}))")
+    tree.run(
+        f"from pathlib import Path; from bucketwheel.native import modules as _build; _build.build_into(Path({str(native)!r}))"
+    )
     assert tree.run(PATH="/nowhere", CXX=None, BW_JIT="0") == ("42", "")
     assert tree.entries() == []
     tree.write("base/answer.h", "#define ANSWER 43\n")
@@ -239,16 +241,16 @@ def test_an_unwritable_home_falls_back_to_a_folder_of_our_own(tree: TinyTree) ->
 
 
 def test_a_network_home_is_not_used(tree: TinyTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketwheel import _cache
+    from bucketwheel.native import cache
 
     mounts = "/dev/sda / ext4 rw 0 0\nserver:/users /users nfs4 rw 0 0\nx /users/me/local\\040disk xfs rw 0 0\n"
-    monkeypatch.setattr(_cache.Path, "read_text", lambda *_, **__: mounts)
-    assert _cache.is_network(Path("/users/me/.cache"))
-    assert not _cache.is_network(Path("/users/me/local disk/cache"))
-    assert not _cache.is_network(Path("/usersgroup"))
+    monkeypatch.setattr(cache.Path, "read_text", lambda *_, **__: mounts)
+    assert cache.is_network(Path("/users/me/.cache"))
+    assert not cache.is_network(Path("/users/me/local disk/cache"))
+    assert not cache.is_network(Path("/usersgroup"))
     for kind in ("wekafs", "fuse.glusterfs", "fuse.ceph", "panfs", "virtiofs", "smbfs"):
         mounts = f"/dev/sda / ext4 rw 0 0\nserver:/users /users {kind} rw 0 0\n"
-        assert _cache.is_network(Path("/users/me/.cache")), kind
+        assert cache.is_network(Path("/users/me/.cache")), kind
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _compile
+from bucketwheel.native import compile
 from tests.unit.test_build import wait_until, without
 from tests.unit.tiny_tree import LOAD, TinyTree
 
@@ -55,7 +55,7 @@ def test_ctrl_c_ends_a_build_and_its_compilers(tree: TinyTree, ninja: bool) -> N
 # Ctrl-C between the start of a process and where it is known.
 INTERRUPTED_AT_A_START = """
 import os, signal, time
-from bucketwheel import _compile
+from bucketwheel.native import compile as _compile
 signal.signal(signal.SIGINT, signal.default_int_handler)
 start, interrupts = _compile._start, [signal.SIGINT]
 def interrupted(*args):
@@ -84,12 +84,12 @@ def test_ctrl_c_at_the_start_of_a_process(tree: TinyTree, ninja: bool) -> None:
 
 def test_a_second_ctrl_c_ends_the_patience_with_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ignores SIGTERM."""
-    calls = _compile._Calls(60.0)
+    calls = compile._Calls(60.0)
     script = f"trap '' TERM; echo > {tmp_path}/started; sleep 60 & wait"
     thread = threading.Thread(target=calls.run, args=(["sh", "-c", script], tmp_path))
     thread.start()
     wait_until((tmp_path / "started").exists, "the compiler has started")
-    monkeypatch.setattr(_compile, "_PAUSE_S", _Interrupt())
+    monkeypatch.setattr(compile, "_PAUSE_S", _Interrupt())
     with pytest.raises(KeyboardInterrupt):
         calls.end()
     thread.join(30)

@@ -19,9 +19,11 @@ from typing import IO
 
 import pytest
 
-from bucketwheel import _cache, _cache_command, _compile
-from bucketwheel._toolchain import CPU
-from tests.requirements import need_mounts, need_root, slow_case
+from bucketwheel.native import cache as _cache
+from bucketwheel.native import compile
+from bucketwheel.native.toolchain import CPU
+from bucketwheel.tools import cache_command
+from tests.support.requirements import need_mounts, need_root, slow_case
 from tests.unit.test_build import wait_until
 from tests.unit.tiny_tree import LOAD, TinyTree
 
@@ -84,15 +86,15 @@ def test_a_builder_that_dies_cuts_no_object_of_another_short(tmp_path: Path, mon
 
     def meanwhile(path: Path) -> None:
         monkeypatch.undo()
-        monkeypatch.setattr(_compile.shutil, "copyfile", die)
+        monkeypatch.setattr(compile.shutil, "copyfile", die)
         with pytest.raises(KeyboardInterrupt):
-            _compile.store(made, place)
+            compile.store(made, place)
 
-    monkeypatch.setattr(_compile._trust, "close_to_others", meanwhile)
-    _compile.store(made, place)
+    monkeypatch.setattr(compile._trust, "close_to_others", meanwhile)
+    compile.store(made, place)
     assert place.read_bytes() == made.read_bytes()
     (left,) = [path for path in place.parent.iterdir() if path != place]
-    assert _cache_command._OBJECT.fullmatch(left.name), "what the dead one leaves is no object to `--clear`"
+    assert cache_command._OBJECT.fullmatch(left.name), "what the dead one leaves is no object to `--clear`"
 
 
 def test_a_stale_handle_costs_another_look(built: TinyTree) -> None:
@@ -283,10 +285,11 @@ def open_tree() -> Iterator[TinyTree]:
 # Python itself may be where that user cannot read: everything is imported before.
 AS_STRANGER = f"""
 import os
-from bucketwheel import _build, _toolchain
-_build.find(_toolchain.CPU)
-includes = _toolchain._python_includes()
-_toolchain._python_includes = lambda: includes
+from bucketwheel.native import modules
+from bucketwheel.native import toolchain
+modules.find(toolchain.CPU)
+includes = toolchain._python_includes()
+toolchain._python_includes = lambda: includes
 os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})
 """
 

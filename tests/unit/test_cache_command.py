@@ -15,12 +15,13 @@ from unittest import mock
 
 import pytest
 
-from bucketwheel import __main__, _cache_command
+from bucketwheel import __main__
+from bucketwheel.tools import cache_command
 from tests.unit.test_build import wait_until
 from tests.unit.tiny_tree import TinyTree
 
 # The command alone: __main__ imports torch.
-CACHE = "import argparse, sys; from bucketwheel import _cache_command as command\n"
+CACHE = "import argparse, sys; from bucketwheel.tools import cache_command as command\n"
 CACHE += "parser = argparse.ArgumentParser(); command.add_arguments(parser)\n"
 CACHE += "sys.exit(command.main(parser.parse_args(sys.argv[1:])))"
 
@@ -164,8 +165,8 @@ def test_builders_of_other_hosts_and_without_locks_may_live(tmp_path: Path, monk
     def no_locks(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(_cache_command.fcntl, "flock", no_locks)
-    cleared = _cache_command.clear(tmp_path)
+    monkeypatch.setattr(cache_command.fcntl, "flock", no_locks)
+    cleared = cache_command.clear(tmp_path)
     assert [one["name"] for one in cleared["kept"]] == [name, "elsewhere-7-0123456789ab"]
     assert "process 7 on elsewhere, if it lives" in cleared["kept"][0]["why"]
     assert [one["name"] for one in cleared["removed"]] == [f"{name[:-2]}00"]
@@ -177,8 +178,8 @@ def test_an_entry_is_kept_whose_lock_cannot_be_opened(tmp_path: Path, monkeypatc
         (tmp_path / folder).mkdir()
     (tmp_path / "locks" / name).write_text("process 7 on elsewhere")
     refuse = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
-    monkeypatch.setattr(_cache_command, "open", refuse, raising=False)
-    cleared = _cache_command.clear(tmp_path)
+    monkeypatch.setattr(cache_command, "open", refuse, raising=False)
+    cleared = cache_command.clear(tmp_path)
     why = "held by somebody, perhaps: its lock cannot be opened (Permission denied)"
     assert cleared["kept"] == [{"name": name, "why": why}] * 2  # the entry and its lock
     assert (tmp_path / name).is_dir()
@@ -203,11 +204,11 @@ def test_an_entry_is_free_where_its_lock_is(may_write: bool, tmp_path: Path, mon
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return open(path, mode)
 
-    monkeypatch.setattr(_cache_command, "open", open_as_another, raising=False)
+    monkeypatch.setattr(cache_command, "open", open_as_another, raising=False)
     with open(tmp_path / "locks" / names[0], "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(_cache_command.fcntl, "flock", lock_as_nfs)
-        cleared = _cache_command.clear(tmp_path)
+        monkeypatch.setattr(cache_command.fcntl, "flock", lock_as_nfs)
+        cleared = cache_command.clear(tmp_path)
     assert [(one["name"], one["why"]) for one in cleared["kept"]] == [(names[0], "held by process 7 on elsewhere")]
     assert [one["name"] for one in cleared["removed"]] == [names[1]]
 
@@ -220,7 +221,7 @@ def test_what_cannot_be_removed_is_told(tree: TinyTree, monkeypatch: pytest.Monk
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(_cache_command.shutil, "rmtree", refuse)
+    monkeypatch.setattr(cache_command.shutil, "rmtree", refuse)
     assert __main__.main(["cache", "--clear"]) == 1
     out = capsys.readouterr().out
     assert f"could not remove {entry.name}: [Errno 13] Permission denied" in out and entry.exists()

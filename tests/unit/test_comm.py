@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from comm_cases import check_usable, run_local
 
-from bucketwheel import collectives
-from bucketwheel import comm as comm_module
-from bucketwheel.comm import Communicator
+from bucketwheel.comm import collectives
+from bucketwheel.comm import communicator as comm_module
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import ClosedError
-from bucketwheel.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.place import LocalWorld
-from bucketwheel.request import AllGatherRequest, ReduceScatterRequest
+from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
+from tests.support.comm_cases import check_usable, run_local
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -290,13 +290,15 @@ def test_the_pool_outlives_the_communicator():
 WITHOUT_NVCC = """
 import os, sys, threading
 from unittest import mock
-from bucketwheel import Communicator, _build, _nvcc, comm, errors
+from bucketwheel import Communicator, errors
+from bucketwheel.comm import communicator
+from bucketwheel.native import modules, nvcc
 
-_build.native()
-which = _nvcc.shutil.which
+modules.native()
+which = nvcc.shutil.which
 what_is_there = lambda: [
     sorted(threading.enumerate(), key=id), len(os.listdir("/proc/self/task")), os.listdir("/proc/self/fd"),
-    sorted(_build._cache.cache_dir().iterdir()), list(comm._open_communicators),
+    sorted(modules.cache.cache_dir().iterdir()), list(communicator._open_communicators),
 ]
 before = what_is_there()
 makings = [
@@ -304,7 +306,7 @@ makings = [
     lambda: Communicator(device="cuda"),
     lambda: Communicator.pair(),
 ]
-with mock.patch.object(_nvcc.shutil, "which", lambda name: None if name.endswith("nvcc") else which(name)):
+with mock.patch.object(nvcc.shutil, "which", lambda name: None if name.endswith("nvcc") else which(name)):
     for make in makings:
         try:
             make()

@@ -19,7 +19,7 @@ ISAS = ["plain", "avx2", "avx512"]
 def expect_large_copies(generator: torch.Generator) -> None:
     """Of sizes that go past the cache: both ends in the middle of lines, source and target in different places of a
     line, and a last chunk (of 32768 elements) that ends before the first line begins in it. Compares the bytes."""
-    from bucketwheel._build import native
+    from bucketwheel.native.modules import native
 
     source = torch.randint(0, 256, (2**20 + 201,), dtype=torch.uint8, generator=generator)
     for begin, numel in ((0, 2**20), (1, 2**20), (63, 2**20 + 136), (64, 2**20 + 65), (20, 2**20 + 3)):
@@ -33,10 +33,9 @@ def expect_large_copies(generator: torch.Generator) -> None:
 
 def digests() -> dict[str, str]:
     """What the kernels of this process make of fixed inputs, by kernel. Runs in the child."""
-    from reference import bits
-
-    from bucketwheel import ops
-    from bucketwheel._build import native
+    from bucketwheel.kernels import ops
+    from bucketwheel.native.modules import native
+    from tests.support.reference import bits
 
     generator = torch.Generator().manual_seed(11)
     numel = 3 * 8192 + 77
@@ -101,7 +100,7 @@ def digests() -> dict[str, str]:
 
 def note_matrix(note: Callable[..., None], wide: Callable[[], torch.Tensor], numel: int) -> None:
     """The rows that go through stages, through pairs, or are float64."""
-    from bucketwheel import ops
+    from bucketwheel.kernels import ops
 
     bf16, f64 = torch.bfloat16, torch.float64
     kinds = [
@@ -158,8 +157,8 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 LARGE = """
 import torch
-from bucketwheel import ops
-from bucketwheel._build import native
+from bucketwheel.kernels import ops
+from bucketwheel.native.modules import native
 x = torch.ones(3_000_000)
 {call}
 """

@@ -40,7 +40,7 @@ def test_the_modules_do_not_need_each_other(tree: TinyTree) -> None:
     assert tree.entries() == [] and len(tree.entries("cuda")) == 1
     tree.run(LOAD)
     assert len(tree.entries()) == 1 and len(compiles(tree)) == 2
-    code = "import sys, bucketwheel; from bucketwheel._build import cuda, native; first = cuda()\n"
+    code = "import sys, bucketwheel; from bucketwheel.native.modules import cuda, native; first = cuda()\n"
     code += "assert cuda() is first is sys.modules['bucketwheel._cuda'] is bucketwheel._cuda; print(native().answer)"
     assert tree.run(code) == ("42", "")
 
@@ -79,7 +79,7 @@ def test_a_folder_named_for_both(tree: TinyTree) -> None:
 
 def install(tree: TinyTree, modules: str) -> None:
     native = tree.root / "python" / "bucketwheel" / "_native"
-    code = "from pathlib import Path; from bucketwheel._build import *; from bucketwheel._toolchain import CPU, CUDA\n"
+    code = "from pathlib import Path; from bucketwheel.native.modules import *; from bucketwheel.native.toolchain import CPU, CUDA\n"
     tree.run(code + f"build_into(Path({str(native)!r}), {modules})")
 
 
@@ -109,9 +109,12 @@ def test_jit_off(tree: TinyTree) -> None:
 
 def test_without_nvcc_the_cpu_module_works(tree: TinyTree) -> None:
     tree.nvcc.unlink()
-    hide = "from bucketwheel import _nvcc; _nvcc.shutil.which = lambda name, which=_nvcc.shutil.which: "
+    hide = "from bucketwheel.native import nvcc as _nvcc; _nvcc.shutil.which = lambda name, which=_nvcc.shutil.which: "
     hide += "None if name.endswith('nvcc') else which(name)\n"
-    code = hide + "from bucketwheel import _build, errors; print(_build.native().answer)\n"
+    code = (
+        hide
+        + "from bucketwheel import errors; from bucketwheel.native import modules as _build; print(_build.native().answer)\n"
+    )
     message = tree.error(code + "_build.cuda()")
     assert "CUDA module: nvcc is missing" in message
     for remedy in ("CUDA_HOME=", "NVCC=", "BW_NATIVE_DIR=", "BW_AOT=cuda", "on the CPU"):
@@ -134,7 +137,7 @@ def test_a_compile_error_shows_the_error_and_not_ptxas(tree: TinyTree) -> None:
 
 
 def test_without_a_gpu_the_default_is_said(tree: TinyTree) -> None:
-    hide = "from bucketwheel import _nvcc; _nvcc.visible_devices = lambda: []\n"
+    hide = "from bucketwheel.native import nvcc as _nvcc; _nvcc.visible_devices = lambda: []\n"
     _, err = tree.run(hide + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
     assert "for GPU architectures 9.0 (no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST)" in err
     _, err = tree.run(hide.replace("[]", "[(8, 6), (12, 0)]") + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from bucketwheel._build import native
 from bucketwheel.errors import DeviceError
-from tests.forked_code import run_in_child
+from bucketwheel.native.modules import native
+from tests.support.forked_code import run_in_child
 
 
 def test_event_completes_behind_its_stream() -> None:
@@ -102,7 +102,7 @@ def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
 
 
 def test_the_interpreter_ends_with_streams_at_work() -> None:
-    code = "from bucketwheel._build import native; s = native().Stream('late'); s.pause(30); s.pause(30); import os"
+    code = "from bucketwheel.native.modules import native; s = native().Stream('late'); s.pause(30); s.pause(30); import os"
     for ending in ("; import sys; sys.exit(7)", "; raise KeyboardInterrupt"):
         # Kept alive past the interpreter's own cleaning up, like a stream that a cache holds.
         kept = "; import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(s))"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, Graph, posing
 
-from bucketwheel._build import native
 from bucketwheel.device import CPU, device_index, index_of, upload
 from bucketwheel.errors import CaptureError, DeviceError
+from bucketwheel.native.modules import native
+from tests.support.simulated_cuda import Calls, Graph, posing
 
 
 @pytest.fixture(autouse=True)
@@ -207,8 +207,8 @@ def test_a_table_of_another_version_is_refused() -> None:
 
 ENDING = """
 import ctypes
-from simulated_cuda import load
-from bucketwheel._build import native
+from tests.support.simulated_cuda import load
+from bucketwheel.native.modules import native
 
 module, _ = load()
 api = ctypes.pythonapi

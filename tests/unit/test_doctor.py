@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel import doctor
+from bucketwheel.tools import doctor
 from tests.unit.tiny_tree import TinyTree
 
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "gib": 139.8}
@@ -96,7 +96,7 @@ def test_a_broken_build_is_status_2(tree: TinyTree) -> None:
 @pytest.mark.slow
 def test_a_module_that_crashes_is_status_2(tree: TinyTree) -> None:
     tree.run()
-    tree.run("from bucketwheel import _build; print(_build.cuda().answer)")
+    tree.run("from bucketwheel.native import modules as _build; print(_build.cuda().answer)")
     folder = tree.root / "elsewhere"
     folder.mkdir()
     (folder / "_cpu.so").write_bytes(next(tree.entries()[0].glob("*.so")).read_bytes()[:5000])
@@ -166,7 +166,9 @@ def test_who_builds_now(tree: TinyTree) -> None:
 
 def test_what_was_installed_from_other_sources_is_told(tree: TinyTree) -> None:
     native = tree.root / "python" / "bucketwheel" / "_native"
-    tree.run(f"from pathlib import Path; from bucketwheel._build import build_into; build_into(Path({str(native)!r}))")
+    tree.run(
+        f"from pathlib import Path; from bucketwheel.native.modules import build_into; build_into(Path({str(native)!r}))"
+    )
     assert run(tree, "--json", status=0)["modules"]["cpu"]["state"] == "installed"
     tree.write("base/answer.h", "#define ANSWER 43\n")
     found = run(tree, "--json", status=1)
@@ -228,7 +230,9 @@ def test_a_torch_without_the_exchange_api_is_broken(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_import_has_set_is_not_what_was_found():
-    code = "from bucketwheel import doctor; print(doctor.facts()['environment'].get('NCCL_LAUNCH_ORDER_IMPLICIT'))"
+    code = (
+        "from bucketwheel.tools import doctor; print(doctor.facts()['environment'].get('NCCL_LAUNCH_ORDER_IMPLICIT'))"
+    )
     env = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
     for found in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
         done = subprocess.run(

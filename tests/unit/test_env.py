@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bucketwheel import ShardedAdamW, _build, _cache, _env, _nvcc, doctor
-from bucketwheel._toolchain import CPU
-from bucketwheel.comm import Communicator
+from bucketwheel import ShardedAdamW
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import BuildError
-from tests.optim_twins import run_local
+from bucketwheel.native import cache, env, modules, nvcc
+from bucketwheel.native.toolchain import CPU
+from bucketwheel.tools import doctor
+from tests.support.optim_twins import run_local
 from tests.unit.tiny_tree import TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +38,8 @@ def strings(path: Path) -> set[str]:
 
 
 def read_by_python() -> set[str]:
-    files = [*sorted((ROOT / "python" / "bucketwheel").glob("*.py")), ROOT / "setup.py", ROOT / "build_backend.py"]
-    return set().union(*(strings(path) for path in files if path.stem != "_env"))
+    files = [*sorted((ROOT / "python" / "bucketwheel").rglob("*.py")), ROOT / "setup.py", ROOT / "build_backend.py"]
+    return set().union(*(strings(path) for path in files if path.stem != "env"))
 
 
 def read_by_the_core() -> set[str]:
@@ -47,7 +49,7 @@ def read_by_the_core() -> set[str]:
 
 def test_all_that_is_read_is_known_and_nothing_else() -> None:
     assert len(read_by_the_core()) >= 6 and "BW_JIT" in read_by_python()
-    assert read_by_python() | read_by_the_core() == _env.KNOWN - TESTS_OWN
+    assert read_by_python() | read_by_the_core() == env.KNOWN - TESTS_OWN
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     read_by_native = {
         name
@@ -61,7 +63,7 @@ def test_all_that_is_read_is_known_and_nothing_else() -> None:
 
 def test_all_that_is_read_is_documented() -> None:
     rows = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "building.md").read_text(), re.MULTILINE)
-    assert set(NAME.findall(" ".join(rows))) == _env.KNOWN - TESTS_OWN
+    assert set(NAME.findall(" ".join(rows))) == env.KNOWN - TESTS_OWN
     assert set(NAME.findall((ROOT / "docs" / "testing.md").read_text())) >= TESTS_OWN
 
 
@@ -99,16 +101,16 @@ def raised(call: Callable[[], object]) -> Callable[[str], str]:
     return message
 
 
-# Name: bad values, what is allowed, and what reads it. BW_COMM_CHECK: tests/dist/test_nccl_check.py.
+# Name: bad values, what is allowed, and what reads it. BW_COMM_CHECK: tests/conformance/collectives/test_nccl_check.py.
 BY_PYTHON: dict[str, tuple[tuple[str, ...], str, Callable[[str], str]]] = {
     "BW_AOT": (("gpu", "1"), "'cpu' can be compiled, or 'cuda'", set_up),
-    "BW_BUILD_TIMEOUT": (("soon", "0", "-1", "nan", "inf"), "a number of seconds above 0", raised(_cache.timeout_s)),
-    "BW_CACHE_DIR": ((__file__,), "it is no folder", raised(_cache.cache_dir)),
-    "BW_COMM_CHECK": (("true", "2"), "expected 0 or 1", raised(lambda: _env.flag("BW_COMM_CHECK"))),
-    "BW_CUDA_ARCH_LIST": (("Hopper", "9"), "write BW_CUDA_ARCH_LIST='9.0'", raised(lambda: _nvcc.choose_archs([]))),
+    "BW_BUILD_TIMEOUT": (("soon", "0", "-1", "nan", "inf"), "a number of seconds above 0", raised(cache.timeout_s)),
+    "BW_CACHE_DIR": ((__file__,), "it is no folder", raised(cache.cache_dir)),
+    "BW_COMM_CHECK": (("true", "2"), "expected 0 or 1", raised(lambda: env.flag("BW_COMM_CHECK"))),
+    "BW_CUDA_ARCH_LIST": (("Hopper", "9"), "write BW_CUDA_ARCH_LIST='9.0'", raised(lambda: nvcc.choose_archs([]))),
     "BW_DEBUG": (("true", "on"), "expected 0 or 1", make_optimizer),
-    "BW_JIT": (("no", "false"), "expected 0 or 1", raised(lambda: _build.locate(CPU))),
-    "BW_NATIVE_DIR": (("/nowhere",), "has no _cpu.", raised(lambda: _build.locate(CPU))),
+    "BW_JIT": (("no", "false"), "expected 0 or 1", raised(lambda: modules.locate(CPU))),
+    "BW_NATIVE_DIR": (("/nowhere",), "has no _cpu.", raised(lambda: modules.locate(CPU))),
 }
 CASES = [(name, bad, says, read) for name, (values, says, read) in BY_PYTHON.items() for bad in values]
 
@@ -132,10 +134,10 @@ def test_no_bad_value_goes_untried() -> None:
 def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BW_X", "BW_Y"):
         monkeypatch.setenv(name, " ")
-    assert (_env.flag("BW_X"), _env.flag("BW_X", default=True), _env.seconds("BW_Y", 7.0)) == (False, True, 7.0)
+    assert (env.flag("BW_X"), env.flag("BW_X", default=True), env.seconds("BW_Y", 7.0)) == (False, True, 7.0)
     monkeypatch.setenv("BW_X", "0")
     monkeypatch.setenv("BW_Y", "2.5")
-    assert (_env.flag("BW_X", default=True), _env.seconds("BW_Y", 7.0)) == (False, 2.5)
+    assert (env.flag("BW_X", default=True), env.seconds("BW_Y", 7.0)) == (False, 2.5)
 
 
 FLAG = "expected 0 or 1"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from comm_cases import run_local
 
 from bucketwheel import errors
-from bucketwheel.comm import Communicator
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, Error, MismatchError, PeerError
-from bucketwheel.ops import all_gather
+from bucketwheel.kernels.ops import all_gather
+from tests.support.comm_cases import run_local
 
 FACTS: dict[str, Any] = {
     "op": "all_gather",

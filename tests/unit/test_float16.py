@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference import Adam, bits
-from reference_rows import bits_of, join, split, tensor_of, to_bf16_stochastic
 
-from bucketwheel import _toolchain, ops
-from bucketwheel._build import native
+from bucketwheel.kernels import ops
+from bucketwheel.native import toolchain as _toolchain
+from bucketwheel.native.modules import native
+from tests.support.reference import Adam, bits
+from tests.support.reference_rows import bits_of, join, split, tensor_of, to_bf16_stochastic
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = np.arange(2**16, dtype=np.uint32).astype(np.uint16)

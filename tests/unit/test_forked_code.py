@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_code import run_code, run_in_child
+from tests.support.forked_code import run_code, run_in_child
 
 
 def test_output_and_status_are_those_of_python() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from bucketwheel.forward_order import ForwardOrder
+from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.testing import run_threads
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from adam_cases import KINDS
-from requirements import slow_case
 
 from tests.gpu import run_all
+from tests.support.adam_cases import KINDS
+from tests.support.requirements import slow_case
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

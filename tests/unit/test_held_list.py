@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from bucketwheel._build import native
-from bucketwheel.comm import Communicator
-from bucketwheel.handle import Handle
-from bucketwheel.ops import all_gather, reduce_scatter
-from bucketwheel.request import AllGatherRequest
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.comm.request import AllGatherRequest
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.native.modules import native
 
 HOLD_S, PAUSE_S, DEADLINE_S = 0.4, 0.05, 10.0
 Tensors = list[torch.Tensor]

@@ -12,7 +12,7 @@ import pytest
 
 from tests import matrix
 from tests.matrix import Cell, Result, Source, StepFailed
-from tests.packages import ROOT
+from tests.support.packages import ROOT
 
 REPORT = '<testsuites><testsuite tests="9" failures="{failed}" errors="1" skipped="2"/></testsuites>'
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bucketwheel.memory import (
+from bucketwheel.optim.memory import (
     BucketMemory,
     BucketSize,
     SpaceSize,

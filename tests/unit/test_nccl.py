@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import nccl
-from tests import simulated_nccl
-from tests.forked_code import run_code
-from tests.requirements import need_nccl, slow_case
+from bucketwheel.comm import nccl_library
+from tests.support import simulated_nccl
+from tests.support.forked_code import run_code
+from tests.support.requirements import need_nccl, slow_case
 
 LIBRARY = "lib/libnccl.so.2"
-PRINT = "from bucketwheel import nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
+PRINT = "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
 EMPTY = "int nothing;\n"
 NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl_api.h"
 
@@ -75,7 +75,7 @@ def version_of(folder: Path) -> int:
 
 def test_the_real_library_answers(folder: Path) -> None:
     code = (
-        "from bucketwheel import nccl; info = nccl.info(); ids = [nccl.unique_id() for _ in range(3)];"
+        "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); ids = [nccl.unique_id() for _ in range(3)];"
         "assert len(set(ids)) == 3 and all(len(one) == 128 for one in ids);"
         "print(info.version, sorted(k for k, there in info.features.items() if there), nccl.error_string(0),"
         "nccl.error_string(5), sep='|')"
@@ -88,13 +88,13 @@ def test_the_real_library_answers(folder: Path) -> None:
 
 
 def test_versions_are_told_as_nccl_tells_them() -> None:
-    assert nccl.version_text(22809) == "2.28.9"
-    assert nccl.version_text(23007) == "2.30.7"
+    assert nccl_library.version_text(22809) == "2.28.9"
+    assert nccl_library.version_text(23007) == "2.30.7"
 
 
 @pytest.mark.usefixtures("nothing_loaded")
 def test_a_package_is_found(folder: Path) -> None:
-    assert str(folder / "lib") in nccl.folders()
+    assert str(folder / "lib") in nccl_library.folders()
     how, path, version = found_by()
     assert how == "a Python package"
     assert path == str(folder / LIBRARY)
@@ -159,7 +159,7 @@ def test_what_the_variable_names_finds_its_own_functions_first(tmp_path: Path) -
 
 @pytest.mark.usefixtures("nothing_loaded")
 def test_the_system_comes_last(folder: Path) -> None:
-    code = f"from bucketwheel import nccl; nccl.folders = lambda: []; {PRINT}"
+    code = f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: []; {PRINT}"
     how, path, _ = found_by(code, LD_LIBRARY_PATH=str(folder / "lib"))
     assert (how, path) == ("the system", str(folder / LIBRARY))
 
@@ -167,13 +167,15 @@ def test_the_system_comes_last(folder: Path) -> None:
 @pytest.mark.usefixtures("nothing_loaded")
 def test_folders_without_it_are_passed_over(folder: Path, tmp_path: Path) -> None:
     folders = [str(tmp_path), str(folder / "lib")]
-    how, path, _ = found_by(f"from bucketwheel import nccl; nccl.folders = lambda: {folders!r}; {PRINT}")
+    how, path, _ = found_by(
+        f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: {folders!r}; {PRINT}"
+    )
     assert (how, path) == ("a Python package", str(folder / LIBRARY))
 
 
 @pytest.mark.usefixtures("nothing_loaded")
 def test_none_anywhere(tmp_path: Path) -> None:
-    code = f"from bucketwheel import nccl; nccl.folders = lambda: [{str(tmp_path)!r}]; {PRINT}"
+    code = f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: [{str(tmp_path)!r}]; {PRINT}"
     if (done := run(code)).returncode == 0:
         pytest.skip(f"the system has an NCCL: {done.stdout}")
     error = error_of(code)
@@ -181,7 +183,7 @@ def test_none_anywhere(tmp_path: Path) -> None:
     assert str(tmp_path) in error
     assert "install the package nvidia-nccl-cu13" in error
     twice = (
-        f"from bucketwheel import nccl; nccl.folders = lambda: []\n"
+        f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: []\n"
         f"from bucketwheel.errors import DeviceError\ntry: nccl.info()\nexcept DeviceError: pass\n{PRINT}"
     )
     assert "DeviceError: NCCL: no libnccl.so.2" in error_of(twice)
@@ -205,7 +207,9 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
     """Also where a package holds it: what is there and cannot be used is not passed over in silence."""
     for error in (
         error_of(BW_NCCL_LIB=str(not_nccl)),
-        error_of(f"from bucketwheel import nccl; nccl.folders = lambda: [{str(not_nccl.parent)!r}]; {PRINT}"),
+        error_of(
+            f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: [{str(not_nccl.parent)!r}]; {PRINT}"
+        ),
     ):
         assert f"NCCL: {not_nccl} (" in error
         assert "it has no ncclGetVersion, ncclGetUniqueId, " in error
@@ -215,7 +219,7 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
 
 # ---- the fake --------------------------------------------------------------------------------------------------------
 
-FEATURES = "from bucketwheel import nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
+FEATURES = "from bucketwheel.comm import nccl_library as nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
 OF_2_27 = "shrink windows"
 OF_2_28 = "revoke shrink windows zero_cta"
 OF_2_30 = "multi_rank_gpu revoke shrink symmetric_avg windows zero_cta"
@@ -268,8 +272,8 @@ def test_a_missing_function_is_named() -> None:
 @pytest.mark.timeout_s(300)
 def test_a_failed_call_says_what_nccl_says() -> None:
     code = (
-        "from tests import simulated_nccl; script = simulated_nccl.install()\n"
-        "from bucketwheel import nccl\n"
+        "from tests.support import simulated_nccl; script = simulated_nccl.install()\n"
+        "from bucketwheel.comm import nccl_library as nccl\n"
         "script.fake_nccl_fail(b'ncclGetUniqueId', 1, 3); nccl.unique_id()"
     )
     error = error_of(code)
@@ -280,5 +284,5 @@ def test_a_failed_call_says_what_nccl_says() -> None:
 
 @pytest.mark.timeout_s(300)
 def test_the_fake_says_when_it_comes_too_late(folder: Path) -> None:
-    code = f"{PRINT}; from tests import simulated_nccl; simulated_nccl.install()"
+    code = f"{PRINT}; from tests.support import simulated_nccl; simulated_nccl.install()"
     assert "RuntimeError: too late: the native module uses " in error_of(code)

@@ -8,10 +8,10 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from reference import fma64, fold, sum_squares, sum_squares_in_order
 
-from bucketwheel import ops
-from bucketwheel._build import native
+from bucketwheel.kernels import ops
+from bucketwheel.native.modules import native
+from tests.support.reference import fma64, fold, sum_squares, sum_squares_in_order
 
 CHUNK = 32768  # kNormChunkNumel
 SIZES = [0, 1, 7, 127, 128, 129, 1023, 1024, 1025, 5000, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4097]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _nvcc
 from bucketwheel.errors import BuildError
+from bucketwheel.native import nvcc as _nvcc
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from reference import bits, from_bf16, to_bf16
-from reference_rows import to_fp16
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
+from tests.support.reference import bits, from_bf16, to_bf16
+from tests.support.reference_rows import to_fp16
 
 CHUNK = 32768
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import ROOT, copy_tree, make_sdist, plain_environment, run
-from tests.requirements import need_nvcc
+from tests.support.packages import ROOT, copy_tree, make_sdist, plain_environment, run
+from tests.support.requirements import need_nvcc
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(900)]
 
@@ -85,8 +85,8 @@ def install(wheel: Path, folder: Path) -> Path:
 
 OP = """
 import sys, torch, bucketwheel as bw
-from bucketwheel import _build
-from bucketwheel._toolchain import CPU, CUDA
+from bucketwheel.native import modules as _build
+from bucketwheel.native.toolchain import CPU, CUDA
 assert bw.__file__.startswith(sys.prefix), bw.__file__
 assert bw.l2_norm([torch.full((4,), 3.0)]).item() == 6.0
 print(_build.find(CPU).origin)

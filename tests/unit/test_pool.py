@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketwheel._build import native
 from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
-from bucketwheel.pool import Lease, Pool
-from tests.forked_code import run_in_child
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Lease, Pool
+from tests.support.forked_code import run_in_child
 
 UPSTREAMS = ["host", "shm"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -298,8 +298,8 @@ def test_a_forked_child_may_read_but_not_lease() -> None:
 def test_the_interpreter_ends_with_leases_live() -> None:
     code = """
 import atexit, torch
-from bucketwheel._build import native
-from bucketwheel.pool import Pool
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
 pool = Pool("shm")
 stream = native().Stream("late")
 lease = pool.acquire("x", 4096)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cuda import Calls, Graph, posing
 
-from bucketwheel._build import native
 from bucketwheel.device import keep_as_cache
 from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
-from bucketwheel.pool import Pool
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
+from tests.support.simulated_cuda import Calls, Graph, posing
 
 SLAB = 8 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bucketwheel.precision import PARAM_DTYPES, Precision, norm_dtype_of
+from bucketwheel.layout.precision import PARAM_DTYPES, Precision, norm_dtype_of
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 

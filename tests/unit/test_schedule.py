@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
 
 Launch, Schedule, Store = native().Launch, native().Schedule, native().Store
 

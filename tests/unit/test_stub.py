@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bucketwheel._build import native
+from bucketwheel.native.modules import native
 from tests.stub import STUB, differences, names_in
 
 

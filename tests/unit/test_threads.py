@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import os, signal, sys
 import torch
-from bucketwheel import ops
+from bucketwheel.kernels import ops
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -56,7 +56,7 @@ torch.exp(torch.ones(1 << 22))
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    from bucketwheel import ops
+    from bucketwheel.kernels import ops
     os._exit(0 if ops.l2_norm([torch.ones(8192) for _ in range(50)]).item() == 640.0 else 3)
 _, status = os.waitpid(child, 0)
 assert status == 0, f"the child ended with {{status}}"

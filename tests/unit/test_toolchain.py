@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _compile, _toolchain
-from bucketwheel._toolchain import Source, Toolchain
+from bucketwheel.native import compile
+from bucketwheel.native import toolchain as _toolchain
+from bucketwheel.native.toolchain import Source, Toolchain
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -60,7 +61,7 @@ def test_cuda_files_have_flags_and_a_compiler_of_their_own(tmp_path: Path) -> No
     (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3 -fmad=false\nflags: -O2\nlink: -shared\na.cu -DA\nb.cpp\n")
     recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
     toolchain = Toolchain(("g++",), ("/include",), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
-    cu, cpp = (_compile.command(recipe, toolchain, source, out=Path("out.o")) for source in recipe.sources)
+    cu, cpp = (compile.command(recipe, toolchain, source, out=Path("out.o")) for source in recipe.sources)
     assert " ".join(cu) == "nvcc -gencode=x -O3 -fmad=false -DA -I. -c a.cu -o out.o"
     assert " ".join(cpp) == "g++ -O2 -I. -isystem /include -c b.cpp -o out.o"
 
@@ -80,18 +81,18 @@ def test_neighbours_of_a_folder_are_compiled_as_one(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "sources.txt").write_text("\n".join(names).replace("fast.cpp", "fast.cpp -O3"))
     recipe = _toolchain.read_recipe(tmp_path)
-    units = _compile.units(recipe)
+    units = compile.units(recipe)
     assert [source for unit in units for source in unit] == list(recipe.sources)
     assert [len(unit) for unit in units] == [1, 1, 7, 2, 1, 1, 2]
 
     toolchain = Toolchain(("g++",), ("/include",), "g++ 12")
-    command = _compile.command(recipe, toolchain, *units[3], out=Path("out.o"))
+    command = compile.command(recipe, toolchain, *units[3], out=Path("out.o"))
     assert " ".join(command) == "g++ -I. -isystem /include -include a/7.cpp -c a/8.cpp -o out.o"
-    keys = {_compile.object_key(recipe, toolchain, *unit) for unit in units}
+    keys = {compile.object_key(recipe, toolchain, *unit) for unit in units}
     assert len(keys) == len(units)
     for number in (7, 8):
         (tmp_path / f"a/{number}.cpp").write_text("int edited;")
-        changed = {_compile.object_key(recipe, toolchain, *unit) for unit in units}
+        changed = {compile.object_key(recipe, toolchain, *unit) for unit in units}
         assert len(keys & changed) == len(units) - 1
         keys = changed
 
@@ -103,7 +104,7 @@ def test_the_key_of_an_object_holds_what_made_it(tmp_path: Path) -> None:
     toolchain = Toolchain(("g++",), (), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
 
     def keys(recipe: _toolchain.Recipe, toolchain: Toolchain) -> list[str]:
-        return [_compile.object_key(recipe, toolchain, source) for source in recipe.sources]
+        return [compile.object_key(recipe, toolchain, source) for source in recipe.sources]
 
     cu, cpp = keys(recipe, toolchain)
     others = [(recipe, replace(toolchain, nvcc=("nvcc", "-gencode=y"))), (replace(recipe, nvcc_flags=()), toolchain)]
@@ -120,10 +121,10 @@ def test_an_object_depends_on_what_its_source_includes(tmp_path: Path) -> None:
     write(tmp_path, a__a_dot_cpp='#include "one.h"\n  #  include "b/two.h"\n#include <vector>\n')
     write(tmp_path, a__one_dot_h='#include "b/two.h"\n', b__two_dot_h='#include <b/three.h>\n#include "a/one.h"\n')
     write(tmp_path, b__three_dot_h="", b__other_dot_h="")
-    names = [str(path.relative_to(tmp_path)) for path in _compile.closure(tmp_path, "a/a.cpp")]
+    names = [str(path.relative_to(tmp_path)) for path in compile.closure(tmp_path, "a/a.cpp")]
     assert sorted(names) == ["a/a.cpp", "a/one.h", "b/three.h", "b/two.h"]
     write(tmp_path, a__one_dot_h="#include NAMED_BY_A_MACRO\n")
-    assert len(_compile.closure(tmp_path, "a/a.cpp")) == 5
+    assert len(compile.closure(tmp_path, "a/a.cpp")) == 5
 
 
 def test_the_digest_sees_renames_and_moved_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whose files are loaded as code: [Note: trusted files] in `bucketwheel._trust`. With real owners and modes."""
+"""Whose files are loaded as code: [Note: trusted files] in `bucketwheel.native.trust`. With real owners and modes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel import _trust
-from tests.requirements import need_root
+from bucketwheel.native import trust
+from tests.support.requirements import need_root
 from tests.unit.tiny_tree import LOAD, TinyTree
 
 STRANGER = 12345
@@ -40,10 +40,10 @@ def make(path: Path, mode: int = 0o755) -> Path:
 
 def test_what_is_ours_alone_is_trusted(tmp_path: Path) -> None:
     cache = make(tmp_path / "cache")
-    assert _trust.why_not(cache) is None
-    assert _trust.why_not(cache / "to" / "be" / "made") is None
+    assert trust.why_not(cache) is None
+    assert trust.why_not(cache / "to" / "be" / "made") is None
     (cache / "link").symlink_to(tmp_path)
-    assert _trust.why_not(cache / "link" / "cache" / ".." / "cache") is None
+    assert trust.why_not(cache / "link" / "cache" / ".." / "cache") is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_ours_alone_is_trusted(tmp_path: Path) -> None:
 def test_the_folder_itself(tmp_path: Path, mode: int, who: str) -> None:
     """A sticky one, too: a stranger's entry could have any name in it."""
     cache = make(tmp_path / "cache", mode)
-    assert _trust.why_not(cache) == f"{who} may write into {cache} (mode {mode:04o})"
+    assert trust.why_not(cache) == f"{who} may write into {cache} (mode {mode:04o})"
 
 
 def test_a_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,45 +60,45 @@ def test_a_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     cache = make(above / "home" / "cache")
     for mode, is_trusted in [(0o777, False), (0o1777, True), (0o757, False), (0o755, True)]:
         above.chmod(mode)
-        assert (_trust.why_not(cache) is None) == is_trusted, oct(mode)
+        assert (trust.why_not(cache) is None) == is_trusted, oct(mode)
     above.chmod(0o775)
-    monkeypatch.setattr(_trust, "_is_private", lambda gid: gid != above.stat().st_gid)
-    assert _trust.why_not(cache) == f"its group may write into {above} (mode 0775)"
-    monkeypatch.setattr(_trust, "_is_private", lambda gid: gid == above.stat().st_gid)
-    assert _trust.why_not(cache) is None
+    monkeypatch.setattr(trust, "_is_private", lambda gid: gid != above.stat().st_gid)
+    assert trust.why_not(cache) == f"its group may write into {above} (mode 0775)"
+    monkeypatch.setattr(trust, "_is_private", lambda gid: gid == above.stat().st_gid)
+    assert trust.why_not(cache) is None
 
 
 def test_a_private_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    user = _trust.pwd.struct_passwd(("ann", "x", os.geteuid(), 70, "", "/", "/bin/sh"))
+    user = trust.pwd.struct_passwd(("ann", "x", os.geteuid(), 70, "", "/", "/bin/sh"))
     groups = {70: ("ann", []), 71: ("ann", []), 72: ("staff", ["ann"])}
     everyone = [user]
-    monkeypatch.setattr(_trust, "_owners_of_group", _trust._owners_of_group.__wrapped__)
-    monkeypatch.setattr(_trust.pwd, "getpwuid", lambda uid: user)
-    monkeypatch.setattr(_trust.pwd, "getpwall", lambda: everyone)
+    monkeypatch.setattr(trust, "_owners_of_group", trust._owners_of_group.__wrapped__)
+    monkeypatch.setattr(trust.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(trust.pwd, "getpwall", lambda: everyone)
     monkeypatch.setattr(
-        _trust.grp, "getgrgid", lambda gid: _trust.grp.struct_group((groups[gid][0], "x", gid, groups[gid][1]))
+        trust.grp, "getgrgid", lambda gid: trust.grp.struct_group((groups[gid][0], "x", gid, groups[gid][1]))
     )
-    assert [gid for gid in (70, 71, 72, 73) if _trust._is_private(gid)] == [70]
+    assert [gid for gid in (70, 71, 72, 73) if trust._is_private(gid)] == [70]
     groups[70] = ("ann", ["ann"])
-    assert _trust._is_private(70)
+    assert trust._is_private(70)
     groups[70] = ("ann", ["ann", "bob"])
-    assert not _trust._is_private(70)
+    assert not trust._is_private(70)
     groups[70] = ("ann", [])
     for name, uid, gid, is_private in [
         ("bob", user.pw_uid + 1, 71, True),
         ("also-ann", user.pw_uid, 70, True),
         ("bob", user.pw_uid + 1, 70, False),
     ]:
-        everyone[1:] = [_trust.pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))]
-        assert _trust._is_private(70) == is_private, name
+        everyone[1:] = [trust.pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))]
+        assert trust._is_private(70) == is_private, name
 
 
 def test_the_users_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(_trust.pwd, "getpwall", lambda: asked.append(1) or [])
-    _trust._owners_of_group.cache_clear()
-    assert [_trust._owners_of_group(70) for _ in range(3)] == [frozenset()] * 3
-    _trust._owners_of_group.cache_clear()
+    monkeypatch.setattr(trust.pwd, "getpwall", lambda: asked.append(1) or [])
+    trust._owners_of_group.cache_clear()
+    assert [trust._owners_of_group(70) for _ in range(3)] == [frozenset()] * 3
+    trust._owners_of_group.cache_clear()
     assert asked == [1]
 
 
@@ -106,41 +106,41 @@ def test_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(tmp_path / "above" / "cache")
     for path in (cache, cache.parent):
         give_to_stranger(path)
-        assert _trust.why_not(cache) == f"{path} belongs to another user, {STRANGER}"
+        assert trust.why_not(cache) == f"{path} belongs to another user, {STRANGER}"
         os.chown(path, 0, 0)
-    assert _trust.why_not(cache) is None
+    assert trust.why_not(cache) is None
     give_to_stranger(cache)
-    monkeypatch.setattr(_trust, "trusted_owners", lambda: {0, STRANGER})
-    assert _trust.why_not(cache) is None
+    monkeypatch.setattr(trust, "trusted_owners", lambda: {0, STRANGER})
+    assert trust.why_not(cache) is None
 
 
 def test_whoever_owns_the_package_is_trusted() -> None:
-    assert _trust.trusted_owners() == {0, os.geteuid(), os.stat(_trust.__file__).st_uid}
+    assert trust.trusted_owners() == {0, os.geteuid(), os.stat(trust.__file__).st_uid}
 
 
 def test_links_lead_no_way_around(tmp_path: Path) -> None:
     shared = make(tmp_path / "shared", 0o777)
     make(shared / "cache")
     (tmp_path / "link").symlink_to("shared/cache")
-    assert _trust.why_not(tmp_path / "link") == f"others may write into {shared} (mode 0777)"
+    assert trust.why_not(tmp_path / "link") == f"others may write into {shared} (mode 0777)"
     shared.chmod(0o1777)
-    assert _trust.why_not(tmp_path / "link") is None
+    assert trust.why_not(tmp_path / "link") is None
     # a link in a folder where others may replace it, to one where they may not
     closed = make(tmp_path / "closed" / "cache")
     (shared / "out").symlink_to(closed)
     shared.chmod(0o777)
-    assert "shared" in (_trust.why_not(shared / "out") or "")
+    assert "shared" in (trust.why_not(shared / "out") or "")
     (tmp_path / "round").symlink_to("round")
-    assert "more than 40 symbolic links" in (_trust.why_not(tmp_path / "round") or "")
+    assert "more than 40 symbolic links" in (trust.why_not(tmp_path / "round") or "")
 
 
 def test_a_strangers_link(tmp_path: Path) -> None:
     shared = make(tmp_path / "shared", 0o1777)
     closed = make(tmp_path / "closed")
     (shared / "out").symlink_to(closed)
-    assert _trust.why_not(shared / "out") is None
+    assert trust.why_not(shared / "out") is None
     give_to_stranger(shared / "out")
-    assert _trust.why_not(shared / "out") == f"{shared / 'out'} belongs to another user, {STRANGER}"
+    assert trust.why_not(shared / "out") == f"{shared / 'out'} belongs to another user, {STRANGER}"
 
 
 def test_the_overflow_user_owns_folders_above_in_a_user_namespace_only(
@@ -148,10 +148,10 @@ def test_the_overflow_user_owns_folders_above_in_a_user_namespace_only(
 ) -> None:
     cache = make(tmp_path / "above" / "cache")
     give_to_stranger(cache.parent)
-    monkeypatch.setattr(_trust, "_is_unmapped", lambda uid: uid == STRANGER)
-    assert _trust.why_not(cache) is None
+    monkeypatch.setattr(trust, "_is_unmapped", lambda uid: uid == STRANGER)
+    assert trust.why_not(cache) is None
     give_to_stranger(cache)
-    assert _trust.why_not(cache) == f"{cache} belongs to another user, {STRANGER}"
+    assert trust.why_not(cache) == f"{cache} belongs to another user, {STRANGER}"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_the_overflow_user_owns_folders_above_in_a_user_namespace_only(
 )
 def test_user_namespaces(monkeypatch: pytest.MonkeyPatch, uid_map: str, uid: int, is_unmapped: bool) -> None:
     texts = {"/proc/sys/kernel/overflowuid": "65534\n", "/proc/self/uid_map": uid_map}
-    monkeypatch.setattr(_trust.Path, "read_text", lambda path: texts[str(path)])
-    assert _trust._is_unmapped(uid) == is_unmapped
+    monkeypatch.setattr(trust.Path, "read_text", lambda path: texts[str(path)])
+    assert trust._is_unmapped(uid) == is_unmapped
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

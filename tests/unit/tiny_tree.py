@@ -13,9 +13,25 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
-# doctor.py and __main__.py need torch, the others nothing.
-REAL = ("_build.py", "_cache.py", "_compile.py", "_env.py", "_nvcc.py", "_toolchain.py", "_trust.py", "_version.py")
-REAL += ("errors.py", "_cache_command.py", "doctor.py", "flight.py", "nccl.py", "__main__.py")
+# tools/doctor.py and __main__.py need torch, the others nothing.
+REAL = (
+    "native/modules.py",
+    "native/cache.py",
+    "native/compile.py",
+    "native/env.py",
+    "native/nvcc.py",
+    "native/toolchain.py",
+    "native/trust.py",
+    "_version.py",
+)
+REAL += (
+    "errors.py",
+    "tools/cache_command.py",
+    "tools/doctor.py",
+    "tools/flight.py",
+    "comm/nccl_library.py",
+    "__main__.py",
+)
 
 MODULE = """
 #include <Python.h>
@@ -75,9 +91,9 @@ echo "ptxas info    : Used 8 registers"
 exec c++ "$@"
 """
 # Waiters report at once, so that a test knows when they wait.
-WAIT = "from bucketwheel import _build, _cache; _cache.REPORT_S = 0.0; print(_build.native().answer, flush=True)"
-LOAD = "from bucketwheel import _build; print(_build.native().answer, flush=True)"
-LOAD_CUDA = "from bucketwheel import _build; print(_build.cuda().answer, flush=True)"
+WAIT = "from bucketwheel.native import modules as _build; from bucketwheel.native import cache as _cache; _cache.REPORT_S = 0.0; print(_build.native().answer, flush=True)"
+LOAD = "from bucketwheel.native import modules as _build; print(_build.native().answer, flush=True)"
+LOAD_CUDA = "from bucketwheel.native import modules as _build; print(_build.cuda().answer, flush=True)"
 
 
 class TinyTree:
@@ -91,8 +107,9 @@ class TinyTree:
         package = root / "python" / "bucketwheel"
         package.mkdir(parents=True)
         for name in REAL:
-            shutil.copy(PACKAGE / name, package)
-        (package / "__init__.py").touch()
+            (package / name).parent.mkdir(exist_ok=True)
+            shutil.copy(PACKAGE / name, package / name)
+            (package / name).parent.joinpath("__init__.py").touch()
         self.write("bindings/module.cpp", MODULE)
         self.write("base/answer.h", "#define ANSWER 42\n")
         self.write("base/second.cpp", "int second() { return 2; }\n")

@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/api.h"
 #include "fake_nccl.h"
 
 #define FAKE_EXPORT extern "C" __attribute__((visibility("default")))

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "comm/nccl_api.h"
+#include "comm/nccl/api.h"
 #include "kernels/float16.h"
 
 namespace fake_nccl {

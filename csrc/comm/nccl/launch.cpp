@@ -1,0 +1,146 @@
+#include "comm/nccl/launch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "base/error.h"
+#include "device/device_cuda.h"
+#include "kernels/float16.h"
+
+namespace bucketwheel {
+namespace {
+
+std::byte* own_part(const Segment& segment, int rank) {
+  return static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * segment.shard.size_bytes();
+}
+
+bool goes_on(int result) { return result == kNcclSuccess || result == kNcclInProgress; }
+
+// The reductions of one operation. A factor that NCCL multiplies by is in the tensors' dtype: one operator for each.
+class Operators {
+ public:
+  Operators(const NcclSession& session, const Operation& op) : session_(session), reduction_(op.reduction) {
+    if (op.collective == Collective::kReduceScatter && reduction_.op == ReduceOp::kPreMul) {
+      for (const Segment& segment : op.segments) {
+        if (!made_.contains(segment.full.dtype)) {
+          made_[segment.full.dtype] = make(segment.full.dtype);
+        }
+      }
+    }
+  }
+  ~Operators() {  // NOLINT(bugprone-exception-escape): only a call that the library lacks throws, and it has this one
+    for (const auto& [dtype, made] : made_) {
+      if (NcclCommRef const comm = session_.comm()) {  // else it has ended meanwhile, and they with it
+        (void)BW_NCCL_CALL(session_.api(), red_op_destroy, made, comm);
+      }
+    }
+  }
+  Operators(const Operators&) = delete;
+  Operators& operator=(const Operators&) = delete;
+
+  int of(DType dtype) const {
+    switch (reduction_.op) {
+      case ReduceOp::kSum:
+        return kNcclSum;
+      case ReduceOp::kAvg:
+        return kNcclAvg;
+      case ReduceOp::kPreMul:
+        break;
+    }
+    const auto found = made_.find(dtype);
+    return found == made_.end() ? kNcclSum : found->second;
+  }
+
+ private:
+  int make(DType dtype) const {
+    const auto single = static_cast<float>(reduction_.factor);
+    const uint16_t half = dtype == DType::kBFloat16 ? round_to_bf16(single) : round_to_fp16(single);
+    const void* const from = dtype == DType::kFloat64   ? static_cast<const void*>(&reduction_.factor)
+                             : dtype == DType::kFloat32 ? static_cast<const void*>(&single)
+                                                        : &half;
+    alignas(8) unsigned char scalar[8] = {};
+    std::memcpy(scalar, from, size_of(dtype));
+    int made = kNcclSum;
+    BW_NCCL_TRY(session_.api(), red_op_create_pre_mul_sum, &made, scalar, nccl_type(dtype), kNcclScalarHostImmediate,
+                session_.comm());
+    return made;
+  }
+
+  const NcclSession& session_;
+  const Reduction reduction_;
+  std::map<DType, int> made_;
+};
+
+int call(const NcclSession& session, const Operation& op, const Segment& segment, int reduction, void* native,
+         NcclCall* called) {
+  const NcclApi& nccl = session.api();
+  const View& shard = segment.shard;
+  const auto numel = static_cast<size_t>(shard.numel);
+  switch (op.collective) {
+    case Collective::kAllGather:
+      *called = NcclCall::all_gather;
+      return BW_NCCL_CALL(nccl, all_gather, shard.data, segment.full.data, nccl_move_count(shard.dtype, numel),
+                          nccl_move_type(shard.dtype), session.comm(), native);
+    case Collective::kReduceScatter:
+      *called = NcclCall::reduce_scatter;
+      // A sink takes the sums from where the rank's own part of the input was.
+      return BW_NCCL_CALL(nccl, reduce_scatter, segment.full.data,
+                          op.sink ? own_part(segment, session.rank()) : shard.data, numel, nccl_type(shard.dtype),
+                          reduction, session.comm(), native);
+    case Collective::kBroadcast:
+      *called = NcclCall::broadcast;
+      return BW_NCCL_CALL(nccl, broadcast, shard.data, shard.data, nccl_move_count(shard.dtype, numel),
+                          nccl_move_type(shard.dtype), op.root, session.comm(), native);
+  }
+  return kNcclInvalidArgument;
+}
+
+}  // namespace
+
+void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream, Deadline deadline) {
+  const NcclApi& nccl = session.api();
+  void* const native = native_stream(stream, name_of(op.collective));
+  if (session.comm() == nullptr) {
+    throw CommError("the communicator has ended");
+  }
+  const Operators operators(session, op);
+  const auto has_elements = [](const Segment& segment) { return segment.full.numel != 0; };
+  const bool is_group = std::ranges::count_if(op.segments, has_elements) > 1;
+  NcclCall called = NcclCall::group_start;
+  if (is_group) {
+    BW_NCCL_TRY(nccl, group_start);
+  }
+  int result = kNcclSuccess;
+  for (const Segment& segment : op.segments) {
+    if (has_elements(segment) && goes_on(result)) {
+      result = call(session, op, segment, operators.of(segment.full.dtype), native, &called);
+    }
+  }
+  if (is_group) {  // always closed, or the thread's next call of any communicator would be part of it
+    const int ended = BW_NCCL_CALL(nccl, group_end);
+    if (goes_on(result)) {
+      called = NcclCall::group_end;
+      result = ended;
+    }
+  }
+  result = session.settle(result, deadline);
+  if (result == kNcclInProgress) {
+    throw CommTimeout(std::string(symbol_of(called)) + " was still in progress after the communicator's timeout");
+  }
+  if (result != kNcclSuccess) {
+    throw nccl_error(nccl, called, result);
+  }
+  for (size_t i = 0; op.sink && i < op.segments.size(); ++i) {
+    const Segment& segment = op.segments[i];
+    const bool is_sum = op.collective == Collective::kReduceScatter;
+    const void* const from = is_sum ? own_part(segment, session.rank()) : segment.full.data;
+    const View& taken = is_sum ? segment.shard : segment.full;
+    if (taken.numel != 0) {
+      op.sink->enqueue(i, {&from, 1}, taken.dtype, taken.numel, stream);
+    }
+  }
+}
+
+}  // namespace bucketwheel

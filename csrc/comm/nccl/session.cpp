@@ -1,0 +1,384 @@
+#include "comm/nccl/session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "comm/run_until.h"
+#include "device/cuda_buffer.h"
+#include "device/device_cuda.h"
+
+namespace bucketwheel {
+namespace {
+
+// How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
+constexpr std::chrono::seconds kAbortPatience{1};
+constexpr std::chrono::microseconds kSessionPoll{100};
+
+// [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
+// when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
+// watched: small, middling and large, for these take different algorithms. What still connects later does so while the
+// watchdog looks, and is aborted when it hangs.
+constexpr size_t kSmallShardBytes = 1024;
+constexpr size_t kWarmUpBytes[] = {0, size_t{256} << 10, size_t{8} << 20};  // of the full buffer, at least
+
+std::mutex& issue_mutex_of(int device) {
+  static auto* const mutexes =
+      new std::mutex[CudaDevice::kMaxDevices];  // never freed: aborts run until the process ends
+  BW_EXPECTS(device >= 0 && device < CudaDevice::kMaxDevices, "CUDA device " + std::to_string(device));
+  return mutexes[device];
+}
+
+// Of a communicator that somebody else owns: the same for all sessions around it.
+std::shared_ptr<std::mutex> mutex_of(NcclCommRef comm) {
+  struct All {
+    std::mutex mutex;
+    std::map<NcclCommRef, std::weak_ptr<std::mutex>> by_comm;
+  };
+  static auto* const all = new All();  // never freed: sessions may go while the process ends
+  std::lock_guard lock(all->mutex);
+  std::erase_if(all->by_comm, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<std::mutex>& known = all->by_comm[comm];
+  std::shared_ptr<std::mutex> found = known.lock();
+  if (found == nullptr) {
+    known = found = std::make_shared<std::mutex>();
+  }
+  return found;
+}
+
+// The making of a session, which may be given up while it goes on.
+class Attempt {
+ public:
+  // There is a communicator. CommTimeout, and it is aborted, when the attempt has been given up.
+  void started(const std::shared_ptr<NcclSession>& session) {
+    {
+      std::lock_guard lock(mutex_);
+      session_ = session;
+      if (!is_given_up_) {
+        return;
+      }
+    }
+    session->abort();
+    throw CommTimeout("given up");
+  }
+  void give_up() {
+    std::lock_guard lock(mutex_);
+    is_given_up_ = true;
+    if (session_ != nullptr) {
+      session_->abort();  // so that it comes back from where it waits
+    }
+  }
+  std::shared_ptr<NcclSession> session() const {
+    std::lock_guard lock(mutex_);
+    return session_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  bool is_given_up_ = false;
+  std::shared_ptr<NcclSession> session_;
+};
+
+struct Patience {
+  Deadline deadline;
+  const std::function<void()>& poll;  // as of run_until()
+};
+
+std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what, int device,
+                                     std::function<void(Attempt&)> make) {
+  auto made = std::make_shared<Attempt>();
+  // A text for each thread: what() is shared by copies of an error, in ways that the thread sanitizer does not see.
+  const std::string late =
+      std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached";
+  try {
+    std::function<void()> task = [made, late, deadline = patience.deadline, device, make = std::move(make)] {
+      if (has_passed(deadline)) {
+        throw CommTimeout(late);  // the thread has run too late: NCCL is not asked for what nobody waits for any more
+      }
+      CudaGuard guard(device);
+      const RelaxedCapture relaxed;  // somebody may be capturing a graph
+      make(*made);
+    };
+    if (run_until(patience.deadline, std::move(task), patience.poll)) {
+      return made->session();
+    }
+  } catch (...) {
+    made->give_up();
+    throw;
+  }
+  made->give_up();
+  throw CommTimeout(late);
+}
+
+// The strings are those of `settings`.
+NcclConfig config_of(const NcclSettings& settings) {
+  NcclConfig config = settings.config;
+  config.comm_name = settings.name.c_str();
+  config.net_name = settings.net_name.empty() ? nullptr : settings.net_name.c_str();
+  return config;
+}
+
+int ask(const NcclApi& api, NcclCommRef comm) {
+  int result = kNcclSuccess;
+  const int asked = BW_NCCL_CALL(api, comm_get_async_error, comm, &result);
+  return asked == kNcclSuccess ? result : asked;
+}
+
+void expect_ended(const NcclApi& api, NcclCall call, int result) {
+  if (expect_success(api, call, result) == kNcclInProgress) {
+    throw CommTimeout(std::string(symbol_of(call)) + " was still in progress at its deadline");
+  }
+}
+
+// Polls: the thread sanitizer does not see the waiting of a std::timed_mutex.
+std::unique_lock<std::mutex> try_lock_until(std::mutex& mutex, Clock::time_point deadline) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  while (!lock && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kSessionPoll);
+    (void)lock.try_lock();
+  }
+  return lock;
+}
+
+// `look` says how the call goes.
+int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
+  while (result == kNcclInProgress && !has_passed(deadline)) {
+    std::this_thread::sleep_for(kSessionPoll);
+    result = look();
+  }
+  return result;
+}
+
+}  // namespace
+
+NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
+                         std::shared_ptr<const NcclSettings> settings)
+    : api_(api),
+      device_(device),
+      rank_(rank),
+      world_(world),
+      settings_(std::move(settings)),
+      mutex_(settings_ == nullptr ? mutex_of(comm) : std::make_shared<std::mutex>()),
+      issue_mutex_(issue_mutex_of(device)),
+      fork_generation_(fork_generation()),
+      comm_(comm) {}
+
+std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, const NcclUniqueId& id, int rank,
+                                               int world, NcclSettings settings, const NcclUses& uses,
+                                               Deadline deadline) {
+  const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
+  const Patience patience{deadline, kept->poll};
+  return attempt(patience, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
+    NcclConfig config = config_of(*kept);
+    NcclResult<NcclCommRef> comm;
+    const int result = BW_NCCL_CALL(api, comm_init_rank_config, comm.place(), world, id, rank, &config);
+    if (*comm.place() == nullptr) {
+      expect_success(api, NcclCall::comm_init_rank_config, result);
+    }
+    // Where the call failed there may be one all the same, to be aborted.
+    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, *comm.place(), rank, world, kept));
+    attempt.started(made);
+    made->expect_settled_unlocked(NcclCall::comm_init_rank_config, result, deadline);
+    (void)comm.take();
+    made->warm_up(uses);
+  });
+}
+
+std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings settings, const NcclUses& uses,
+                                                Deadline deadline) {
+  const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
+  const Patience patience{deadline, kept->poll};
+  return attempt(patience, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
+    NcclConfig config = config_of(*kept);
+    NcclResult<NcclCommRef> place;
+    {
+      std::lock_guard lock(*self->mutex_);
+      if (self->comm() == nullptr) {
+        throw CommError("the communicator has ended");
+      }
+      const int result = BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key,
+                                     place.place(), &config);
+      self->expect_settled(NcclCall::comm_split, result, deadline);
+    }
+    NcclCommRef const child = place.take();
+    if (child == nullptr) {
+      return;
+    }
+    const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, 0, 1, kept));
+    attempt.started(made);
+    made->expect_settled_unlocked(NcclCall::comm_split, kNcclInProgress, deadline);
+    BW_NCCL_TRY(self->api_, comm_user_rank, child, &made->rank_);
+    BW_NCCL_TRY(self->api_, comm_count, child, &made->world_);
+    made->warm_up(uses);
+  });
+}
+
+std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device, NcclCommRef comm, int rank,
+                                                 int world) {
+  BW_EXPECTS(comm != nullptr, "the process group has no NCCL communicator yet: run a collective of it on this device");
+  int count = 0;
+  int user_rank = 0;
+  int cu_device = 0;
+  BW_NCCL_TRY(api, comm_count, comm, &count);
+  BW_NCCL_TRY(api, comm_user_rank, comm, &user_rank);
+  BW_NCCL_TRY(api, comm_cu_device, comm, &cu_device);
+  BW_EXPECTS(count == world && user_rank == rank && cu_device == device,
+             "the borrowed communicator is rank " + std::to_string(user_rank) + "/" + std::to_string(count) +
+                 " on cuda:" + std::to_string(cu_device) + ", its process group rank " + std::to_string(rank) + "/" +
+                 std::to_string(world) + " on cuda:" + std::to_string(device));
+  return std::shared_ptr<NcclSession>(new NcclSession(api, device, comm, rank, world, nullptr));
+}
+
+std::unique_lock<std::mutex> NcclSession::lock_for(std::chrono::nanoseconds patience) const {
+  return try_lock_until(*mutex_, Clock::now() + patience);
+}
+
+NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds patience) const {
+  const Clock::time_point deadline = Clock::now() + patience;
+  IssueLock lock{try_lock_until(*mutex_, deadline), {}};
+  if (lock.comm) {
+    lock.device = try_lock_until(issue_mutex_, deadline);
+  }
+  return lock;
+}
+
+bool NcclSession::is_forked() const { return fork_generation_ != fork_generation(); }
+
+int NcclSession::settle(int result, Deadline deadline) const {
+  return settle_by([this] { return look(); }, result, deadline);
+}
+
+void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) const {
+  expect_ended(api_, call, settle(result, deadline));
+}
+
+void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
+  const auto locked_look = [this] {
+    std::lock_guard lock(*mutex_);
+    return look();
+  };
+  expect_ended(api_, call, settle_by(locked_look, result, deadline));
+}
+
+int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
+
+std::optional<NcclError> NcclSession::async_error() const {
+  std::unique_lock lock(*mutex_, std::try_to_lock);
+  if (!lock || comm() == nullptr) {
+    return {};
+  }
+  const int error = ask(api_, comm());
+  if (error == kNcclSuccess || error == kNcclInProgress) {
+    return {};
+  }
+  return nccl_error(api_, NcclCall::comm_get_async_error, error);
+}
+
+void NcclSession::run_blocking(const char* what, Deadline deadline, std::function<void()> task,
+                               const std::function<void()>& poll) const {
+  const bool is_over = run_until(
+      deadline,
+      [self = shared_from_this(), task = std::move(task)] {
+        CudaGuard guard(self->device_);
+        const RelaxedCapture relaxed;
+        task();
+      },
+      poll);
+  if (!is_over) {
+    throw CommTimeout(std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached");
+  }
+}
+
+void NcclSession::abort() noexcept {
+  NcclCommRef const comm = comm_.exchange(nullptr);
+  if (comm == nullptr || settings_ == nullptr) {
+    return;
+  }
+  try {
+    std::thread([self = shared_from_this(), comm] {
+      own_cuda_thread();
+      // Whoever is inside NCCL with this communicator had better come out first; one that cannot is what the abort is
+      // for. Nobody comes in any more, and an abort may take its time: other communicators go on meanwhile.
+      (void)self->lock_for(kAbortPatience);
+      try {
+        CudaGuard guard(self->device_);
+        const RelaxedCapture relaxed;
+        (void)BW_NCCL_CALL(self->api_, comm_abort, comm);
+      } catch (const std::exception&) {  // the driver is gone, and the kernels with it
+      }
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had: the kernels stay
+  }
+}
+
+void NcclSession::destroy(Deadline deadline) noexcept {
+  NcclCommRef const comm = comm_.exchange(nullptr);
+  if (comm == nullptr || settings_ == nullptr) {
+    return;
+  }
+  try {
+    (void)run_until(deadline, [self = shared_from_this(), comm] {
+      (void)self->lock_for(
+          kAbortPatience);  // whoever is inside with it, as the watchdog that asks for errors, comes out
+      CudaGuard guard(self->device_);
+      const RelaxedCapture relaxed;
+      int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);
+      result = settle_by([&] { return ask(self->api_, comm); }, result, Clock::now() + std::chrono::seconds(60));
+      if (result == kNcclSuccess) {
+        (void)BW_NCCL_CALL(self->api_, comm_destroy, comm);
+      } else {
+        (void)BW_NCCL_CALL(self->api_, comm_abort, comm);
+      }
+    });
+  } catch (const std::exception&) {  // nobody is left who could do anything about it
+  }
+}
+
+void NcclSession::warm_up(const NcclUses& uses) {
+  CudaDevice& device = CudaDevice::at(device_);
+  const StreamRef stream = device.new_stream("bw-warm-up");
+  CudaBuffer scratch(device);
+  try {
+    for (const size_t full_bytes : kWarmUpBytes) {
+      run_once(uses, full_bytes, scratch, *stream);
+    }
+  } catch (...) {
+    abort();  // what is in the stream waits for peers, and uses the scratch memory
+    stream->synchronize();
+    throw;
+  }
+}
+
+void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const {
+  void* const native = native_stream(stream, "warm-up");
+  const auto world = static_cast<size_t>(world_);
+  const size_t shard_bytes = std::max(kSmallShardBytes, full_bytes / world / 16 * 16);
+  auto* const full = static_cast<std::byte*>(scratch.reserve(world * shard_bytes));
+  CudaDevice::at(device_).fill(full, 0, world * shard_bytes, &stream);
+  std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
+  const size_t count = shard_bytes / sizeof(float);
+  std::unique_lock own_lock(*mutex_);
+  std::unique_lock lock(issue_mutex_);
+  const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
+  if (comm() != nullptr && uses.gathers) {
+    check(NcclCall::all_gather, BW_NCCL_CALL(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
+    check(NcclCall::broadcast, BW_NCCL_CALL(api_, broadcast, own, own, count, NcclType::kFloat32, 0, comm(), native));
+  }
+  if (comm() != nullptr && uses.reduces) {
+    check(NcclCall::reduce_scatter,
+          BW_NCCL_CALL(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
+    check(NcclCall::reduce_scatter,
+          BW_NCCL_CALL(api_, reduce_scatter, full, own, 2 * count, NcclType::kBFloat16, kNcclSum, comm(), native));
+  }
+  lock.unlock();
+  own_lock.unlock();
+  stream.synchronize();
+}
+
+}  // namespace bucketwheel

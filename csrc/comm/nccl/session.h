@@ -1,0 +1,130 @@
+// NcclSession: one ncclComm_t, from its making under a deadline to its end. What blocks inside NCCL does so in a thread
+// that can be left behind.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/deadline.h"
+#include "comm/nccl/api.h"
+#include "device/stream.h"
+
+namespace bucketwheel {
+
+struct NcclSettings {
+  NcclConfig config;                // without the strings
+  std::string name;                 // in NCCL's own log
+  std::string net_name;             // empty: NCCL's choice
+  std::function<void()> poll = {};  // called while make() and split() wait; what it throws ends that
+};
+
+// Which collectives a communicator connects for when it is made ([Note: warm-up], nccl_session.cpp).
+struct NcclUses {
+  bool gathers = true;
+  bool reduces = true;
+};
+
+class CudaBuffer;
+
+// Where NCCL puts what a call makes. Until the call has ended, which may be in the background, it may write there; so
+// the place is never freed unless somebody has seen the end.
+template <class T>
+class NcclResult {
+ public:
+  NcclResult() = default;
+  ~NcclResult() {
+    if (has_ended_) {
+      delete place_;
+    }
+  }
+  NcclResult(const NcclResult&) = delete;
+  NcclResult& operator=(const NcclResult&) = delete;
+  T* place() const { return place_; }
+  T take() {
+    has_ended_ = true;
+    return *place_;
+  }
+
+ private:
+  T* const place_ = new T(nullptr);
+  bool has_ended_ = false;
+};
+
+class NcclSession : public std::enable_shared_from_this<NcclSession> {
+ public:
+  // Collective. The first waits for all ranks of the world, the second for all of this session's: those with
+  // `color` < 0 take part and get null. NcclError when NCCL refuses; CommTimeout at the deadline, or what the
+  // settings' poll throws, after which the attempt goes on in the background and is undone should it succeed.
+  static std::shared_ptr<NcclSession> make(const NcclApi& api, int device, const NcclUniqueId& id, int rank, int world,
+                                           NcclSettings settings, const NcclUses& uses, Deadline deadline);
+  std::shared_ptr<NcclSession> split(int color, int key, NcclSettings settings, const NcclUses& uses,
+                                     Deadline deadline);
+  // A communicator of somebody else, of the same library: neither destroyed nor aborted here. `rank` and `world` are
+  // what its owner says; ValueError when the communicator says otherwise.
+  static std::shared_ptr<NcclSession> borrow(const NcclApi& api, int device, NcclCommRef comm, int rank, int world);
+
+  const NcclApi& api() const { return api_; }
+  int device() const { return device_; }
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+  bool is_forked() const;  // it is the parent process's, and nobody here may touch it
+
+  // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those
+  // are to be issued by one thread at a time per device, in one order. What waits for peers and issues nothing, as
+  // split(), holds the first alone: other communicators go on, whose operations the peers may need first.
+  std::mutex& mutex() const { return *mutex_; }
+  struct IssueLock {
+    std::unique_lock<std::mutex> comm;  // taken first
+    std::unique_lock<std::mutex> device;
+    explicit operator bool() const { return device.owns_lock(); }
+  };
+  // The locks, not held if they could not be had for so long: somebody may be stuck inside NCCL.
+  IssueLock lock_to_issue_for(std::chrono::nanoseconds patience) const;
+  std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;  // mutex()'s
+  // With the mutex held, while it is used; null after abort() and destroy().
+  NcclCommRef comm() const { return comm_; }
+  // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
+  // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the mutex held.
+  int settle(int result, Deadline deadline) const;
+  // The same. NcclError when it failed; CommTimeout at the deadline.
+  void expect_settled(NcclCall call, int result, Deadline deadline) const;
+  // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
+  std::optional<NcclError> async_error() const;
+
+  // Runs a `task` that may block inside NCCL in a thread of its own, on the session's device. CommTimeout at the deadline,
+  // or what `poll` throws, which is called meanwhile: the task then goes on, so it owns what it uses.
+  void run_blocking(const char* what, Deadline deadline, std::function<void()> task,
+                    const std::function<void()>& poll) const;
+
+  // Ends the kernels that wait for peers. In the background; the first call of the two counts.
+  void abort() noexcept;
+  // Orderly end, all operations being over. Ranks of one host wait for each other in it: after the deadline it goes on
+  // in the background.
+  void destroy(Deadline deadline) noexcept;
+
+ private:
+  NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
+              std::shared_ptr<const NcclSettings> settings);
+  void expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const;  // takes the lock for each look
+  int look() const;
+  void warm_up(const NcclUses& uses);
+  void run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const;
+
+  const NcclApi& api_;
+  const int device_;
+  int rank_;  // known once split() has ended, like the next
+  int world_;
+  const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
+  const std::shared_ptr<std::mutex> mutex_;  // several sessions may be around a communicator of somebody else
+  std::mutex& issue_mutex_;                  // of the device
+  const uint64_t fork_generation_;
+  std::atomic<NcclCommRef> comm_;
+};
+
+}  // namespace bucketwheel

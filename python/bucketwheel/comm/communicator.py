@@ -1,0 +1,430 @@
+"""`Communicator`: a group of ranks and how they reach each other."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import secrets
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bucketwheel.comm import nccl
+from bucketwheel.comm.backends import LocalRank, Place
+from bucketwheel.comm.handle import Handle
+from bucketwheel.comm.nccl import Making, NcclChoices
+from bucketwheel.device import CPU, device_index
+from bucketwheel.errors import Error
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
+
+__all__ = ["Communicator"]
+
+_EXIT_GRACE_S = 2.0
+_LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
+
+_numbers = itertools.count()
+_open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+
+class Communicator:
+    """A group of ranks that run the same collectives in the same order.
+
+    Args:
+        group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default
+            process group if there is one, else a world of one rank.
+        backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"nccl"``,
+            CUDA tensors of processes on any number of hosts, each with a GPU; ``"c10d"``, CPU tensors of processes on any
+            hosts, over a process group of torch's that is this communicator's alone: of the backend that ``group`` has
+            for the CPU if it was registered with torch, else gloo; ``"auto"``, ``"local"`` for a `LocalRank` and a
+            world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
+            memory. That is found by trying, and all ranks come to the same result.
+        timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
+            `CommTimeout`; a year at most. Also bounds the making of the communicator; who has not come by then is named
+            some seconds later.
+        name: shown in messages; the same on all ranks.
+        device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
+            device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
+        max_ctas, cta_policy, options: NCCL's (ncclConfig_t): most blocks of a kernel; ``"default"``, ``"efficiency"`` or
+            ``"zero"`` (all-gathers by the copy engines; needs ``registered``); a dict of ``blocking``, ``min_ctas``,
+            ``cga_cluster_size``, ``traffic_class``, ``split_share``, ``collnet_enable``, ``net_name``.
+        registered: `pool` is memory that NCCL can register (`register_pool`). NCCL 2.27 or newer.
+
+    Making one is collective. Raises `ValueError` for bad arguments, `BuildError` when CUDA is asked for and its module
+    neither is there nor can be built, `DeviceError` when there is no NCCL to use, `CommError` or `CommTimeout` when it
+    cannot be made on all ranks (``"shm"``: also when they cannot share memory). NCCL's communicators have the
+    library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of torch's own NCCL process groups must come
+    from the same thread as ours, in the same order on all ranks.
+
+    An operation that fails (`PeerError`: a peer died or left, `CommTimeout`, `MismatchError`: ranks called different
+    operations, or an `abort`) fails the communicator: every later call raises the same error, whose attributes
+    (`CommError`) tell what failed. Bad arguments do not. Not usable in a forked child. Thread-safe; the order of the
+    calls is the order of the operations.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | LocalRank | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 600.0,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        max_ctas: int | None = None,
+        cta_policy: str | None = None,
+        registered: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, backend, timeout_s)
+            _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+            native()  # a first use builds it, before the others' time runs
+            index = device_index(device)
+            if backend == "nccl":
+                _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            place = Place.of(group, backend, timeout_s)
+        kind = place.backend(backend, index)
+        if kind != "nccl" and choices != NcclChoices():
+            raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
+        self._finish(place.make(kind, index, name, choices), place, choices, is_tried=kind == "auto")
+
+    def _finish(self, native_comm: Any, place: Place, choices: NcclChoices, *, is_tried: bool = False) -> Communicator:
+        self._native = native_comm
+        self._is_tried = is_tried  # what backend CPU ranks can have; their parts may have another
+        self._place = place
+        self._choices = choices
+        self._gathers: Communicator | None = None
+        self._has_reduces = True
+        self._overlaps = False
+        self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
+        _open_communicators[next(_numbers)] = self
+        _close_all_at_exit()
+        return self
+
+    @classmethod
+    def pair(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | int = "cuda",
+        timeout_s: float = 600.0,
+        name: str | None = None,
+        max_ctas: int | None = None,
+        cta_policy: str | None = None,
+        registered: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Communicator, Communicator]:
+        """Two NCCL communicators over the same ranks: one for all-gathers, one for reduce-scatters, which then overlap.
+
+        NCCL runs the operations of one communicator one after the other, whatever streams they are in. The two share
+        agreement (`post`, `collect`) and fate: a failure of one is one of both; their names end in ``/ag`` and ``/rs``.
+        Every rank issues the operations of both in one order. ``max_ctas`` small enough for both kernels to be on the
+        device (8 and 16, say) lets them run at once.
+
+        Where NCCL may have launched before bucketwheel was imported, without ``NCCL_LAUNCH_ORDER_IMPLICIT=1``, this
+        warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
+        ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
+        """
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+            if choices.options.get("split_share"):
+                raise ValueError(
+                    "split_share would make the two of a pair take turns; it is for communicators that `split`"
+                )
+            place = Place.of(group, "nccl", timeout_s)
+        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        natives, overlaps = nccl.pair(making)
+        gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
+        reduces._gathers = gathers
+        gathers._has_reduces = False
+        gathers._overlaps = reduces._overlaps = overlaps
+        return gathers, reduces
+
+    @classmethod
+    def borrow(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | str | int = "cuda",
+        timeout_s: float = 600.0,
+        name: str | None = None,
+    ) -> Communicator:
+        """A communicator around the NCCL communicator that the process group ``group`` has for the device.
+
+        It costs no second initialisation and no memory. But its operations and the group's own run one after the other,
+        the group must have run a collective on this device before, its NCCL must be the one that bucketwheel uses, its
+        watchdog may abort under our operations, and a failure here leaves the aborting to it: `abort` and time-outs end
+        waiting on the host, while kernels stay until the group is aborted.
+        """
+        with Place.coming(group):
+            timeout_s = _expect_arguments(group, "nccl", timeout_s)
+            index = device_index(device)
+            _expect_cuda(index)
+            place = Place.of(group, "nccl", timeout_s)
+        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
+        return cls.__new__(cls)._finish(nccl.borrow(making, group), place, making.choices)
+
+    def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
+        """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
+
+        New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
+        one's; but of hosts that ``"auto"`` found apart, those of one may share memory again. Nothing else is shared,
+        unless the option ``split_share`` has NCCL share its resources.
+        """
+        number = next(self._place.splits)
+        token = secrets.token_hex(8)
+        everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
+        members = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
+        ranks = [rank for _, rank in members]
+        place = self._place.part(self, ranks if color >= 0 else [], f"{number}/{color}", everyone[ranks[0]][2])
+        name = name or f"{self.name}.{number}.{color}"
+        if self.backend == "nccl":
+            made = self._split_nccl(place, color, ranks.index(self.rank), name)
+        else:
+            is_tried = self._is_tried and self.backend == "c10d"
+            with self._aborting_when_interrupted("split"):
+                kind = place.backend("auto", self.device) if is_tried and place is not None else self.backend
+                made = place.make(kind, self.device, name, self._choices) if place is not None else None
+        if made is None or place is None:
+            return None
+        return type(self).__new__(type(self))._finish(made, place, self._choices, is_tried=self._is_tried)
+
+    def _split_nccl(self, place: Place | None, color: int, key: int, name: str) -> Any:
+        meeting = place.meeting if place is not None else None
+        making = Making(meeting, self.device, name, self._place.timeout_s, self._choices)
+        try:
+            return nccl.split(self._native, making, color, key)
+        except BaseException as error:  # ranks of any color may wait for this one inside NCCL
+            self.abort(f"split: {type(error).__name__}: {error}")
+            raise
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the communicator, from 0."""
+        return self._native.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._native.world
+
+    @property
+    def name(self) -> str:
+        """What messages and flight rings call it; the same on all ranks."""
+        return self._native.name
+
+    @property
+    def backend(self) -> str:
+        """``"shm"``, ``"local"``, ``"nccl"`` or ``"c10d"``."""
+        return self._native.backend
+
+    @property
+    def sees_peers(self) -> bool:
+        """Whether `Handle.is_ordered` tells that the peers have issued an operation. If not (NCCL between hosts), a
+        stream that waits for one may wait there for a peer that has not."""
+        return bool(self._native.sees_peers)
+
+    @property
+    def device(self) -> int:
+        """The index of the CUDA device of its tensors, or -1."""
+        return int(self._native.device)
+
+    @property
+    def pool(self) -> Pool:
+        """Memory that peers read without a staging copy: the place for the inputs of collectives."""
+        return self._pool
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What this communicator does. Of NCCL: its version (``"nccl"``), whether the pool is registered memory
+        (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages of what lies in
+        the pool are made in float32, not in the dtype of the tensors (``"symmetric_avg"``), whether it overlaps with
+        the other of its pair (``"overlap"``). Of a pair, all-gathers are those of `gathers`, and averages those of the
+        other one."""
+        if self.backend != "nccl":
+            return {}
+        has_gathers = self._gathers is None
+        return nccl.features(
+            self._native,
+            self._choices,
+            has_gathers=has_gathers,
+            has_reduces=self._has_reduces,
+            overlaps=self._overlaps,
+        )
+
+    def register_pool(self) -> int:
+        """Make registered memory of what the pool got from the system since the last time; how many slabs NCCL accepted.
+
+        Collective, and only for ``registered=True``: all ranks must have made the same acquires in one order, and every
+        tensor of an operation must lie at the same place on all ranks (``BW_COMM_CHECK=1`` verifies that).
+        """
+        if not self._choices.registered:
+            return 0
+        with self._aborting_when_interrupted("register_pool"):
+            return int(self._native.register_pool())
+
+    @property
+    def stream(self) -> Any:
+        """The native stream that operations run on unless told otherwise."""
+        return self._native.stream
+
+    @property
+    def gathers(self) -> Communicator:
+        """Where this rank's all-gathers and broadcasts overlap its reduce-scatters: the other of a pair, else this one."""
+        return self if self._gathers is None else self._gathers
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the pool's memory is for `register_pool`: then all ranks must acquire in one order."""
+        return self._choices.registered
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Most bytes that `post` takes."""
+        return native().MAX_PAYLOAD_BYTES
+
+    def post(self, payload: bytes) -> None:
+        """Give this rank's payload of one round of agreement between the hosts; lengths may differ between ranks.
+
+        Beside the stream: neither waits for operations nor holds them up. `ValueError` when too long, or when the
+        round before has not been collected.
+        """
+        self._native.post(bytes(payload))
+
+    def collect(self, timeout: float | None = None) -> list[bytes]:
+        """Block until all ranks have posted; their payloads by rank.
+
+        Fails like an operation. `CommTimeout` after ``timeout`` seconds if given, which leaves the round open.
+        """
+        return self._native.collect(timeout)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
+        self._native.post(bytes(payload))
+        with self._aborting_when_interrupted("exchange"):
+            return list(self._native.collect())
+
+    @contextlib.contextmanager
+    def _aborting_when_interrupted(self, where: str) -> Iterator[None]:
+        """What a signal handler raises ends a wait: the peers will not find this rank where they wait for it."""
+        try:
+            yield
+        except (Error, ValueError):
+            raise
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} in {where}, while it waited for the others")
+            raise
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
+        """`all_gather` of one tensor, in `gathers`, that does not tell autograd about the write: for buffers that nobody
+        saves."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather([full], [shard], after=_natives(after)), comm)
+
+    def broadcast_into(self, tensor: torch.Tensor, root: int, *, after: Sequence[Handle] = ()) -> Handle:
+        """Make the contiguous ``tensor`` on every rank what it is on rank ``root``, in `gathers`; does not tell autograd.
+
+        `ValueError` when there is no such rank, when the tensor is not contiguous or on another device.
+        """
+        comm = self.gathers
+        return Handle(comm._native.broadcast(tensor, root, after=_natives(after)), comm)
+
+    def reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
+        """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
+        return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
+
+    def all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
+        """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
+
+    def abort(self, reason: str) -> None:
+        """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others
+        `PeerError` with this rank. Never blocks."""
+        self._native.abort(reason)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
+
+        Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
+        leases of the pool. CUDA graphs that contain operations of an NCCL communicator go first: NCCL waits for them.
+        Over ``c10d`` this waits until the peers have received the last operation too. If one has not at the
+        communicator's time limit, all ranks hear of it, here as a `CommTimeout` once all is closed, which names those that
+        do not answer or have not begun that operation.
+        """
+        self._native.close(timeout)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None:
+            self.abort(f"{kind.__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank}/{self.size}, {self.backend})"
+
+
+def _natives(handles: Sequence[Handle]) -> list[Any]:
+    return [handle._native for handle in handles]
+
+
+def _expect_arguments(group: Any, backend: str, timeout_s: float) -> float:
+    """The time limit, of what clocks, sockets and torch take."""
+    if backend not in ("auto", "shm", "local", "nccl", "c10d"):
+        raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if isinstance(group, LocalRank):
+        if backend in ("shm", "nccl", "c10d"):
+            raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
+    return min(timeout_s, _LONGEST_S)
+
+
+def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:
+    is_cpu = device is None or torch.device(device).type == "cpu"
+    if backend in ("shm", "c10d") and not is_cpu:
+        raise ValueError(f"backend {backend!r} is for CPU tensors, not device {str(device)!r}")
+
+
+def _expect_cuda(index: int) -> None:
+    if index == CPU:
+        raise ValueError("backend 'nccl' is for CUDA tensors: pass device='cuda'")
+
+
+def _close_all() -> None:
+    """Ends what is in flight before the interpreter goes: what operations keep alive may need it to be freed.
+
+    Ctrl-C ends the waiting, not the closing.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(native().stop_freeing)
+        stack.callback(_close_open, 0.0)
+        _close_open(_EXIT_GRACE_S)
+
+
+def _close_open(grace_s: float) -> None:
+    """In the order of the making, the same on all ranks: the end of an NCCL communicator waits for that of the others'."""
+    until = time.monotonic() + grace_s
+    for _, communicator in sorted(_open_communicators.items()):
+        with contextlib.suppress(Error):  # one that has failed must not keep the others open
+            communicator.close(max(until - time.monotonic(), 0.0))
+
+
+@functools.cache
+def _close_all_at_exit() -> None:
+    atexit.register(_close_all)

@@ -1,0 +1,396 @@
+"""Grid: ranks that shard over one group and replicate over another (HSDP), and what they all do together.
+
+A rank's *shard group* are the ranks among which its gradients and states are sharded; its *replicas* are the ranks of
+other shard groups that own the same shard. A bucket is reduced in three operations, [Note: over a grid]:
+
+1. reduce-scatter over the shard group: the *partial sum* of this rank's shard, in fp32 (fp64 of fp64), into a buffer
+   for such;
+2. reduce-scatter over the replicas, in place: each of the R sums an R-th of it;
+3. all-gather over the replicas, in place, whose sink is the gradient shard: it takes the whole sum and its norm.
+
+So every element is summed by one rank, in rank order, and the replicas receive its bits: they cannot drift apart,
+whatever order NCCL adds in. An all-gather of partial sums, added up on every rank, would save an operation, but has
+each rank receive R - 1 of them instead of 2 (R - 1) / R: as much for two replicas, and more for every other number.
+Partial sums travel in fp32 though buckets may have 16 bits: only gradients are rounded, never sums.
+
+What is agreed between hosts is exchanged within the shard group and then among the replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bucketwheel.comm import nccl
+from bucketwheel.comm.collectives import reduce_scatter
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle, wait_all
+from bucketwheel.device import CPU, torch_device
+from bucketwheel.errors import Error
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Lease, Pool
+
+__all__ = ["GRID_MARK", "Grid", "GridReduction", "grid_of"]
+
+
+class Grid:
+    """All ranks of a grid, one shard group after the other; ``rank`` is ``replicate.rank * shard.size + shard.rank``.
+
+    It stands where a `Communicator` of all of them would, in the methods that it has. Made by all of them together:
+    ValueError on every rank unless each shard group meets each group of replicas in one rank, which has the same number
+    in its shard group as its replicas have in theirs, and the other way round. What fails one of its communicators
+    fails both, until `close`.
+    """
+
+    def __init__(self, shard: Communicator, replicate: Communicator) -> None:
+        for comm in (shard, replicate):
+            if comm.is_registered:
+                raise ValueError(
+                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial sums "
+                    "are in plain memory; make it without"
+                )
+        self.shard = shard
+        self.replicate = replicate
+        self.size = shard.size * replicate.size
+        self.rank = replicate.rank * shard.size + shard.rank
+        self.device = shard.device
+        self._partials: list[_Partial] = []
+        self._waiting: collections.deque[GridReduction] = collections.deque()  # not yet issued to the end, in order
+        self._last: Handle | None = None
+        # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
+        # a hook must not, for they may be waiting for this rank.
+        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
+        self._tie: Any = None
+        with self._failing_as_one():
+            self._takes_turns = not self._expect_grid()
+        self._tie = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/peers/tie.h
+
+    def _expect_grid(self) -> bool:
+        """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
+        shard, replicate = self.shard, self.replicate
+        has_order = nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
+        mine = [secrets.token_hex(8), shard.rank, replicate.rank, has_order]
+        said = shard.exchange(GRID_MARK + json.dumps(mine).encode())
+        group = [json.loads(one[len(GRID_MARK) :]) for one in said if one.startswith(GRID_MARK)]
+        replicas = [json.loads(one) for one in self._among_replicas(json.dumps([shard.rank, group]).encode())]
+        table = [of_peer for _, of_peer in replicas]  # by shard groups
+        problem = self._problem([place for place, _ in replicas], table)
+        # Who finds all in order, and those of its groups with the same table, is in a grid of that table, and everybody
+        # in it hears what anybody has found.
+        digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+        verdict = json.dumps([problem, digest]).encode()
+        try:
+            verdicts = (
+                [verdict] if len(group) < shard.size else shard.exchange(verdict)
+            )  # those without a grid are gone
+            everyone = [json.loads(one) for one in self._spread(verdicts)]
+        except Error:  # and others went with them
+            if not problem:
+                raise
+            everyone = [(problem, digest)]
+        problems = [found for found, _ in everyone if found]
+        if not problems and len({theirs for _, theirs in everyone}) > 1:
+            problems.append("ranks of one process_group have replicas in different ones")
+        if problems:
+            raise ValueError(
+                f"process_group and replicate_group are not a grid: {problems[0]}. With S ranks to shard over and R replicas, "
+                "rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of the replicate_group "
+                "[s, S + s, ..., (R - 1) * S + s]"
+            )
+        return all(has_order for group in table for *_, has_order in group)
+
+    def _problem(self, places: list[int], table: list[list[list[Any]]]) -> str:
+        """What this rank sees to be wrong with its replicas' shard groups, in which these have ``places``; empty if
+        nothing is."""
+        s, r = self.shard.rank, self.replicate.rank
+        if set(places) != {s}:
+            return f"the ranks of a replicate_group have the places {places} in their process_groups"
+        for number, group in enumerate(table):
+            if len(group) != self.shard.size:
+                return (
+                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of the "
+                    f"process_group of rank {number} have a replicate_group"
+                )
+            for place, (_, shard_rank, replicate_rank, _) in enumerate(group):
+                if (shard_rank, replicate_rank) != (place, number):
+                    return (
+                        f"rank {shard_rank} of a process_group is rank {replicate_rank} of its replicate_group, where "
+                        f"rank {s} is rank {r} of its own and meets rank {number} there"
+                    )
+        tokens = {token for group in table for token, *_ in group}
+        if len(tokens) != self.size:
+            return f"{self.size} places of the grid are taken by {len(tokens)} ranks"
+        return ""
+
+    # --- what a communicator has -------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        """That of the shard group, which takes the gradients."""
+        return self.shard.backend
+
+    @property
+    def sees_peers(self) -> bool:
+        return self.shard.sees_peers and self.replicate.sees_peers
+
+    @property
+    def pool(self) -> Pool:
+        """Where the shard group reads buckets from."""
+        return self.shard.pool
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.shard.max_payload_bytes
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """`Communicator.exchange`, of all ranks of the grid."""
+        with self._failing_as_one():
+            return self._spread(self.shard.exchange(payload))
+
+    def _spread(self, group: Sequence[bytes]) -> list[bytes]:
+        """The payloads of all shard groups by rank, from those of this one."""
+        return [payload for other in self._among_replicas(_packed(group)) for payload in _unpacked(other)]
+
+    def _among_replicas(self, payload: bytes) -> list[bytes]:
+        """Everyone's of the replicas, of any length: in as many rounds as the longest takes."""
+        most = self.replicate.max_payload_bytes - _LENGTH.size
+        first = self.replicate.exchange(_LENGTH.pack(len(payload)) + payload[:most])
+        sizes = [_LENGTH.unpack_from(other)[0] for other in first]
+        everyone = [bytearray(other[_LENGTH.size :]) for other in first]
+        for begin in range(most, max(sizes), most):
+            for own, other in zip(everyone, self.replicate.exchange(payload[begin : begin + most]), strict=True):
+                own += other
+        return [bytes(own) for own in everyone]
+
+    def broadcast_into(self, tensor: Tensor, root: int) -> GridBroadcast:
+        """Makes ``tensor`` on every rank what it is on rank 0, the only root there is."""
+        assert root == 0
+        first = self.shard.broadcast_into(tensor, 0)  # in every shard group; then the first one's is everybody's
+        return GridBroadcast([first, self.replicate.broadcast_into(tensor, 0, after=[first])])
+
+    def abort(self, reason: str) -> None:
+        """Fails both communicators, and so, rank by rank, all of the grid's."""
+        self.shard.abort(reason)
+        self.replicate.abort(reason)
+
+    @contextlib.contextmanager
+    def _failing_as_one(self) -> Iterator[None]:
+        """Where one communicator fails the other one's ranks hear of it at once, and not when the watchdog looks."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException as error:
+            if (tie := self._tie) is not None:
+                tie.look()  # what a peer has failed is a PeerError in both, and not an abort of this rank's
+            self.abort(f"{type(error).__name__} in the other direction of the grid: {error}")
+            raise
+
+    # --- reducing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+        """Memory for ``count`` buckets on their way at once; of each that there is the elements of a shard, and its dtype."""
+        self._kinds = sorted({(_sum_dtype(dtype), numel) for numel, dtype in buckets}, key=str)
+        self._partials = [self._new_partial() for _ in range(count)] if self._kinds else []
+
+    def _new_partial(self) -> _Partial:
+        size_bytes = max(self._padded(numel) * dtype.itemsize for dtype, numel in self._kinds)
+        lease = self.replicate.pool.acquire("", size_bytes)
+        memory = {kind: lease.tensor(kind[0], (self._padded(kind[1]),)) for kind in self._kinds}
+        sinks = {kind: _storing_sink(memory[kind].narrow(0, 0, kind[1]), self.device) for kind in self._kinds}
+        return _Partial(lease, memory, sinks)
+
+    def _padded(self, numel: int) -> int:
+        """The elements of a shard and padding: a multiple of the replicas."""
+        return -(-numel // self.replicate.size) * self.replicate.size
+
+    def _free_partial(self) -> _Partial:
+        """The one that has been in use for longest; the reduce-scatter waits for its last use, this thread does not."""
+        self._advance()
+        partial = self._partials[0]
+        if partial.is_busy or (self._defers and partial.used_by is not None and not partial.used_by.is_ordered()):
+            partial = self._new_partial()
+        else:
+            del self._partials[0]
+        self._partials.append(partial)
+        return partial
+
+    def reduce_scatter_into(self, full: Tensor, sink: Any) -> GridReduction:
+        """Sums ``full`` over all ranks of the grid and feeds this rank's part to ``sink``; [Note: over a grid]."""
+        numel = full.numel() // self.shard.size
+        partial = self._free_partial()
+        partial.is_busy = True
+        last = self._last if self._takes_turns else None
+        after = [handle for handle in (partial.used_by, last) if handle is not None]
+        with self._failing_as_one():
+            kind = (_sum_dtype(full.dtype), numel)
+            first = self.shard.reduce_scatter_into(full, partial.sinks[kind], after=after)
+            reduction = GridReduction(self, first, partial, sink, kind)
+            self._waiting.append(reduction)
+            self._advance()
+        return reduction
+
+    def _advance(self, until: GridReduction | None = None) -> None:
+        """Issues what can be, and, by waiting where it must, all of ``until``; in the order of the buckets."""
+        while self._waiting:
+            reduction = self._waiting[0]
+            if self._defers and not reduction.steps[-1].is_ordered():
+                if until is None or until.is_issued:
+                    return
+                reduction.steps[-1].wait()
+            reduction._issue_next()
+            if reduction.is_issued:
+                self._last = reduction.steps[-1]
+                self._waiting.popleft()
+
+    @property
+    def partial_sum_bytes(self) -> int:
+        """Of the memory for partial sums."""
+        return sum(partial.lease.nbytes for partial in self._partials)
+
+    def forget_uses(self) -> None:
+        """The next bucket is of another CUDA graph, or of none, and is not to wait for those before: [Note: captured windows]."""
+        self._last = None
+        for partial in self._partials:
+            partial.used_by = None
+
+    def release(self) -> None:
+        """Gives the memory of partial sums back. What is not issued to the end never will be."""
+        for reduction in self._waiting:
+            reduction._partial.used_by = reduction.steps[-1]
+        self._waiting.clear()
+        for partial in self._partials:
+            partial.lease.release(after=partial.used_by)
+        self._partials.clear()
+
+    def close(self) -> None:
+        """`release`; what fails one communicator from now on does not fail the other. Local."""
+        self.release()
+        self._tie = None
+
+
+_Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has
+
+
+@dataclass
+class _Partial:
+    """Memory for partial sums: as a padded tensor, and what stores the sums of a bucket there, by the kind of bucket."""
+
+    lease: Lease
+    memory: dict[_Kind, Tensor]
+    sinks: dict[_Kind, Any]
+    used_by: Handle | None = None  # the last operation that reads or writes it
+    is_busy: bool = False  # its reduction is not issued to the end
+
+
+def grid_of(shard: Communicator, replicate: Communicator) -> Communicator | Grid:
+    """All ranks of both; ``shard`` itself where no rank has replicas."""
+    grid = Grid(shard, replicate)
+    return shard if replicate.size == 1 else grid
+
+
+class GridReduction(Handle):
+    """The handle of one bucket's three operations, and its way from one to the next."""
+
+    __slots__ = ("_grid", "_kind", "_partial", "_sink", "steps")
+
+    def __init__(self, grid: Grid, first: Handle, partial: _Partial, sink: Any, kind: _Kind) -> None:
+        super().__init__(first._native, grid.shard)  # `event`: when the bucket's memory is nobody's any more
+        self.steps = [first]
+        self._grid = grid
+        self._partial = partial
+        self._sink = sink
+        self._kind = kind
+
+    @property
+    def is_issued(self) -> bool:
+        return len(self.steps) == 3
+
+    def _issue_next(self) -> None:
+        replicate, partial = self._grid.replicate, self._partial
+        full = partial.memory[self._kind]
+        after = [self.steps[-1]]  # in: the sums are there; out: by `used_by`, which the next bucket in it waits for
+        if len(self.steps) == 1:
+            own = full.narrow(0, replicate.rank * (full.numel() // replicate.size), full.numel() // replicate.size)
+            self.steps.append(reduce_scatter([own], [full], replicate, after=after))
+        else:
+            self.steps.append(replicate.all_gather_to_sink(full, self._sink, self._kind[1], after=after))
+            partial.used_by, partial.is_busy = self.steps[-1], False
+
+    def wait(self, stream: Any = None) -> GridReduction:
+        """`Handle.wait`, of all three."""
+        with self._grid._failing_as_one():
+            self._grid._advance(self)
+            wait_all(self.steps, stream)
+        return self
+
+    def synchronize(self, timeout: float | None = None) -> GridReduction:
+        """`Handle.synchronize`, of all three, each within ``timeout``."""
+        with self._grid._failing_as_one() if timeout is None else contextlib.nullcontext():
+            self._grid._advance(self)
+            for step in self.steps:
+                step.synchronize(timeout)
+        return self
+
+    def query(self) -> bool:
+        """`Handle.query`, of all three."""
+        self._grid._advance()
+        return self.is_issued and all(step.query() for step in self.steps)
+
+    def is_ordered(self) -> bool:
+        """`Handle.is_ordered`, of all three."""
+        self._grid._advance()
+        return self.is_issued and self.steps[-1].is_ordered()
+
+    def await_order(self, timeout: float) -> bool:
+        """`Handle.await_order`, where nothing is deferred; else at once."""
+        return self.steps[-1].await_order(timeout) if self.is_issued else self.is_ordered()
+
+
+@dataclass(frozen=True)
+class GridBroadcast:
+    steps: list[Handle] = field(default_factory=list)
+
+    def wait(self) -> None:
+        wait_all(self.steps)
+
+
+GRID_MARK = b"replicate_group:"  # how the first thing begins that ranks of a grid tell each other
+_LENGTH = struct.Struct("<q")
+
+
+def _packed(payloads: Sequence[bytes]) -> bytes:
+    return _LENGTH.pack(len(payloads)) + b"".join(_LENGTH.pack(len(one)) + one for one in payloads)
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    out = []
+    at = _LENGTH.size
+    for _ in range(_LENGTH.unpack_from(packed)[0]):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(packed, at)[0]
+        out.append(packed[begin:at])
+    return out
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of partial sums of buckets of ``dtype``."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _storing_sink(to: Tensor, device: int) -> Any:
+    """Stores the sums of a reduce-scatter in ``to``."""
+    if device == CPU:
+        return native().StoringSink(to)
+    sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
+    return native().ShardSinkCuda(native().ShardAccumulatorCuda(to, [], sums))

@@ -1,0 +1,215 @@
+"""Gather: parameters on their way back to all ranks, and what ranks must agree on before the first step.
+
+With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on, in the order in which forward needs
+the parameters (`forward_order`). Whoever reads parameters waits first: `pending`, `prefetch`, `Gathers.wait_all`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bucketwheel.comm import handle
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.comm.replicas import GRID_MARK, Grid
+from bucketwheel.gathers.forward_order import ForwardOrder
+from bucketwheel.gathers.module_hooks import CompileWatch, Prefetch, watch_compilations
+from bucketwheel.gathers.pending_param import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
+from bucketwheel.grads.bucket import stream_of
+from bucketwheel.grads.graph_capture import is_capturing
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.packing import Packing
+
+__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
+
+
+def expect_equal_layout(
+    comm: Communicator | Grid, infos: Sequence[ParamInfo], groups: Sequence[str], options: object
+) -> None:
+    """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
+    lines = [f"the optimizer's options: {options}"]
+    lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
+    lines += [
+        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group {info.group}, "
+        f"granularity {info.granularity}"
+        for info in infos
+    ]
+    counts = struct.pack("<qq", len(groups), len(infos))
+    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
+    payload = counts + b"".join(digests[: (comm.max_payload_bytes - len(counts)) // 8])
+    everyone = comm.exchange(payload)
+    if all(other == payload for other in everyone):
+        return
+    if any(other.startswith(GRID_MARK) for other in everyone):
+        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
+    numbers = [struct.unpack_from("<qq", other) for other in everyone]
+    if len(set(numbers)) > 1:
+        raise RuntimeError(
+            f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
+        )
+    at = len(counts)
+    while len({other[at : at + 8] for other in everyone}) == 1:
+        at += 8
+    raise RuntimeError(
+        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
+        "in the same order, with the same options"
+    )
+
+
+def expect_equal_packings(comm: Communicator | Grid, packings: Sequence[Packing]) -> None:
+    """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
+    digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
+            "run the same version of bucketwheel?"
+        )
+
+
+def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -> None:
+    """RuntimeError on every rank unless registered memory lies at the same ``places`` (`Lease.place`) on all. Collective.
+
+    NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
+    """
+    digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} (slab, offset): "
+            "all must make the same acquires of the communicators' pools, in one order, before the optimizer is made, and close() "
+            "the one before it"
+        )
+
+
+def broadcast_flat(comm: Communicator | Grid, flat: Tensor) -> None:
+    """Makes ``flat`` on every rank what it is on rank 0. Collective."""
+    comm.broadcast_into(flat, 0).wait()
+
+
+class Gathers:
+    """The all-gathers of the last step that have not been waited for, of the parameters and buckets of the last `bind`.
+
+    ``overlaps``: they may run on when a step ends.
+    """
+
+    def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
+        self._comm = comm
+        self._params: list[Parameter] = []
+        self._params_of_bucket: Sequence[Collection[int]] = []
+        self._overlaps = overlaps
+        self._running: list[tuple[Handle, int]] = []  # of this step, with the bucket; until all have been waited for
+        self._order = ForwardOrder([])
+        self._compiled = CompileWatch()
+        self._prefetches: list[Prefetch] = []
+        self._thread = threading.get_ident()  # that of the last step
+        on_unseen_read(self)
+        if overlaps:
+            watch_compilations(self)
+
+    def bind(self, infos: Sequence[ParamInfo], params_of_bucket: Sequence[Collection[int]]) -> None:
+        """Says which parameters there are, and for every bucket those that it brings. Nothing is running."""
+        assert not self._running
+        self._params = [info.param for info in infos]
+        self._params_of_bucket = params_of_bucket
+        self._order = ForwardOrder(params_of_bucket)
+        for prefetch in self._prefetches:
+            prefetch.bind(self._params, self._order)
+
+    def order(self) -> list[int]:
+        """The buckets in the order in which the step should bring them. Collective, once a step."""
+        if not self._overlaps:
+            return self._order.buckets
+        return self._order.next_step(self._comm.rank, self._comm.exchange, self._comm.max_payload_bytes)
+
+    def start(self, bucket: int, full: Tensor, own: Tensor) -> None:
+        self._running.append((self._comm.all_gather_into(full, own), bucket))
+
+    def leave_running(self) -> None:
+        """The end of a step: what may be on its way is pending from now on, the rest arrives here."""
+        if not self._overlaps:
+            self.wait_all()
+            return
+        watch_compilations(self)  # again: torch._dynamo.reset() forgets
+        self._thread = threading.get_ident()
+        handles: dict[int, list[Handle]] = {}
+        for gather, bucket in self._running:
+            for index in self._params_of_bucket[bucket]:
+                handles.setdefault(index, []).append(gather)
+        now: dict[Handle, None] = {}
+        for index, brings in handles.items():
+            param = self._params[index]
+            # Another class may have handlers of its own, which would be lost.
+            if type(param) is Parameter and self._compiled.may_be_pending(index):
+                make_pending(param, Arrival(brings, stream_of(param.device), partial(self._order.note, index)))
+            else:
+                now.update(dict.fromkeys(brings))
+        handle.wait_all(now)
+
+    def wait_all(self) -> None:
+        """Every parameter is that of the last step afterwards. Where gathers have failed: the error of the first, every
+        time that this is asked or a parameter is read, until `detach`."""
+        if self._running:
+            # What a capture that has failed left here never runs.
+            captured = is_capturing(self._comm.device)
+            handle.wait_all(gather for gather, _ in self._running if captured or not gather.is_captured)
+            self._forget()
+
+    def wait_for(self, params: Collection[int]) -> None:
+        """The same of these parameters alone."""
+        for index in params:
+            arrive(self._params[index])
+
+    def _forget(self) -> None:
+        for param in self._params if self._overlaps else ():
+            forget(param)
+        self._running = []
+
+    @property
+    def pending(self) -> list[int]:
+        """The parameters that nobody has waited for since the last step."""
+        return [index for index, param in enumerate(self._params) if type(param) is PendingParameter]
+
+    def wait_for_unseen(self) -> None:
+        # Ranks that are threads: a thread may not wait for other ranks' gathers, which wait for it.
+        if self._comm.backend != "local" or self._thread == threading.get_ident():
+            self.wait_all()
+
+    def before_compilation(self) -> None:
+        """[Note: compiled forwards]"""
+        if self._comm.backend == "local" and self._thread != threading.get_ident():
+            return
+        self._compiled.note_compilation(self.pending)
+        for prefetch in self._prefetches:
+            prefetch.forget_calls()
+        self.wait_all()
+
+    def attach(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Hooks that wait just before the forwards that use the parameters. Returns a function that takes them off again."""
+        if not self._overlaps:
+            return lambda: None
+        wait_all = weakref.WeakMethod(self.wait_all)
+        prefetch = Prefetch(model, self._params, self._order, self._compiled, wait_all)
+        self._prefetches.append(prefetch)
+
+        def detach() -> None:
+            if prefetch in self._prefetches:
+                self.wait_all()
+                self._prefetches.remove(prefetch)
+                prefetch.remove()
+
+        return detach
+
+    def detach(self) -> None:
+        """Takes all hooks off, and lets the parameters be whatever they are, without waiting."""
+        for prefetch in self._prefetches:
+            prefetch.remove()
+        self._prefetches.clear()
+        self._forget()

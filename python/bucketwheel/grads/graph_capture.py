@@ -1,0 +1,245 @@
+"""Captured: sync windows that are part of a CUDA graph, and the memory of their buckets.
+
+[Note: captured windows] A window that begins while the current stream is captured ends in the same capture. What it does
+to buckets and shards is enqueued as ever; the graph has it, with the addresses, and nothing of it runs before a replay.
+So:
+
+- Nothing that a captured window reads is from outside: no gradient, no pending factor, no event. Replays come behind
+  whatever their stream holds, and an eager window is joined to the stream that has closed it.
+- A bucket's memory is torch's, from the memory that belongs to the graph, and not the pool's, which would give it to
+  somebody else between two replays. It stays with the optimizer: graphs that write the same parameters never run at
+  once, so the next capture takes it again. Within a capture a block goes on from bucket to bucket behind the event of
+  its last reader, as a lease does.
+- The host learns nothing of replays. What it knows of the shards is what it was at the end of the capture, which is what
+  each replay leaves. Factors and sums are the device's once there has been a capture: what the host does to gradients
+  between windows goes there as it is done, and nothing that was computed outside of a capture is taken for its own.
+- A capture that ends, or fails, with the window open, or with gradients that `no_sync` has kept, leaves gradients that
+  have never come. Every call says so, in the next capture too, until `zero_grad` forgets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bucketwheel.comm.handle import Handle
+from bucketwheel.device import CPU, torch_device
+from bucketwheel.errors import CaptureError
+from bucketwheel.native.modules import native
+
+__all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "capture_id", "expect_unedited", "is_capturing"]
+
+
+def capture_id(device: int) -> int:
+    """Which CUDA graph capture the current stream of ``device`` is part of, a number that no other has; 0: of none."""
+    return 0 if device == CPU else int(native().capture_id(device))
+
+
+def is_capturing(device: int) -> bool:
+    """Whether the current stream of ``device`` is captured in a CUDA graph."""
+    return capture_id(device) != 0
+
+
+def expect_unedited(
+    infos: Sequence[Any],
+    spaces: Sequence[Any],
+    edited: Collection[int],
+    exchange: Callable[[bytes], Sequence[bytes]],
+) -> None:
+    """CaptureError on all ranks where a step that is captured would take in what was written on one of them to the parameters
+    ``edited``, or that parameters have moved. Collective. ``infos``, ``spaces``: `ParamInfo` and `Space`."""
+    stale = min(
+        (i for space in spaces for i in (*space.flat.moved(), *(i for i in edited if space.has_master and i in space))),
+        default=-1,
+    )
+    for rank, index in enumerate(map(int, exchange(str(stale).encode()))):
+        if index >= 0:
+            raise CaptureError(
+                f"parameter {infos[index].name!r} was written to on rank {rank} since the last step, and every replay would read it again in the "
+                "place of its master weight: call optimizer.reload_master_params() on all ranks before the capture"
+            )
+
+
+class CapturedBlock:
+    """What a bucket of a captured window has in the place of a `Lease`."""
+
+    def __init__(self, nbytes: int, device: int, free: list[CapturedBlock]) -> None:
+        self._device = device
+        self._free = free
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=torch_device(device))
+        self.last_use: Any = None  # a native event of the capture that goes on
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def enter(self) -> CapturedBlock:
+        """The current stream waits for the last bucket's use."""
+        if self.last_use is not None:
+            native().current_stream(self._device).wait(self.last_use)
+        return self
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        (numel,) = shape
+        return self._memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def release(self, after: Handle | None = None) -> None:
+        """The next bucket may have it, behind ``after``, or what the current stream holds."""
+        self.last_use = native().current_stream(self._device).record() if after is None else after.event
+        self._free.append(self)
+
+
+class CapturedBlocks:
+    """The bucket memory of one optimizer's captured windows; each block is as large as the largest bucket."""
+
+    def __init__(self, device: int, block_bytes: int) -> None:
+        self._device = device
+        self._block_bytes = block_bytes
+        self._all: list[CapturedBlock] = []
+        self._free: list[CapturedBlock] = []
+
+    def take(self) -> CapturedBlock:
+        if self._free:
+            return self._free.pop(0).enter()  # the one that has been free for longest
+        block = CapturedBlock(self._block_bytes, self._device, self._free)
+        self._all.append(block)
+        return block
+
+    def end_window(self) -> None:
+        """No bucket has a block, and all uses are joined to the stream that has closed the window, or will never be."""
+        self._free[:] = self._all
+        for block in self._all:
+            block.last_use = None
+
+    def clear(self) -> None:
+        self._all.clear()
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._all)
+
+
+class Captures:
+    """Which windows of an optimizer are captured. ``is_capturable``: whether any may be."""
+
+    def __init__(self, device: int, *, is_capturable: bool) -> None:
+        self._device = device
+        self._is_capturable = is_capturable
+        self._window = 0  # which capture the open window is part of
+        self._kept = 0  # which one has brought what `no_sync` has kept
+        self._has_grads = False  # what p.grad stands for was brought by a captured window
+        self._has_any = False  # one was captured from its begin to its end, ever
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the open window is captured."""
+        return self._window != 0
+
+    def begin(self, is_learnt: bool, has_grads: bool, has_plain: bool) -> None:
+        """A window begins, captured or not. ``has_grads``: it adds to gradients that there are; ``has_plain``: some are not in
+        any bucket yet."""
+        now = self._expect_alive()
+        if now:
+            self._expect_capturable("gradients")
+            if not is_learnt:
+                raise CaptureError(
+                    "the first gradients came under CUDA graph capture: run a whole step before it, in which the ranks agree on "
+                    "which parameters have gradients"
+                )
+            self.expect_own_grads(has_grads, has_plain)
+        self._window = now
+        self._has_grads = now != 0
+
+    def end(self) -> None:
+        """It has ended, and with it what `no_sync` had kept."""
+        self._has_any = self._has_any or self.has_window
+        self._window = self._kept = 0
+
+    def keep(self) -> None:
+        """`no_sync` has left gradients."""
+        self._kept = capture_id(self._device)
+        self._has_grads = self._kept != 0
+
+    def forget(self) -> bool:
+        """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over; forgets it."""
+        is_lost = self._is_lost(capture_id(self._device))
+        self._kept = 0
+        if is_lost:
+            self._window = 0
+        return is_lost
+
+    def _is_lost(self, now: int) -> bool:
+        return self._window not in (0, now) or self._kept not in (0, now)
+
+    def _expect_alive(self) -> int:
+        """The capture that goes on, or 0. CaptureError where gradients were part of another one, or of one that is over."""
+        now = capture_id(self._device)
+        if self._is_lost(now):
+            raise CaptureError(
+                "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or ended before "
+                "step, clip_grad_norm_ or grad_sync): its gradients will never come; call zero_grad on all ranks to forget them"
+            )
+        return now
+
+    def goes_on(self) -> bool:
+        """Whether the open window is captured. CaptureError where it began on the other side of a capture's begin or end."""
+        now = self._expect_alive()
+        if now and not self.has_window:
+            raise CaptureError(
+                "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or grad_sync and "
+                "zero_grad, before the capture"
+            )
+        return now != 0
+
+    def ask(self, what: str, is_open: bool) -> bool:
+        """Whether the call ``what`` is captured, which is about the gradients of the open window if one ``is_open``. CaptureError
+        if it may not be."""
+        if is_open:
+            return self.goes_on()
+        now = self._expect_alive()
+        if now:
+            self._expect_capturable(what)
+        return now != 0
+
+    def expect_none(self, what: str) -> None:
+        """RuntimeError once there has been a captured window: ``what`` moves what its graph reads and writes."""
+        if self._has_any:
+            raise RuntimeError(
+                f"{what} after a step was captured in a CUDA graph: graphs hold the addresses of step counts, shards and buckets, "
+                "which would change; close this optimizer, and capture with a new one of all parameters"
+            )
+
+    def expect_no_replay(self, what: str) -> None:
+        """CaptureError where ``what`` needs gradients, finds none, and they may have come by a replay."""
+        if self._has_any:
+            raise CaptureError(
+                f"{what} found no gradients: p.grad was dropped outside of the CUDA graph (zero_grad), and a replay that brings new ones "
+                "does not put it back; capture zero_grad with the backward and call it nowhere else, or run one whole step without "
+                "the graph first"
+            )
+
+    def refuse_scaler(self) -> None:
+        if is_capturing(self._device):
+            raise CaptureError(
+                "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, backward and "
+                "optimizer.grad_sync(), and call the scaler's unscale_, step and update after each replay"
+            )
+
+    def _expect_capturable(self, what: str) -> None:
+        if not self._is_capturable:
+            raise CaptureError(
+                f"{what} under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
+            )
+
+    def expect_own_grads(self, has_grads: bool, has_plain: bool) -> None:
+        """CaptureError where a call that is captured would read gradients from outside: ``has_grads``, there are some in
+        ``p.grad``; ``has_plain``: some that no window has taken, in memory that a replay would not find filled again."""
+        if has_plain or (has_grads and not self._has_grads):
+            raise CaptureError(
+                "the gradients came before the CUDA graph capture, so a replay would not have new ones: capture zero_grad, forward, "
+                "backward and what follows together"
+            )

@@ -1,0 +1,111 @@
+"""Newcomers: parameters that were frozen when the optimizer was made and get gradients now.
+
+A gradient of theirs is of this rank alone until the next collective call of the optimizer takes the parameter in. Until
+then it is kept aside, behind a placeholder, so that stock code never takes it for a whole one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bucketwheel.grads.placeholder import ShardedGrad
+
+__all__ = ["Newcomers", "add_hook"]
+
+
+def add_hook(param: Tensor, hook: Any) -> Any:
+    """A post-accumulate hook. ``param`` may be frozen: torch takes no hook then, but keeps one that is there."""
+    is_trained = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(is_trained)
+
+
+class Newcomers:
+    """Implements `grad.GradOwner`. ``refuse`` raises an error on all ranks; it is called by what would need all of them."""
+
+    def __init__(self, refuse: Callable[[str], NoReturn]) -> None:
+        self._refuse = refuse
+        self._watched: dict[Tensor, tuple[int, Any]] = {}  # parameter: its number and hook
+        self._placeholders: list[ShardedGrad] = []  # by number
+        self._kept: dict[int, Tensor] = {}
+
+    def watch(self, frozen: Iterable[Tensor]) -> None:
+        """From now on exactly these; of others what is kept goes into ``p.grad``."""
+        wanted = [p for p in frozen if type(p) is Parameter and p.is_floating_point()]
+        known = {id(p) for p in wanted}
+        self.give_back([p for p in self._watched if id(p) not in known])
+        for param in wanted:
+            if param not in self._watched:
+                number = len(self._placeholders)
+                name = f"a parameter of shape {tuple(param.shape)} that was frozen"
+                self._placeholders.append(ShardedGrad(param, self, number, name))
+                hook = add_hook(param, _hook(weakref.ref(self), number))
+                weakref.finalize(self, hook.remove).atexit = False
+                self._watched[param] = (number, hook)
+
+    def give_back(self, params: Iterable[Tensor]) -> None:
+        """Takes the hooks off, and puts what is kept into ``p.grad``."""
+        for param in list(params):
+            number, hook = self._watched.pop(param, (-1, None))
+            if hook is not None:
+                hook.remove()
+                kept = self._kept.pop(number, None)
+                if param.grad is self._placeholders[number]:
+                    param.grad = kept
+
+    def remove(self) -> None:
+        self.give_back(self._watched)
+
+    def on_gradient(self, number: int, param: Tensor) -> None:
+        placeholder = self._placeholders[number]
+        if param.grad is not None and param.grad is not placeholder:
+            self._kept[number] = param.grad
+            param.grad = placeholder
+
+    # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
+
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        with torch.no_grad():
+            self._kept[index] = self._kept[index] + grad
+
+    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
+        for index in indices:
+            self._kept[index].mul_(factor)
+
+    def zero(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._kept[index].zero_()
+
+    def norms(self, indices: Sequence[int], ord: float) -> Tensor:
+        self._refuse_for("norms", indices)
+
+    def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
+        self._refuse_for("unscale", indices)
+
+    def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
+        self._refuse_for("clamp", indices)
+
+    def _refuse_for(self, what: str, indices: Sequence[int]) -> NoReturn:
+        shape = tuple(self._placeholders[indices[0]].shape)
+        self._refuse(
+            f"{what}: a parameter of shape {shape} was frozen when the optimizer was made, and its first gradient is not reduced yet; "
+            "call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all ranks before torch's own"
+        )
+
+
+def _hook(owner: weakref.ref[Newcomers], number: int) -> Callable[[Tensor], None]:
+    def on_gradient(param: Tensor) -> None:
+        newcomers = owner()
+        if newcomers is not None:
+            newcomers.on_gradient(number, param)
+
+    return on_gradient

@@ -1,0 +1,8 @@
+"""Fused kernels over lists of tensors, on the CPU and on CUDA: the Adam step and the L2 norm.
+
+Uses `comm` and below. Start with `ops.py`, the functions for users; `adam_rows.py` is the table that the optimizer keeps.
+"""
+
+from bucketwheel.kernels.ops import adam_step, l2_norm
+
+__all__ = ["adam_step", "l2_norm"]

@@ -1,0 +1,232 @@
+"""Operations on plain tensor lists, for research code: the kernels, and the collectives of `collectives`.
+
+Every function checks all its arguments before it changes anything, and names the offending index in what it raises.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch.autograd.graph import increment_version
+
+from bucketwheel.comm.collectives import PreMulSum, all_gather, reduce_scatter
+from bucketwheel.device import CPU
+from bucketwheel.kernels.ops_cuda import adam_step_cuda, device_of, sums_of_squares_cuda
+from bucketwheel.native.modules import native
+
+__all__ = ["PreMulSum", "adam_step", "all_gather", "l2_norm", "reduce_scatter"]
+
+
+def adam_step(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    steps: int | Sequence[int | torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_scale: float | torch.Tensor = 1.0,
+    noop: torch.Tensor | None = None,
+    max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
+    master_params: Sequence[torch.Tensor | None] | None = None,
+    remainders: Sequence[torch.Tensor | None] | None = None,
+    decoupled: bool = True,
+    maximize: bool = False,
+    state_rounding: Literal["stochastic", "nearest"] = "stochastic",
+    param_rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
+    param_ids: Sequence[int] | None = None,
+) -> None:
+    """One Adam step over lists of tensors of one device, in place and in one native call.
+
+    For each tensor, with t its step and g = ``grad_scale`` * grad (-g to ``maximize``)::
+
+        p = p * (1 - lr * weight_decay)             or, not decoupled: g = g + weight_decay * p
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
+
+    with the largest v so far in place of v in the last line where ``max_exp_avg_sqs`` holds it (amsgrad). Computed in
+    float32, and in float64 for float64 parameters.
+
+    AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the
+    exact order of operations. The result is bitwise the same for any number of threads, division into tensors,
+    alignment and processor, CPU or GPU (NaN payloads excepted).
+
+    On CUDA everything runs in torch's current stream and nothing waits for the device. ``lr``, ``grad_scale``, ``noop``
+    and ``steps`` that are CUDA tensors are read when the step runs, so also anew in every replay of a CUDA graph.
+
+    Args:
+        params: float32, bfloat16, float16 or float64. Any shape; non-overlapping and dense.
+        grads: float32, bfloat16 or float16; float64 for a float64 parameter. Read only: they are not scaled in place.
+        exp_avgs, exp_avg_sqs: m and v, both float32 or both bfloat16; float64 for a float64 parameter.
+        steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
+            (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
+            A tensor listed several times advances once.
+        grad_scale: factor of every gradient, rounded to float32 (but for float64): 1 / world size, 1 / loss scale, a
+            clip coefficient.
+        noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
+        max_exp_avg_sqs: for each parameter the running maximum of v (amsgrad), of v's dtype, or None.
+        master_params: for each bfloat16 or float16 parameter its float32 master, or None. The master is updated and
+            the parameter becomes its value rounded to nearest even; its own old value is not read.
+        remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The
+            two are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros
+            where there is only a bfloat16 weight yet. docs/numerics.md gives the format.
+        state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at
+            all where 1 - beta2 < 2**-8, which is warned about once.
+        param_rounding: of bfloat16 parameters with neither master nor remainder. Rounded to nearest, they ignore
+            updates smaller than half their last place.
+        seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place
+            in its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
+
+    All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
+
+    Raises:
+        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index,
+            tensors are on different devices, or a step is below 1. Nothing has changed.
+        TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
+    """
+    module = native()
+    device = device_of(params)
+    stochastic, stochastic_param = _ROUNDINGS.get(state_rounding), _ROUNDINGS.get(param_rounding)
+    if stochastic is None or stochastic_param is None:
+        name, value = ("state", state_rounding) if stochastic is None else ("param", param_rounding)
+        raise ValueError(f"{name}_rounding is {value!r}, expected 'stochastic' or 'nearest'")
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise ValueError(f"betas is {betas!r}, expected two numbers") from None
+    if not stochastic and beta2 not in _warned_of:
+        _warn_of_nearest(beta2, exp_avg_sqs)
+    optional = (max_exp_avg_sqs, master_params, remainders)
+    if device != CPU:
+        adam_step_cuda(
+            device,
+            (params, grads, exp_avgs, exp_avg_sqs, *optional),
+            steps,
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+            noop=noop,
+            param_ids=param_ids,
+            decoupled=decoupled,
+            maximize=maximize,
+            stochastic=stochastic,
+            stochastic_param=stochastic_param,
+            seed=seed,
+        )
+    else:  # by position throughout: for small tensors the call is what takes the time
+        module.use_torch_threads(torch.get_num_threads())
+        skip = noop is not None and bool(noop.item() != 0)
+        lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
+        choices = (decoupled, maximize, stochastic, stochastic_param, seed)
+        try:
+            factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
+            module.adam_step(*lists, steps, *factors, skip, param_ids, *choices)
+        except (TypeError, ValueError) as error:
+            _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+            if "incompatible function arguments" in str(error):
+                _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
+            raise
+        if skip:
+            return
+    written = [*params, *exp_avgs, *exp_avg_sqs]
+    for tensors in optional:
+        if tensors is not None:
+            written += [tensor for tensor in tensors if tensor is not None]
+    if not isinstance(steps, int):
+        written += [step for step in steps if isinstance(step, torch.Tensor)]
+    increment_version(written)
+
+
+_ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
+
+
+# Of what the native call does not take it says only that it does not, after printing every tensor.
+def _expect_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name} is {value!r}, expected a number")
+
+
+def _expect_choices(param_ids: Any, seed: Any, **flags: Any) -> None:
+    if not hasattr(seed, "__index__") or not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2**64 - 1")
+    ids: Sequence[Any] = param_ids if isinstance(param_ids, Sequence) else () if param_ids is None else (None,)
+    if not all(hasattr(i, "__index__") and 0 <= i < 2**30 for i in ids):
+        raise ValueError(f"param_ids is {param_ids!r}, expected ints from 0 to 2**30 - 1")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected a bool")
+
+
+_warned_of: set[float] = set()  # each beta2 once
+
+
+def _warn_of_nearest(beta2: float, exp_avg_sqs: Sequence[torch.Tensor]) -> None:
+    if 1 - beta2 >= 2**-8 or not any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
+        return
+    warnings.warn(
+        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its last "
+        "place. Use state_rounding='stochastic', or float32 states",
+        stacklevel=3,
+    )
+    _warned_of.add(beta2)  # not where the warning is an error: nothing has been done then
+
+
+@overload
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def l2_norm(
+    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The L2 norm of a list of tensors of one device taken as one vector, or of each of them.
+
+    Squares are added in double and in a fixed order, so the result does not overflow for finite elements and is bitwise
+    the same in every run, for any number of threads and on any processor. It does depend on how the elements are
+    divided into tensors and, in the last bit, on their order in memory.
+
+    Args:
+        tensors: float32, bfloat16, float16 or float64, of any shapes, non-overlapping and dense. May be empty, list and
+            tensors. Squares of float64 elements are rounded to double, and overflow to infinity from 1.3e154 on.
+        per_tensor: return a norm for each tensor.
+        return_nonfinite: return also whether there is an infinity or a NaN, or a sum of float64 squares has overflowed.
+
+    Returns:
+        A float64 tensor of shape [] (or [len(tensors)]) on the tensors' device (for no tensors: the CPU); nothing waits
+        for the device. With ``return_nonfinite`` also a bool tensor of the same shape. As in torch, an infinite element
+        gives infinity, and a NaN gives NaN.
+
+    Raises:
+        ValueError: a tensor has gaps or overlaps itself, or tensors are on different devices.
+        TypeError: another dtype, or not a tensor.
+    """
+    device = device_of(tensors)
+    if device != CPU:
+        each, total = sums_of_squares_cuda(device, tensors)
+        squared = each if per_tensor else total[0]
+        norm = squared.sqrt()
+        return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
+    native().use_torch_threads(torch.get_num_threads())
+    sums = [sumsq for sumsq, _ in native().sumsq(tensors)]
+    like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
+    if per_tensor:
+        norm = torch.tensor([math.sqrt(x) for x in sums], **like)
+    else:
+        sums = native().fold(sums)
+        norm = torch.scalar_tensor(math.sqrt(sums), **like)
+    return (norm, ~torch.isfinite(torch.tensor(sums, **like))) if return_nonfinite else norm

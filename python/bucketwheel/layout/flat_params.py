@@ -1,0 +1,170 @@
+"""Flat parameters: every parameter of one dtype is a view into one buffer of the communicator's pool.
+
+The buffer is cut as `plan.pack` says, so a bucket's parameters are one contiguous range and its all-gather writes
+straight into the parameters. The `Parameter` objects stay what they are; only their memory moves. Each gets a storage
+of its own, so that saving one saves just that one, and a version counter of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bucketwheel.layout.packing import Packing, PackItem, pack
+from bucketwheel.pool.pool import Lease, Pool
+
+__all__ = [
+    "FlatParams",
+    "ParamInfo",
+    "expect_dense",
+    "expect_gradient_of",
+    "expect_same_memory_kind",
+    "in_memory_order",
+]
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes.
+
+    ``dtype``, ``stride`` and ``device`` are those it was taken with; the parameter may have been given other memory
+    since (D13).
+    """
+
+    index: int
+    name: str
+    param: Parameter
+    group: int
+    granularity: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
+    """RuntimeError naming the parameter if it is no longer of the dtype, device, shape and strides that it was taken with."""
+    param = info.param
+    if (param.dtype, param.device, param.shape, param.stride()) != (info.dtype, info.device, shape, stride):
+        raise RuntimeError(
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on {info.device} when the optimizer took it and is "
+            f"{param.dtype} {tuple(param.shape)} (strides {param.stride()}) on {param.device} now; convert or move the model "
+            "first, then make the optimizer"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense: some order of the dimensions makes it contiguous."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != expected:
+                return tensor.numel() == 0
+            expected *= size
+    return True
+
+
+def expect_dense(infos: Sequence[ParamInfo]) -> None:
+    """ValueError naming the first parameter that is not dense in memory."""
+    for info in infos:
+        if not _is_dense(info.param):
+            raise ValueError(
+                f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
+                "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
+            )
+
+
+class FlatParams:
+    """Moves ``infos``' parameters (dense, of one dtype, on the pool's device) into one lease of ``pool``.
+
+    The order in the buffer is the reverse of the order given: gradients arrive from the last parameter to the first.
+    """
+
+    def __init__(self, infos: Sequence[ParamInfo], *, world: int, bucket_numel: int, pool: Pool) -> None:
+        self.infos = list(reversed(infos))
+        self.dtype = infos[0].param.dtype
+        items = [PackItem(info.param.numel(), info.granularity) for info in self.infos]
+        self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
+        key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
+        self.lease: Lease = pool.acquire(key, self.packing.numel * self.dtype.itemsize)
+        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,))
+        self._slots: list[Tensor] = []
+        with torch.no_grad():
+            for begin, info in zip(self.packing.begins, self.infos, strict=True):
+                slot = self._slot_like(info.param, begin)
+                slot.copy_(info.param.data)
+                info.param.data = slot
+                self._slots.append(slot)
+        self._places = [slot.data_ptr() for slot in self._slots]
+
+    def _slot_like(self, tensor: Tensor, begin: int) -> Tensor:
+        """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
+        piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
+        return piece.as_strided(tensor.shape, tensor.stride())
+
+    def moved(self) -> list[int]:
+        """Indices of the parameters whose memory was replaced."""
+        pairs = zip(self._places, self.infos, strict=True)
+        return [info.index for place, info in pairs if info.param.data_ptr() != place]
+
+    def expect_bindable(self, moved: Sequence[int]) -> None:
+        """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device
+        or shape, and training the buffer would silently do nothing to it."""
+        for slot, info in zip(self._slots, self.infos, strict=True):
+            param = info.param
+            if info.index in moved and (param.dtype, param.device, param.shape) != (
+                slot.dtype,
+                slot.device,
+                slot.shape,
+            ):
+                expect_same_memory_kind(info, slot.shape, slot.stride())
+
+    def rebind(self, moved: Sequence[int]) -> None:
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their values: D13."""
+        for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
+            if info.index in moved:
+                slot = self._slots[at]
+                if slot.data_ptr() != place:  # `share_memory_` moved the storage itself, which is the slot's too
+                    slot = self._slots[at] = self._slot_like(slot, self.packing.begins[at])
+                slot.copy_(info.param.data)
+                info.param.data = slot
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again and ends the lease."""
+        for place, slot, info in zip(self._places, self._slots, self.infos, strict=True):
+            if info.param.data_ptr() == place:
+                info.param.data = slot.clone(memory_format=torch.preserve_format)
+        self._slots.clear()
+        self._places.clear()
+        del self.flat
+        self.lease.release()
+
+
+def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
+    """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder cannot stand for."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
+        )
+    if grad.shape != info.param.shape:
+        raise RuntimeError(
+            f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
+        )
+    if grad.dtype != info.dtype and info.param.grad_dtype is not None:
+        raise RuntimeError(
+            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
+            "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
+        )
+
+
+def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
+    """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
+    if grad.stride() != info.stride and grad.numel() > 1:
+        grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
+    return grad.detach().as_strided((grad.numel(),), (1,))

@@ -1,0 +1,116 @@
+"""Space: the parameters of one dtype in flat memory, and this rank's shards beside it: gradients, states and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from bucketwheel.kernels.adam_rows import AdamRows
+from bucketwheel.layout.flat_params import FlatParams, ParamInfo
+from bucketwheel.layout.masters import follow_param, has_master, take_param
+from bucketwheel.layout.packing import Packing, Segment
+from bucketwheel.layout.precision import Precision
+from bucketwheel.pool.pool import Pool
+
+__all__ = ["Space"]
+
+
+class Space:
+    """The parameters ``infos`` (of one dtype), moved into memory of ``param_pool``; ``rank``'s shards in ``state_pool``.
+
+    ``indices[packed]`` is the index of every packed parameter. ``grad`` holds sums of gradients, ``states`` what the
+    kernel keeps for each element: all 1-D over this rank's shard space.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        *,
+        rank: int,
+        world: int,
+        precision: Precision,
+        bucket_cap_bytes: int,
+        param_pool: Pool,
+        state_pool: Pool,
+    ) -> None:
+        self.rank = rank
+        self.dtype = infos[0].dtype
+        self.wire_dtype = precision.wire_of(self.dtype)
+        bucket_numel = max(1, bucket_cap_bytes // self.wire_dtype.itemsize)
+        self.flat = FlatParams(infos, world=world, bucket_numel=bucket_numel, pool=param_pool)
+        self.indices = [info.index for info in self.flat.infos]
+        self._infos = self.flat.infos
+        self._packed_at = {index: packed for packed, index in enumerate(self.indices)}
+        self._state_pool = state_pool
+        self.grad = self._new_shard("grad", precision.accum_of(self.dtype))
+        self.states = {name: self._new_shard(name, dtype) for name, dtype in precision.kept_of(self.dtype).items()}
+
+    def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
+        numel = self.packing.shard_numel
+        lease = self._state_pool.acquire(f"{name}/{self.dtype}/{self.indices[0]}", numel * dtype.itemsize)
+        return lease.tensor(dtype, (numel,)).zero_()
+
+    @property
+    def packing(self) -> Packing:
+        return self.flat.packing
+
+    @property
+    def has_master(self) -> bool:
+        return has_master(self.states)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._packed_at
+
+    def packed_at(self, index: int) -> int:
+        """The place of the parameter ``index`` in the packing."""
+        return self._packed_at[index]
+
+    def owned(self, index: int) -> list[Segment]:
+        """The parts of the parameter ``index`` that this rank owns."""
+        return self.packing.owned(self._packed_at[index], self.rank)
+
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """This rank's part of the states of the parameter ``index``; contiguous in shard space."""
+        segments = self.owned(index)
+        begin = segments[0].shard_begin if segments else 0
+        numel = sum(s.numel for s in segments)
+        return {name: shard.narrow(0, begin, numel) for name, shard in self.states.items()}
+
+    def _states_in(self, segment: Segment) -> dict[str, Tensor]:
+        return {name: shard.narrow(0, segment.shard_begin, segment.numel) for name, shard in self.states.items()}
+
+    def _own(self, segment: Segment) -> Tensor:
+        return self.flat.flat.narrow(0, segment.flat_begin, segment.numel)
+
+    def values_of(self, index: int) -> Tensor:
+        """This rank's part of the parameter ``index``, in the order of `state_of`; a copy."""
+        parts = [self._own(segment) for segment in self.owned(index)]
+        return torch.cat(parts) if parts else self.flat.flat[:0].clone()
+
+    def add_row(self, rows: AdamRows, segment: Segment) -> None:
+        """Adds the kernel's row for ``segment``."""
+        info = self._infos[segment.param]
+        cut = self._states_in(segment)
+        rows.add(
+            info.index,
+            info.group,
+            self._own(segment),
+            self.grad.narrow(0, segment.shard_begin, segment.numel),
+            cut["exp_avg"],
+            cut["exp_avg_sq"],
+            cut.get("master_param"),
+            max_exp_avg_sq=cut.get("max_exp_avg_sq"),
+            remainder=cut.get("remainder"),
+            param_begin=segment.param_begin,
+        )
+
+    def read_master(self, indices: Collection[int], *, whole: bool = False) -> None:
+        """`follow_param`, or `take_param`, for this rank's part of those of the parameters ``indices`` that are here and have a
+        master."""
+        if not self.has_master:
+            return
+        for index in self.indices:
+            for s in self.owned(index) if index in indices else ():
+                (take_param if whole else follow_param)(self._own(s), self._states_in(s))

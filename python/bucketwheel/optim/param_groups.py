@@ -1,0 +1,177 @@
+"""What an optimizer is given: the checks of its arguments, and the parameters and communicator that come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.device import CPU, device_index, torch_device
+from bucketwheel.kernels.adam_rows import expect_uniform_flags
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.precision import PARAM_DTYPES
+
+__all__ = [
+    "collect_params",
+    "communicator_for",
+    "communicators_for",
+    "expect_hyperparameters",
+    "expect_options",
+    "group_texts",
+]
+
+
+def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """torch.optim.AdamW's own checks and texts."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not 0.0 <= lr:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not 0.0 <= eps:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for i in (0, 1):
+        if not 0.0 <= betas[i] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
+    if not 0.0 <= weight_decay:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def expect_options(
+    capturable: bool,
+    static_graph: bool,
+    differentiable: bool,
+    on_external_update: str,
+    max_inflight_buckets: int,
+    bucket_cap_mb: float | None,
+) -> None:
+    """ValueError for options that are wrong whatever the parameters are."""
+    if capturable and not static_graph:
+        raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
+    if differentiable:
+        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
+    if on_external_update not in ("resync", "error", "ignore"):
+        raise ValueError(f"on_external_update must be 'resync', 'error' or 'ignore', got {on_external_update!r}")
+    if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
+        raise ValueError(
+            f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
+        )
+
+
+def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
+    asked = group.get("granularity", 1)
+    value = (param.stride(0) if param.dim() > 1 and param.is_contiguous() else 1) if asked == "row" else asked
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"granularity of the group of {name!r} must be 'row' or an int >= 1, got {asked!r}")
+    return value
+
+
+def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = ()) -> list[ParamInfo]:
+    """The trainable parameters of all groups that are not ``known``, in order; their indices go on behind those.
+
+    ValueError or TypeError naming the first that cannot be trained.
+    """
+    infos: list[ParamInfo] = []
+    devices = {param.device for param in known}
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            if not param.requires_grad or param in known:
+                continue
+            if type(param.data) is not Tensor or param.layout != torch.strided:
+                raise TypeError(
+                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                )
+            if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
+                    "float64 on cpu and cuda are supported"
+                )
+            devices.add(param.device)
+            if len(devices) > 1:
+                others = next(iter(devices - {param.device}))
+                raise ValueError(
+                    f"parameter {name!r} is on {param.device}, others on {others}; all must be on one device"
+                )
+            if param.grad_dtype not in (None, param.dtype):
+                raise ValueError(
+                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder cannot be its p.grad; "
+                    "set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype is what they are summed in)"
+                )
+            granularity = _granularity(group, param, name)
+            index = len(known) + len(infos)
+            infos.append(ParamInfo(index, name, param, g, granularity, param.dtype, param.stride(), param.device))
+    expect_uniform_flags(param_groups)
+    return infos
+
+
+def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """What ranks must have in common of their groups, for comparison and for messages."""
+    return [
+        f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, decoupled_weight_decay "
+        f"{bool(g['decoupled_weight_decay'])}"
+        for g in param_groups
+    ]
+
+
+def communicator_for(
+    process_group: dist.ProcessGroup | Communicator | None,
+    device: torch.device,
+    *,
+    argument: str = "process_group",
+    needs_one: bool = False,
+) -> Communicator | None:
+    """Where gradients are reduced; None: no other ranks, so no communication is needed, unless it ``needs_one``."""
+    if isinstance(process_group, Communicator):
+        if process_group.device != device_index(device):
+            raise ValueError(
+                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
+                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
+            )
+        return process_group
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    size = dist.get_world_size(process_group)
+    if size < 0:  # torch's group of somebody else
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in {argument}; every rank passes the group that it belongs to, made by "
+            "dist.new_group on all ranks"
+        )
+    if size == 1:
+        return Communicator(process_group, name="optimizer", device=device) if needs_one else None
+    if device_index(device) == CPU:
+        return Communicator(process_group, name="optimizer", device=device)
+    _, reduces = Communicator.pair(process_group, name="optimizer", device=device)
+    return reduces
+
+
+def communicators_for(
+    process_group: dist.ProcessGroup | Communicator | None,
+    replicate_group: dist.ProcessGroup | Communicator | None,
+    device: torch.device,
+) -> tuple[Communicator | None, Communicator | None]:
+    """Where states are sharded, and where they are replicated; None for a direction without other ranks."""
+    if replicate_group is None:
+        return communicator_for(process_group, device), None
+    if process_group is None:
+        raise ValueError(
+            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to replicate only)"
+        )
+    if _size_of(process_group) == _size_of(replicate_group) == 1:
+        return communicator_for(process_group, device), None
+    # A group of one rank too: whether others have more in theirs is found when they are compared.
+    shard = communicator_for(process_group, device, needs_one=True)
+    try:
+        return shard, communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
+    except BaseException:
+        if shard is not None and shard is not process_group:
+            shard.close(0.0)
+        raise
+
+
+def _size_of(group: dist.ProcessGroup | Communicator) -> int:
+    return group.size if isinstance(group, Communicator) else dist.get_world_size(group)

@@ -1,0 +1,440 @@
+"""ShardedAdamW: `torch.optim.AdamW` whose gradients and states are sharded over the ranks of a process group."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import ClosedError
+from bucketwheel.grads.reduced import clip_coefficient
+from bucketwheel.layout.precision import Precision
+from bucketwheel.optim import state_dict as states
+from bucketwheel.optim.engine import Ranks, close_all, make_engine
+from bucketwheel.optim.local_engine import LocalEngine
+from bucketwheel.optim.members import Members
+from bucketwheel.optim.param_groups import expect_hyperparameters, expect_options
+from bucketwheel.optim.scope import Scope
+from bucketwheel.optim.sharded_engine import ShardedEngine, ShardedOptions
+
+__all__ = ["ShardedAdamW"]
+
+
+class ShardedAdamW(Scope, Optimizer):
+    r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
+
+    The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order
+    of operations of ``torch.optim.AdamW(fused=True)``. Gradients are averaged over the group as
+    `DistributedDataParallel` does; do not wrap the model in it. With no process group (or a group of one) this is a
+    local fused AdamW.
+
+    Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay)
+    and, by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes
+    a placeholder that answers stock torch code (`bucketwheel.grads.placeholder`); values are available from `full_grad`.
+    Backward may run in any thread, but no two at once that reach the same parameter.
+
+    Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
+    `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
+
+    Args:
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16,
+            float16 and float64, also mixed, on the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone; once
+            they are trained the next collective call takes them in. A group may
+            carry ``"granularity"``: an int, or ``"row"``: shard boundaries then never split that many consecutive
+            elements of a parameter (default 1).
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the
+            same in all groups; ``amsgrad`` stays what it is.
+        foreach, fused: accepted and ignored; the update is always fused.
+        decoupled_weight_decay: False: weight decay is added to the gradient (L2), as in `torch.optim.Adam`. The same in
+            all groups.
+        process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
+            `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
+            ``torch.distributed`` is initialised, else this process alone.
+        replicate_group: with a ``process_group`` of S ranks, replicate what they shard over R such groups (HSDP): the
+            R ranks that are at this rank's place in theirs. Gradients are reduced over the ``process_group`` first,
+            and only this rank's part of them over the ``replicate_group``; parameters are gathered within the
+            ``process_group``. Collective calls are those of all S x R ranks. ValueError on all ranks unless the groups
+            are a grid.
+        gradient_average: mean over all ranks (True) or sum.
+        broadcast_params: take rank 0's parameters at construction; of a grid, those of its first rank.
+        master_weights: where the precise weights of bfloat16 and float16 parameters are kept. ``"auto"``, ``"fp32"``: in
+            an fp32 master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of
+            12 bytes; ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own
+            weights, rounded to nearest at every step, so small updates are lost. float32 and float64 parameters always
+            are their own weights.
+        state_dtype: of the moments: float32 (None) or bfloat16, whose ``exp_avg_sq`` is rounded stochastically, with the
+            same bits at any world size.
+        reduce_dtype: of gradients in buckets: float32, bfloat16 or float16. None: the parameter's, but float32 for
+            float16, whose sums would overflow. On one host sums over ranks are float32 in any case; NCCL adds in it.
+        accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16. float64 parameters
+            are float64 throughout, whatever these options say; docs/numerics.md has it all in a table.
+        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16.
+        overlap_grad_sync: reduce buckets during backward.
+        overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
+            waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
+        static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none are
+            dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first
+            step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from backward or from the
+            end of the window; the communicator is aborted, so that the others raise `PeerError` with the same text.
+        capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
+            the device anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
+            on all of them `zero_grad` to `step` in one graph, after an eager step: docs/ordering.md, "A whole step in a graph".
+        on_external_update: what `step` does where a parameter was written to since the last one (``load_state_dict`` of
+            the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
+            RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
+            weight, if there is one. See `reload_master_params`.
+        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order: the one that
+            gathers, and reduce-scatters. A soft bound: those that a peer has not issued yet come on top, for backward
+            waits for nobody (on the CPU for a moment). docs/memory.md has the formula. On a communicator with
+            ``registered=True``: how many buckets' worth of registered memory there is, all the time.
+
+    Raises:
+        ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
+        RuntimeError: ranks disagree on the parameters or options.
+    """
+
+    steps_sharded_grads = True  # `bucketwheel.grads.foreign_step` refuses any other
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
+        process_group: dist.ProcessGroup | Communicator | None = None,
+        replicate_group: dist.ProcessGroup | Communicator | None = None,
+        gradient_average: bool = True,
+        broadcast_params: bool = True,
+        master_weights: str = "auto",
+        state_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        accum_dtype: torch.dtype | None = None,
+        bucket_cap_mb: float | None = None,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        max_inflight_buckets: int = 2,
+        static_graph: bool = False,
+        on_external_update: str = "resync",
+    ) -> None:
+        expect_hyperparameters(lr, betas, eps, weight_decay)
+        expect_options(
+            capturable, static_graph, differentiable, on_external_update, max_inflight_buckets, bucket_cap_mb
+        )
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        super().__init__(params, defaults)
+        members = self._members = Members(self.param_groups)
+        precision = Precision(
+            master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
+        )
+        precision.expect_fits({info.dtype for info in members.infos})
+        options = ShardedOptions(
+            gradient_average=gradient_average,
+            broadcast_params=broadcast_params,
+            precision=precision,
+            overlap_grad_sync=overlap_grad_sync,
+            overlap_param_sync=overlap_param_sync,
+            max_inflight_buckets=max_inflight_buckets,
+            static_graph=static_graph,
+            capturable=capturable,
+            on_external_update=on_external_update,
+        )
+        self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
+        ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
+        self._made_engine, self._owned = make_engine(
+            members.infos, self.param_groups, members.device, ranks, options, is_capturable=capturable
+        )
+        self._made_engine.watch(members.frozen)
+        self._publish_state()
+
+    @property
+    def _engine(self) -> LocalEngine | ShardedEngine:
+        if self._closed.is_set():  # its memory may be somebody else's by now
+            raise ClosedError("the optimizer is closed; make a new one for these parameters")
+        return self._made_engine
+
+    def _publish_state(self) -> None:
+        """``self.state`` shows this rank's part: the kernel's own memory, flat where parameters are sharded."""
+        for info, state in zip(self._engine.infos, self._engine.states, strict=True):
+            self.state[info.param] = {"step": self._engine.steps[info.index], **state}
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value.
+        Collective.
+
+        Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the
+        parameters. Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor
+        decayed.
+
+        On CUDA, after a failed launch the state of the device is unknown: the step may be counted already, and
+        parameters updated in part. Make a new optimizer from a checkpoint. `CaptureError` under CUDA graph capture
+        unless ``capturable``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_in_unfrozen()
+        self._engine.step(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients (``p.grad = None``), or makes them zero. Local."""
+        is_profiled = profiler._is_profiler_enabled  # else a range costs microseconds for nothing
+        with profiler.record_function(self._zero_grad_profile_name) if is_profiled else nullcontext():
+            self._engine.zero_grad(set_to_none)
+            self._members.zero_unfrozen(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces
+        the sum.
+
+        Nests, and is left by exceptions too. It is read when a gradient is produced (during backward), not at forward.
+        """
+        return self._engine.no_sync()
+
+    def grad_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should.
+        Collective.
+
+        With ``parameters`` it only starts, and is local: these have all the gradients that the window will bring, kept
+        by `no_sync` so far, so buckets that are complete are launched, in the order that is the same on all ranks. The
+        next collective call finishes. That is what pipeline schedules expect of a ``grad_sync_func``. RuntimeError
+        inside `no_sync`.
+        """
+        if parameters is None:
+            self._take_in_unfrozen()
+            self._engine.close_window()
+        else:
+            self._engine.start_window(self._members.indices(parameters) or ())
+
+    def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
+        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
+
+        Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
+        forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
+        """
+        self._engine.param_sync(self._members.indices(parameters))
+
+    def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
+        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
+        gathers them in the order of these forwards. Does nothing otherwise.
+
+        ``model`` may be a part of what is trained; call it for each of several. Of compiled models pass what is called
+        from Python: ``torch.compile(model)``, or a model whose blocks are compiled; otherwise `step` waits.
+
+        Returns a function that removes the hooks again; `close` does too.
+        """
+        return self._engine.prefetch_params(model)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[Parameter] | None = None,
+    ) -> Tensor:
+        """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
+
+        As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
+        the next `step`, so it costs no pass over the gradients. The result is a 0-d tensor on the parameters' device,
+        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
+        ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
+        """
+        self._take_in_unfrozen()
+        indices = self._members.indices(parameters)
+        if error_if_nonfinite:  # asked of the host, so it waits for the device
+            norm = float(self._engine.total_norm(indices, float(norm_type)))
+            if not math.isfinite(norm):
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be clipped. To "
+                    "disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+                )
+        return self._engine.clip(indices, float(max_norm), float(norm_type))
+
+    def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
+        """The norm that `clip_grad_norm_` would return, without clipping. Collective.
+
+        Of this optimizer's gradients (or ``parameters``') alone, each element counted once: whole gradients, averaged
+        over the data-parallel ranks, and equal on all of them. Where a model is spread over several optimizers, as its
+        parts are with tensor parallelism, take the 2-norm of their norms (the maximum, for inf) over the ranks that
+        hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
+        must be left out of ``parameters`` in all but one of them.
+        """
+        self._take_in_unfrozen()
+        return self._engine.total_norm(self._members.indices(parameters), float(norm_type))
+
+    def clip_grads_with_norm_(
+        self,
+        max_norm: float,
+        total_norm: float | Tensor,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[Parameter] | None = None,
+    ) -> None:
+        """Clips all gradients (or ``parameters``') as if ``total_norm`` were their norm. Collective.
+
+        As `torch.nn.utils.clip_grads_with_norm_`: the factor is ``max_norm / (total_norm + 1e-6)``, at most 1, applied
+        inside the next `step`. Ranks must give the same norm: a number, or a tensor of one element; on the parameters'
+        CUDA device nothing waits for it.
+        """
+        if isinstance(total_norm, Tensor) and total_norm.numel() != 1:
+            raise ValueError(
+                f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
+            )
+        self._take_in_unfrozen()
+        norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
+        self._engine.clip_with(self._members.indices(parameters), clip_coefficient(float(max_norm), norm))
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
+        no rank has one. Collective.
+        """
+        self._take_in_unfrozen()
+        if param not in self._members.index_of:
+            raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
+        return self._engine.full_grad(self._members.index_of[param])
+
+    # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, without communication. Loads at the same world size and `bucket_cap_mb`, and at
+        world size 1 into AdamW.
+
+        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
+        for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
+        ``master_weights="none"``): of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory
+        order), 1-D; of a local one the parameter's shape.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._engine.param_sync()
+        saved = states.save(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
+
+        The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
+        ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first.
+        ValueError if groups, parameters, ``amsgrad`` or this rank's ranges do not match; nothing has been loaded then.
+        RuntimeError while gradients are pending (call `step` or `zero_grad`
+        first).
+        """
+        state_dict = dict(state_dict)  # hooks may write to it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        states.load(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does; at any time. Collective once the optimizer is made.
+
+        The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
+        Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
+        parameters that cannot be trained, RuntimeError on all ranks where they were given different ones.
+        """
+        super().add_param_group(param_group)
+        if not hasattr(self, "_made_engine"):  # called by the constructor
+            return
+        try:
+            self._take_in("add_param_group")
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take_in(self, why: str) -> None:
+        self._members.take_in(self._engine, why)
+        self._engine.watch(self._members.frozen)
+        states.load_taken_in(self)
+        self._publish_state()
+
+    def _take_in_unfrozen(self) -> None:
+        if self._members.has_unfrozen:
+            self._take_in("taking in what was frozen")
+
+    def reload_master_params(self) -> None:
+        """Takes the parameters as they are for the weights. Local.
+
+        For edits that cannot be seen (``p.data.mul_(2)`` and what else does not raise a parameter's version), and for
+        those that ``on_external_update`` "error" or "ignore" would not take. All ranks must have made the same edit.
+        """
+        self._engine.reload_masters()
+
+    def describe(self) -> str:
+        """A readable text: ranks, options, a line for each bucket (locally for each dtype), and totals. Local, the same on all
+        ranks. The expected peak is that of docs/memory.md where gradients come in the order of the buckets."""
+        return self._engine.describe()
+
+    def memory_summary(self) -> dict[str, int]:
+        """Bytes on this rank, exactly, as docs/memory.md has them: ``params`` (flat memory, of which ``params_padding`` belong to
+        no parameter), ``grads`` (gradient shards; locally the gradients there are), ``states`` (all; and each that there is
+        by its name, such as ``exp_avg``), ``pool`` (reserved by the communicators' pools beside ``params``: for ``buckets``,
+        those alive now, of ``buckets_peak``, the most so far, for ``slots`` of registered memory, and ``partial_sums``
+        with a ``replicate_group``), ``captured`` (buckets of CUDA graphs), ``bookkeeping`` (step counts, factors, flags, sums of
+        squares). Local.
+        """
+        return self._engine.memory()
+
+    # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an
+    # object of it as ``self``: attributes are read from the optimizer then, but would be set on the wrapper. So none is
+    # set after construction; what changes lies in objects that both see.
+
+    def close(self) -> None:
+        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
+        Collective.
+
+        If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
+        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the other ranks.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        try:
+            self._made_engine.close()
+        finally:
+            close_all(self._owned)
+
+    def _abort(self, reason: str) -> None:
+        if not self._closed.is_set():
+            self._made_engine.abort(reason)

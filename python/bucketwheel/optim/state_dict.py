@@ -1,0 +1,196 @@
+"""state_dict: what `ShardedAdamW` saves and loads. Plain tensors, numbers and lists; no communication.
+
+A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are. A full entry (world size 1,
+or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank takes its own part out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bucketwheel.kernels.adam_rows import expect_uniform_flags
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.masters import forget_master, load_master, master_of
+
+if TYPE_CHECKING:
+    from bucketwheel.optim.local_engine import LocalEngine
+    from bucketwheel.optim.sharded_adamw import ShardedAdamW
+    from bucketwheel.optim.sharded_engine import ShardedEngine
+
+__all__ = ["load", "load_taken_in", "save"]
+
+# Of param_groups: what says how this optimizer works, whatever the saved one was.
+_KEPT_KEYS = {
+    "params",
+    "param_names",
+    "granularity",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+}
+
+
+def save(optimizer: ShardedAdamW) -> dict[str, Any]:
+    engine = optimizer._engine
+    number = _numbers(optimizer.param_groups)
+    state = {}
+    for info, tensors in zip(engine.infos, engine.states, strict=True):
+        entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
+        for name in _saved_names(tensors):
+            copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
+            assert copy is not None
+            is_flat = engine.world == 1 and copy.shape != info.param.shape
+            entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
+        if engine.world > 1:
+            entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
+        state[number[info.param]] = entry
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
+    engine = optimizer._engine
+    if any(info.param.grad is not None for info in engine.infos) and engine.world > 1:
+        raise RuntimeError("load_state_dict while gradients are pending: call step() or zero_grad() first")
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(a["params"]) != len(b["params"]) for a, b in zip(groups, optimizer.param_groups, strict=True)):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    _expect_flags(optimizer.param_groups, groups)
+    saved_as = {
+        p: saved
+        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
+        for saved, p in zip(theirs["params"], ours["params"], strict=True)
+    }
+    plans: list[tuple[ParamInfo, int, dict[str, Tensor]]] = []
+    for info, tensors in zip(engine.infos, engine.states, strict=True):
+        entry = state_dict["state"].get(saved_as[info.param])
+        plans.append(_plan(info, tensors, engine.owned_ranges(info.index), entry))
+    optimizer._members.loaded = _states_of_frozen(optimizer, state_dict["state"], saved_as)
+    for plan in plans:
+        _carry_out(engine, *plan)
+    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
+        kept = {key: value for key, value in theirs.items() if key not in _KEPT_KEYS}
+        rate = ours["lr"]
+        ours.update(deepcopy(kept))  # schedulers write to learning rates that are tensors
+        if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
+            ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
+    engine.follow_loaded_state()
+
+
+def load_taken_in(optimizer: ShardedAdamW) -> None:
+    """Loads what `load` found for parameters that were frozen then, into those that have been taken in since."""
+    engine, loaded = optimizer._engine, optimizer._members.loaded
+    for info in engine.infos:
+        if info.param in loaded:
+            entry = loaded.pop(info.param)
+            _carry_out(engine, *_plan(info, engine.states[info.index], engine.owned_ranges(info.index), entry))
+
+
+def _states_of_frozen(
+    optimizer: ShardedAdamW, state: dict[Any, Any], saved_as: dict[Tensor, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """Entries of parameters that are frozen now. ValueError for a rank's part: nobody has divided them yet."""
+    found = {p: state[saved_as[p]] for p in optimizer._members.frozen if saved_as[p] in state}
+    for p, entry in found.items():
+        if "ranges" in entry:
+            raise ValueError(
+                f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; make the optimizer "
+                "with the parameters trained that were trained when it was saved, load, and freeze them then"
+            )
+    return found
+
+
+def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Tensor]) -> None:
+    engine.steps[info.index] = step
+    state = engine.states[info.index]
+    if "master_param" not in loaded:
+        forget_master(engine.values_of(info.index), state)
+    for name, value in loaded.items():
+        like = state["exp_avg"]
+        laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
+        if name == "master_param":
+            load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
+        else:
+            state[name].copy_(laid_out)
+
+
+def _saved_names(tensors: dict[str, Tensor]) -> list[str]:
+    """What is saved of the states ``tensors``: a remainder as the master that it makes with its parameter."""
+    return ["master_param" if name == "remainder" else name for name in tensors]
+
+
+def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+    """ValueError for loaded groups whose flags differ between them, or for another ``amsgrad`` than ours."""
+    wanted = bool(ours[0]["amsgrad"])
+    loaded_flags = [bool(loaded.get("amsgrad", wanted)) for loaded in theirs]
+    if any(flag != wanted for flag in loaded_flags):
+        raise ValueError(
+            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it with "
+            "the same"
+        )
+    after = [
+        {**group, **{key: value for key, value in loaded.items() if key not in _KEPT_KEYS}}
+        for group, loaded in zip(ours, theirs, strict=True)
+    ]
+    expect_uniform_flags(after)
+
+
+def _numbers(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
+    """As torch numbers parameters: through all groups, frozen ones counted."""
+    return {p: i for i, p in enumerate(p for group in param_groups for p in group["params"])}
+
+
+def _plan(
+    info: ParamInfo, tensors: dict[str, Tensor], ranges: Sequence[tuple[int, int]], entry: dict[str, Any] | None
+) -> tuple[ParamInfo, int, dict[str, Tensor]]:
+    """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
+    if entry is None:  # torch saves nothing for a parameter that was never stepped
+        names = [name for name in _saved_names(tensors) if name != "master_param"]
+        return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
+    loaded = {}
+    numel = tensors["exp_avg"].numel()
+    for name in _saved_names(tensors):
+        value = entry.get(name)
+        if value is None:
+            if name != "master_param":  # then the parameter is the weight
+                raise ValueError(f"the state of {info.name!r} has no {name!r}; it has {sorted(entry)}")
+            continue
+        if "ranges" in entry:
+            if [tuple(pair) for pair in entry["ranges"]] != list(ranges):
+                raise ValueError(
+                    f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns {list(ranges)}: it is "
+                    "another rank's, or was saved at another world size or bucket_cap_mb"
+                )
+            part = value.flatten()
+        else:
+            if value.shape != info.param.shape:
+                raise ValueError(
+                    f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter {tuple(info.param.shape)}"
+                )
+            part = _cut(value, info, ranges)
+        if part.numel() != numel:
+            raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")
+        loaded[name] = part
+    return info, int(entry.get("step", 0)), loaded
+
+
+def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The elements of ``ranges`` out of a tensor of the parameter's shape, in the parameter's memory order."""
+    param = info.param
+    laid_out = torch.empty_strided(param.shape, info.stride, dtype=full.dtype, device=param.device).copy_(full)
+    flat = laid_out.as_strided((param.numel(),), (1,))
+    return torch.cat([flat[begin:end] for begin, end in ranges]) if ranges else flat[:0]

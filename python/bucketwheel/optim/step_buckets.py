@@ -1,0 +1,102 @@
+"""Step bucket: a bucket with all that a step of the optimizer needs of it: gradients, parameters, and the kernel's rows.
+
+The buckets of all spaces are cut at once, since they have one order for all dtypes. Nothing here communicates but
+`lease_slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.device import CPU, torch_device
+from bucketwheel.gathers import gathers
+from bucketwheel.grads.bucket import GradBucket, Part
+from bucketwheel.grads.bucket_slots import BucketSlots
+from bucketwheel.grads.reduced import ShardPiece
+from bucketwheel.kernels.adam_rows import AdamRows
+from bucketwheel.layout.packing import BucketPlan, plan_buckets
+from bucketwheel.layout.shards import Space
+from bucketwheel.native.modules import native
+
+__all__ = ["Cut", "StepBucket", "cut_buckets", "lease_slots"]
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    grads: GradBucket
+    full: Tensor  # the bucket's parameters
+    own: Tensor  # this rank's part of them
+    first_row: int
+    last_row: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The buckets in the order in which they fill if gradients come from the last parameter to the first."""
+
+    buckets: list[StepBucket]
+    pieces: dict[int, list[ShardPiece]]  # of each parameter, by its index, what this rank owns
+    row_sums: Tensor | None  # CUDA: where the accumulators write sums of squares, as `ReducedGradsCuda` has them
+
+
+def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows) -> Cut:
+    """The buckets of all ``spaces`` (none: no buckets). Adds the segments of ``rank`` to ``rows``, bucket by bucket."""
+    plans = plan_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
+    accumulators = _Accumulators(plans, device)
+    cut = Cut([], {index: [] for space in spaces for index in space.indices}, accumulators.row_sums)
+    for number, plan in enumerate(plans):
+        space, bucket, segments = spaces[plan.space], plan.bucket, plan.segments
+        params = space.indices
+        parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
+        shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
+        ranges = [(s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in segments]
+        accumulator, places = accumulators.make(shard, ranges)
+        first_row = int(rows.table.rows)
+        for s in segments:
+            space.add_row(rows, s)
+        for place, s in zip(places, segments, strict=True):
+            piece = space.grad.narrow(0, s.shard_begin, s.numel)
+            cut.pieces[params[s.param]].append(ShardPiece(piece, accumulator, place))
+        numel = space.packing.world * bucket.shard_numel
+        grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
+        full = space.flat.flat.narrow(0, bucket.begin, numel)
+        own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
+        cut.buckets.append(StepBucket(grads, full, own, first_row, first_row + len(segments)))
+    return cut
+
+
+class _Accumulators:
+    """Makes the native accumulators of the shards of all ``plans``, and has the memory of their sums of squares on CUDA."""
+
+    def __init__(self, plans: Sequence[BucketPlan], device: int) -> None:
+        self._begin = 0  # of the next one's spans in row_sums
+        self.row_sums: Tensor | None = None
+        if device != CPU:
+            spans = sum(native().ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans)
+            self.row_sums = torch.zeros(spans, dtype=torch.float64, device=torch_device(device))
+
+    def make(self, shard: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
+        """The accumulator of one bucket's shard, and the place of each range's sum of squares: `ShardPiece.row`."""
+        if self.row_sums is None:
+            return native().ShardAccumulator(shard, ranges), list(range(len(ranges)))
+        begin = self._begin
+        count = native().ShardAccumulatorCuda.max_spans(len(ranges))
+        self._begin += count
+        accumulator = native().ShardAccumulatorCuda(shard, ranges, self.row_sums.narrow(0, begin, count))
+        return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
+
+
+def lease_slots(comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], limit: int) -> BucketSlots:
+    """Leases what gradients are reduced from, and registers it and the parameters' memory. Collective."""
+    slots = BucketSlots(comm.pool, [bucket.grads.nbytes for bucket in buckets], limit)
+    gathers.expect_equal_places(comm, [*(space.flat.lease.place for space in spaces), *slots.places])
+    comm.register_pool()
+    if comm.gathers is not comm:
+        comm.gathers.register_pool()
+    return slots

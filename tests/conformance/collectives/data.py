@@ -1,0 +1,223 @@
+"""Conformance: what the collectives compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.gathers.gathers import broadcast_flat
+from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
+from bucketwheel.native.modules import native
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.comm_cases import (
+    MEMORIES,
+    check_all_gather,
+    check_broadcast,
+    check_reduce_scatter,
+    data_of,
+    filled,
+    on_device,
+)
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SIZES = (0, 1, 2, 3, 63, 4095, 4096, 4097, 10_007, 300_001)
+SUMMED = (F32, BF16, F16, F64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+NATIVE = (*SUMMED, *INTEGERS)
+ANY = (*NATIVE, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+
+
+def every_size_in_every_memory(comm: Communicator) -> None:
+    for kind in MEMORIES:
+        for numel in SIZES:
+            for dtype in (F32, BF16):
+                check_all_gather(comm, [(dtype, numel)], kind)
+                check_reduce_scatter(comm, [(dtype, numel)], kind)
+
+
+def sums(comm: Communicator) -> None:
+    """16-bit dtypes are summed in float32 and rounded once, whatever is done to the sum: see `expect_sum`."""
+    for op in ("sum", "avg", PreMulSum(1 / 3), PreMulSum(-3)):
+        for kind in ("foreign", "pool", "offset", "in_place"):
+            check_reduce_scatter(comm, [(dtype, numel) for numel in (1, 0, 4099) for dtype in SUMMED], kind, op)
+
+
+def integer_sums(comm: Communicator) -> None:
+    """They wrap around. On the CPU, and nothing but sums."""
+    specs = [(dtype, numel) for numel in (1, 0, 4099, 70_000) for dtype in INTEGERS]
+    if comm.device >= 0:
+        with pytest.raises(ValueError, match="reduce_scatter of int64 on a CUDA device"):
+            check_reduce_scatter(comm, specs[:1], "foreign")
+        return
+    for kind in ("foreign", "pool", "offset", "in_place"):
+        check_reduce_scatter(comm, specs, kind)
+    large = torch.full((comm.size * 3,), 2**62, dtype=torch.int64)
+    out = torch.empty(3, dtype=torch.int64)
+    reduce_scatter(out, large, comm).wait()
+    assert out.tolist() == [(comm.size * 2**62 + 2**63) % 2**64 - 2**63] * 3
+    for op in ("avg", PreMulSum(2.0)):
+        with pytest.raises(ValueError, match="of integers only 'sum' is"):
+            reduce_scatter(out, large, comm, op=op)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(comm.size, dtype=torch.bool), comm)
+
+
+def exact(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sixteenths of small integers: products with powers of two and sums over a few ranks are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(-64, 65, (numel,), generator=generator).to(dtype) / 16
+
+
+def exact_sums(comm: Communicator) -> None:
+    """The same bits from every backend, in whatever order and dtype it adds and multiplies."""
+    numel = 5001
+    for op, factor in (("sum", 1.0), ("avg", 1 / comm.size), (PreMulSum(0.5), 0.5), (PreMulSum(4.0), 4.0)):
+        if op == "avg" and comm.size == 3:
+            continue  # no power of two
+        outs, ins, wanted = [], [], []
+        for dtype in SUMMED:
+            ins.append(on_device(comm, exact(comm.rank, comm.size * numel, dtype)))
+            outs.append(filled(comm, numel, dtype=dtype))
+            total = torch.stack([exact(rank, comm.size * numel, F64) for rank in range(comm.size)]).sum(0)
+            wanted.append((factor * total[comm.rank * numel : (comm.rank + 1) * numel]).to(dtype))
+        reduce_scatter(outs, ins, comm, op=op).wait()
+        assert_bitwise_equal(outs, wanted, str(op))
+
+
+def coalesced(comm: Communicator) -> None:
+    for kind in ("foreign", "pool", "by_rank"):
+        dtypes = ANY if kind == "foreign" else NATIVE  # a lease makes tensors of native code's dtypes alone
+        check_all_gather(comm, [(dtype, numel) for numel in (0, 1, 7, 5000, 70_000) for dtype in dtypes], kind)
+        summed = [(dtype, numel) for numel in (3, 0, 4097, 130_000) for dtype in SUMMED]
+        check_all_gather(comm, summed, kind)
+        check_reduce_scatter(comm, summed, kind)
+        check_reduce_scatter(comm, summed, kind, "avg")
+
+
+def views_of_pool_memory(comm: Communicator) -> None:
+    """Of dtypes that are only moved: where they are, without a copy."""
+    numel = 70_001
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        lease = comm.pool.acquire("", comm.size * numel)
+        full = lease.tensor(torch.uint8, (comm.size * numel,)).view(dtype)
+        own = full[comm.rank * numel : (comm.rank + 1) * numel]
+        own.copy_(on_device(comm, data_of(comm.rank, (dtype, numel), 0, numel)))
+        all_gather(full, own, comm).wait()
+        for rank in range(comm.size):
+            got = full[rank * numel : (rank + 1) * numel].view(torch.uint8)
+            assert torch.equal(got.cpu(), data_of(rank, (dtype, numel), 0, numel).view(torch.uint8))
+        del full, own
+        lease.release()
+
+
+def empty_lists(comm: Communicator) -> None:
+    """Operations like others: all ranks meet in them."""
+    gathered = all_gather([], [], comm)
+    reduced = reduce_scatter([], [], comm, op="avg")
+    gathered.wait()
+    reduced.wait()
+    assert (reduced.seq, gathered.nbytes, reduced.nbytes) == (gathered.seq + 1, 0, 0)
+    check_all_gather(comm, [(F32, 0), (BF16, 0)], "foreign")
+    check_reduce_scatter(comm, [(F32, 0), (F16, 0)], "foreign")
+    check_all_gather(comm, [(F32, 0), (torch.bool, 0), (torch.bool, 77)], "foreign")
+
+
+def broadcasts(comm: Communicator) -> None:
+    specs = [*zip(NATIVE, (1, 0, 17, 4097, 100_003, 0, 2, 4099, 3), strict=True), (torch.int32, 5)]
+    for kind in ("foreign", "pool", "offset", "by_rank"):
+        for root in range(comm.size):
+            check_broadcast(comm, specs, kind, root)
+
+
+def flat_buffer(comm: Communicator) -> None:
+    """One operation, however long the buffer is."""
+    spec = (BF16, 6_000_001)
+    flat = on_device(comm, data_of(comm.rank, spec, 0, spec[1]))
+    before = all_gather([], [], comm)
+    broadcast_flat(comm, flat)
+    assert all_gather([], [], comm).wait().seq == before.seq + 2
+    assert_bitwise_equal(flat, data_of(0, spec, 0, spec[1]))
+
+
+def sinks(comm: Communicator) -> None:
+    """Sums go to a gradient shard, which adds them up and knows its sum of squares."""
+    for wire, kept in ((F32, F32), (F32, BF16), (BF16, BF16), (F64, F64)):
+        sums_in(comm, wire, kept)
+
+
+def few_bits(rank: int, numel: int) -> torch.Tensor:
+    """`exact`, but so small that sums of all turns are exact in bfloat16."""
+    return (exact(rank, numel, F32) * 2).trunc() / 16 + 0.0  # no -0, which zeros add up to 0 with
+
+
+def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
+    numel = 4099
+    shard = filled(comm, numel).to(kept)
+    if comm.device >= 0:
+        sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+        sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        sum_of_squares = lambda: float(sums.sum())  # noqa: E731
+    else:
+        accumulator = native().ShardAccumulator(shard, [(0, numel)])
+        sink = native().ShardSink(accumulator)
+        sum_of_squares = lambda: accumulator.results()[0][0]  # noqa: E731
+    total = torch.zeros(numel, dtype=F64)
+    for turn in range(3):
+        with comm.pool.acquire("full", wire.itemsize * comm.size * numel) as lease:
+            full = lease.tensor(wire, (comm.size * numel,))
+            full.copy_(few_bits(comm.rank + 10 * turn, comm.size * numel))
+            sink.begin(turn > 0)
+            comm.reduce_scatter_into(full, sink).wait()
+        for rank in range(comm.size):
+            total += few_bits(rank + 10 * turn, comm.size * numel)[comm.rank * numel :][:numel]
+        assert_bitwise_equal(shard, total.to(kept), f"turn {turn}, {wire} into {kept}")
+        assert sum_of_squares() == float(total.square().sum())
+    other = torch.zeros(comm.size * numel, dtype=F32 if kept == F64 else F64, device=shard.device)
+    with pytest.raises(ValueError, match="into a sink that does not take it: a float64 shard takes float64"):
+        comm.reduce_scatter_into(other, sink)
+
+
+def gathered_to_a_sink(comm: Communicator) -> None:
+    """What is gathered goes to a gradient shard as it is, in the order of its elements and without the padding."""
+    for numel in (1, 4096, 12_301):
+        shard = filled(comm, numel)
+        if comm.device >= 0:
+            sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+            sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        else:
+            sink = native().ShardSink(native().ShardAccumulator(shard, [(0, numel)]))
+        part = -(-numel // comm.size)
+        for dtype in (F32, BF16):
+            for in_pool in (True, False):
+                lease = comm.pool.acquire("", part * comm.size * dtype.itemsize)
+                full = (
+                    lease.tensor(dtype, (part * comm.size,)) if in_pool else filled(comm, part * comm.size, dtype=dtype)
+                )
+                full.fill_(float("nan"))
+                full[comm.rank * part :][:part] = on_device(comm, exact(comm.rank, part, dtype))
+                sink.begin(False)
+                comm.all_gather_to_sink(full, sink, numel).wait()
+                wanted = torch.cat([exact(rank, part, dtype) for rank in range(comm.size)])
+                assert_bitwise_equal(full, wanted, f"gathered {dtype}")
+                assert_bitwise_equal(shard, wanted[:numel].float(), f"taken {dtype}")
+                lease.release()
+    with pytest.raises(ValueError, match="full has"):
+        comm.all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
+    with pytest.raises(ValueError, match="all_gather of int32 into a sink that does not take it"):
+        comm.all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
+
+
+CASES = (
+    every_size_in_every_memory,
+    sums,
+    integer_sums,
+    exact_sums,
+    coalesced,
+    views_of_pool_memory,
+    empty_lists,
+    broadcasts,
+    flat_buffer,
+    sinks,
+    gathered_to_a_sink,
+)

@@ -1,0 +1,385 @@
+"""The c10d backend: how it comes to be chosen, its lifetime, hosts that share nothing but a network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bucketwheel.comm import c10d, shm
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.native.modules import native
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.stock.test_train_shm import Job, train_ddp, train_sharded
+from tests.support.comm_cases import check_usable
+from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
+from tests.support.network_hosts import Hosts, enter, network_hosts
+from tests.support.optim_twins import dyadic, loss_of, make_params, share
+from tests.support.requirements import slow_case
+
+pytestmark = pytest.mark.dist
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+@contextlib.contextmanager
+def hosts_apart(rank: int) -> Iterator[None]:
+    """Rank 1 claims another process: the ranks cannot have found each other, and all say so."""
+    pid = os.getpid() + (1_000_000 if rank == 1 else 0)
+    with mock.patch.object(shm.os, "getpid", return_value=pid):
+        yield
+
+
+def chosen(rank: int, size: int) -> str:
+    with hosts_apart(rank), pytest.raises(CommError) as caught:
+        Communicator(backend="shm", timeout_s=30)
+    for name in (None, "mine"):
+        with hosts_apart(rank):
+            comm = Communicator(timeout_s=30, name=name)
+        with comm:
+            assert comm.backend == "c10d" and comm.name.startswith(name or "c10d")
+            check_usable(comm)
+            halves = comm.split(rank % 2)  # who shares a host again may share memory
+            assert halves is not None and halves.backend in ("local", "shm")
+            with halves:
+                check_usable(halves)
+    with Communicator(backend="c10d", timeout_s=30) as comm, comm.split(rank // 2) as pair:
+        assert pair.backend == "c10d"
+        check_usable(pair)
+    with pytest.raises(ValueError, match="'c10d' is for CPU tensors"):
+        Communicator(backend="c10d", device="cuda")
+    with Communicator() as comm:
+        assert comm.backend == "shm"
+        check_usable(comm)
+    return str(caught.value)
+
+
+def test_auto_takes_it_where_ranks_cannot_share_memory(rank_pool):
+    texts = rank_pool(3).run(chosen)
+    assert len(set(texts)) == 1
+    assert "'auto' or 'c10d' work without" in texts[0] and "belongs to another process" in texts[0]
+
+
+def test_alone():
+    with Communicator(backend="c10d") as comm:
+        assert (comm.rank, comm.size, comm.backend) == (0, 1, "c10d")
+        check_usable(comm)
+
+
+# ------------------------------------------------------------------------------------------------------------ lifetime
+
+
+def after_failure(rank: int, size: int) -> None:
+    """Nothing of a communicator that has failed is left, and the next one works."""
+    for _ in range(3):
+        comm = Communicator(backend="c10d", timeout_s=30)
+        check_usable(comm)
+        held = gather(comm, 1_000_000)[1] if rank != 0 else None
+        if rank == 0:
+            time.sleep(0.1)
+            comm.abort("enough")
+        kind, text, _ = error_of(held.wait if held else functools.partial(gather, comm))
+        assert kind == ("PeerError" if rank else "CommError") and "enough" in text
+        comm.close()
+        assert error_of(functools.partial(gather, comm))[0] == "ClosedError"
+    del comm, held
+    expect_no_threads()
+    with Communicator(backend="c10d", timeout_s=30) as comm:
+        check_usable(comm)
+
+
+def test_a_new_communicator_works_after_a_failure(rank_pool):
+    rank_pool(3).run(after_failure)
+
+
+def cannot_be_made(rank: int, size: int, part: str) -> tuple[str, str, int | None]:
+    refused = mock.patch(f"bucketwheel.{part}", side_effect=CommError("no socket is left"))
+    with refused if rank == 1 else contextlib.nullcontext():
+        error = error_of(lambda: Communicator(backend="c10d", timeout_s=2.0))
+    expect_no_threads()
+    with Communicator(backend="c10d", timeout_s=30) as comm:
+        check_usable(comm)
+    return error
+
+
+@pytest.mark.parametrize("part", ["comm_c10d._wire_of", slow_case("agreement.make_peers")])
+def test_all_ranks_are_told_when_one_cannot_make_its_part(rank_pool, part):
+    for kind, text, _ in rank_pool(3).run(cannot_be_made, part):
+        assert kind == "CommError" and "rank 1: CommError: no socket is left" in text, text
+
+
+def leaves_at_once(rank: int, size: int) -> None:
+    """The last operation reaches every rank, whoever closes first."""
+    for turn in range(30):
+        with Communicator(backend="c10d", timeout_s=30, name=f"turn {turn}") as comm:
+            full, handle = gather(comm, 100_000)
+            if rank == turn % size:
+                handle.wait()
+            else:
+                time.sleep(0.01)
+            handle.synchronize(20)
+            assert full.view(size, -1)[:, -1].tolist() == [float(r) for r in range(size)]
+
+
+def test_closing_loses_nothing(rank_pool):
+    rank_pool(3).run(leaves_at_once, timeout_s=90)
+
+
+STILL_S = 1.0
+
+
+def stands_still(rank: int, size: int, folder: Path) -> tuple[Error, float]:
+    """Rank 1 is stopped within an operation that is over on the others, for all have what it sends; while it stands they
+    close, and it goes on when they have."""
+    wait, waits = c10d._GlooWire.wait, itertools.count()
+
+    def stops(wire: Any, work: Any) -> None:
+        if next(waits) == size - 1:  # behind what the ranks tell each other first
+            wait_for_files(folder, "over *", size - 1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            wait_for_files(folder, "closed *", size - 1)  # not every thread has stopped when kill() returns
+        wait(wire, work)
+
+    with mock.patch.object(c10d._GlooWire, "wait", stops) if rank == 1 else contextlib.nullcontext():
+        comm = Communicator(backend="c10d", timeout_s=STILL_S, name="still")
+        pid = int(comm.exchange(str(os.getpid()).encode())[1])
+        full, handle = gather(comm)
+        try:
+            if rank != 1:
+                handle.wait()
+                (folder / f"over {rank}").touch()
+                wait_until_stopped(pid)
+            else:  # its operation may end well, if it has all by now
+                error_of(handle.wait)
+                told = error_of(lambda: comm.exchange(b""))
+            begin = time.monotonic()
+            error = error_of(comm.close)
+            took_s = time.monotonic() - begin
+        finally:
+            if rank != 1:
+                (folder / f"closed {rank}").touch()
+            if rank == 0:
+                wait_for_files(folder, "closed *", size - 1)
+                os.kill(pid, signal.SIGCONT)
+    comm.close()
+    assert error_of(lambda: gather(comm))[0] == "ClosedError"
+    expect_no_threads()
+    if rank == 1:
+        assert error[0] == "nothing", error
+        return told, took_s
+    assert handle.wait().query()
+    assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+    return error, took_s
+
+
+def wait_for_files(folder: Path, names: str, count: int) -> None:
+    while len(list(folder.glob(names))) < count:
+        time.sleep(0.01)
+
+
+def wait_until_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world", [slow_case(2), 3])
+def test_a_rank_that_stands_still_behind_the_last_operation_fails_the_communicator(world, rank_pool, tmp_path):
+    """At the time limit, on all ranks, and the one that stood still is named. The others' results are good."""
+    for rank, (error, took_s) in enumerate(rank_pool(world).run(stands_still, tmp_path, timeout_s=60)):
+        kind, text, _ = error
+        assert kind == "CommTimeout", text
+        expect_prefix(text, rank, world, "still")
+        assert "timeout in close(), until all ranks have received the last operation" in text or rank == 1, text
+        assert "rank 1" in text.partition("timeout")[2] and "rank 0" not in text.partition("timeout")[2], text
+        assert took_s < STILL_S + 3.0 + SOON_S
+
+
+def interrupted(rank: int, size: int) -> str:
+    """Ctrl-C while the main thread waits for an operation: it is the caller's, and the operation's result is good."""
+    runners = set()
+    wait = c10d._GlooWire.wait
+
+    def watched(wire: Any, work: Any) -> None:
+        runners.add(threading.get_ident())
+        wait(wire, work)
+
+    with mock.patch.object(c10d._GlooWire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
+        stream = native().Stream("the caller's")
+        for given in (None, stream):
+            full = torch.empty(size)
+            handle = all_gather(full, torch.full((1,), float(rank)), comm, stream=given)
+            handle.wait()
+            assert full.tolist() == [float(r) for r in range(size)]
+        assert len(runners) == 1 and threading.main_thread().ident not in runners
+        if rank == 0:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(1.0)
+        full, handle = gather(comm)
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                handle.wait()
+                time.sleep(5.0)  # it comes with the next step of Python's
+        handle.wait()
+        assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
+        check_usable(comm)
+    return "went on"
+
+
+def test_an_interrupt_is_the_callers(rank_pool):
+    assert rank_pool(2).run(interrupted) == ["went on"] * 2
+
+
+def without_group(rank: int, size: int) -> None:
+    """Its process group is its own: the caller's may go before."""
+    comm = Communicator(backend="c10d", timeout_s=30)
+    dist.destroy_process_group()
+    check_usable(comm)
+    comm.close()
+
+
+def test_the_callers_process_group_may_go_first():
+    with RankPool(2, forked=True) as pool:
+        pool.run(without_group)
+
+
+# --------------------------------------------------------------------------------------------------------------- hosts
+
+
+def train_apart(rank: int, world: int, hosts: Hosts) -> Any:
+    enter(hosts, rank, world)
+    with Communicator() as comm:
+        assert comm.backend == "c10d"
+        check_usable(comm)
+    job = Job(steps=4)
+    result = train_sharded(rank, job), train_ddp(rank, job)
+    dist.barrier()  # rank 0 has the Store
+    dist.destroy_process_group()
+    return result
+
+
+def train_together(rank: int, world: int) -> Any:
+    return train_sharded(rank, Job(steps=4))
+
+
+@pytest.mark.timeout_s(180)
+def test_four_hosts_train_like_one(rank_pool):
+    together = rank_pool(4).run(train_together)
+    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
+        apart = pool.run(train_apart, hosts, timeout_s=120)
+    for rank, (ours, peer) in enumerate(apart):
+        assert_bitwise_equal(ours, together[rank], f"rank {rank}")  # losses, norms and parameters
+        for mine, theirs in zip(ours[0], peer, strict=True):
+            assert abs(mine - theirs) <= 1e-5 * abs(theirs)
+
+
+LIMIT_S = 3.0
+
+
+def train_on(comm: Communicator) -> None:
+    params = make_params()
+    with ShardedAdamW(params, 0.01, process_group=comm) as opt:
+        for step in range(100):
+            loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
+            opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+
+
+def cut(rank: int, world: int, hosts: Hosts, folder: Path, host: int) -> None:
+    """Once all ranks have come here."""
+    (folder / f"met {rank}").touch()
+    if rank == 0:
+        while len(list(folder.glob("met *"))) < world:
+            time.sleep(0.01)
+        hosts.cut(host)
+        (folder / "cut").touch()
+    while not (folder / "cut").exists():
+        time.sleep(0.01)
+
+
+def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, call: str, lost: int) -> tuple[str, str, float]:
+    enter(hosts, rank, world)
+    comm = Communicator(timeout_s=LIMIT_S, name="cut")
+    check_usable(comm)
+    cut(rank, world, hosts, folder, lost)
+    begin = time.monotonic()
+    full, shard = torch.ones(world << 18), torch.ones(1 << 18)
+    calls = {
+        "all_gather": lambda: all_gather(full, shard, comm).wait(),
+        "reduce_scatter": lambda: reduce_scatter(shard, full, comm).wait(),
+        "exchange": lambda: comm.exchange(b"anybody?"),
+        "train": lambda: train_on(comm),
+    }
+    kind, text, _ = error_of(calls[call])
+    took_s = time.monotonic() - begin
+    comm.close(0.5)
+    assert error_of(lambda: gather(comm))[0] in (kind, "ClosedError")
+    return kind, text, took_s
+
+
+STORE = 0  # the host that has it
+
+
+@pytest.mark.parametrize(
+    ("call", "lost"),
+    [
+        *(("all_gather", 2), ("train", 2), slow_case("reduce_scatter", 2), slow_case("exchange", 2)),
+        *(slow_case("all_gather", STORE), slow_case("train", STORE), slow_case("exchange", STORE)),
+    ],
+)
+def test_a_cut_link_is_a_named_error(call, lost, tmp_path):
+    """On both sides of it, and those who still reach each other learn who is missing."""
+    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
+        results = pool.run(loses_a_link, hosts, tmp_path, call, lost)
+    for rank, (kind, text, took_s) in enumerate(results):
+        assert kind in ("CommTimeout", "PeerError"), text
+        assert rank == lost or f"rank {lost}" in text, text
+        expect_prefix(text, rank, 4, "cut")
+        # Its own limit, and the time for the others' answers, of whom one cannot answer.
+        assert took_s < LIMIT_S + 3.0 + 2 * SOON_S
+    kinds = [kind for kind, _, _ in results]
+    assert kinds.count("CommTimeout") >= 2, results
+
+
+def cut_before_the_making(rank: int, world: int, hosts: Hosts, folder: Path, host: int) -> tuple[str, str, float]:
+    enter(hosts, rank, world)
+    cut(rank, world, hosts, folder, host)
+    begin = time.monotonic()
+    kind, text, _ = error_of(lambda: Communicator(timeout_s=LIMIT_S))
+    took_s = time.monotonic() - begin
+    (folder / f"over {rank}").touch()
+    while len(list(folder.glob("over *"))) < world:
+        time.sleep(0.01)
+    return kind, text, took_s
+
+
+@pytest.mark.parametrize("host", [0, slow_case(2)])
+def test_a_link_that_is_cut_before_the_making(host, tmp_path):
+    """Also that of the host that has the Store: nobody waits much longer than the time limit."""
+    with network_hosts(3) as hosts, RankPool(3, backend=None, forked=True) as pool:
+        results = pool.run(cut_before_the_making, hosts, tmp_path, host)
+    for rank, (kind, text, took_s) in enumerate(results):
+        assert kind == "CommTimeout", text
+        reaches_the_store = rank != host if host else rank == 0
+        missing = [host] if host else [1, 2]
+        reason = f"ranks {missing} have not come" if reaches_the_store else "the Store does not answer"
+        assert text == f"the communicator was not made within {LIMIT_S} s: {reason}"
+        # A round waits for rank 0 1.5 s longer than that, and who asks the Store as long again for its answer.
+        assert took_s < LIMIT_S + 2 * 1.506 + SOON_S

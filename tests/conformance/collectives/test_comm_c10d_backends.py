@@ -1,0 +1,256 @@
+"""The c10d backend over process groups of other kinds: what somebody has registered with torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bucketwheel.comm import background, c10d
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.testing import RankPool
+from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, Case
+from tests.support.comm_cases import check_all_gather, check_reduce_scatter
+from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
+from tests.support.requirements import slow_case
+
+pytestmark = pytest.mark.dist
+
+
+class Post(dist.ProcessGroup):
+    """A backend that somebody registered: gloo, but counted."""
+
+    sent_bytes = 0
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        Post.sent_bytes += tensors[0].nbytes
+        return self.gloo.send(tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self.gloo.recv(tensors, source, tag)
+
+    def barrier(self, options: Any) -> Any:
+        return self.gloo.barrier(options)
+
+    def getBackendName(self) -> str:
+        return "post"
+
+
+def make_post(store: dist.Store, rank: int, size: int, timeout: Any) -> Post:
+    return Post(store, rank, size, timeout)
+
+
+def make_extended(options: Any, _: Any) -> Post:
+    return Post(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def over_registered(rank: int, size: int) -> None:
+    dist.Backend.register_backend("post", make_post, devices=["cpu"])
+    dist.Backend.register_backend("extended_post", make_extended, extended_api=True, devices=["cpu"])
+    for name in ("post", "cpu:extended_post"):
+        group = dist.new_group(backend=name)
+        with Communicator(group, backend="c10d", timeout_s=30) as comm:
+            before = Post.sent_bytes
+            check_all_gather(comm, [(torch.float32, 5000)], "foreign")
+            check_reduce_scatter(comm, [(torch.bfloat16, 5000)], "foreign")
+            assert Post.sent_bytes - before > (size - 1) * (5000 * 4 + 5000 * 2)
+
+
+def test_a_registered_backend_carries_the_data():
+    with RankPool(3, forked=True) as pool:
+        pool.run(over_registered)
+
+
+def over_one_that_hangs(rank: int, size: int) -> tuple[Error, float]:
+    """Torch's own group of the backend is made; ours is not, for rank 1 waits for something."""
+    is_over = threading.Event()
+    made: list[Post] = []
+
+    def make_or_hang(*args: Any) -> Post:
+        if made and rank == 1:
+            is_over.wait(60)
+        made.append(make_post(*args))
+        return made[-1]
+
+    dist.Backend.register_backend("hanging_post", make_or_hang, devices=["cpu"])
+    group = dist.new_group(backend="hanging_post")
+    begin = time.monotonic()
+    error = error_of(lambda: Communicator(group, backend="c10d", timeout_s=1))
+    took_s = time.monotonic() - begin
+    is_over.set()
+    return error, took_s
+
+
+def test_a_registered_backend_that_does_not_connect_is_given_up():
+    with RankPool(2, forked=True) as pool:
+        for rank, ((kind, text, _), took_s) in enumerate(pool.run(over_one_that_hangs, timeout_s=50)):
+            assert kind in ("CommTimeout", "CommError") and "within 1 s" in text, (kind, text)
+            assert took_s < 1 + 3 * SOON_S
+            hangs = "backend 'hanging_post' of torch.distributed has not connected the ranks"
+            assert rank == 0 or text.endswith(hangs), text
+
+
+def on_registered(rank: int, size: int, cases: list[Case]) -> None:
+    dist.Backend.register_backend("post", make_post, devices=["cpu"])
+    group = dist.new_group(backend="post")
+    for case in cases:
+        with Communicator(group, backend="c10d", timeout_s=60, name=case.__name__) as comm:
+            case(comm)
+
+
+@pytest.mark.parametrize("cases", [ENDS, slow_case(CASES)], ids=["ends", "all"])
+def test_conformance_over_a_registered_backend(cases):
+    with RankPool(3, forked=True) as pool:
+        pool.run(on_registered, list(cases), timeout_s=50)
+
+
+# ------------------------------------------------------------------------------------------------------------- failure
+
+
+class _HeldWork:
+    """Ends when what it waits for has come, or at its time limit, whatever breaks meanwhile."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, limit: timedelta) -> bool:
+        until = time.monotonic() + limit.total_seconds()
+        try:
+            return bool(self.work.wait(limit))
+        except RuntimeError:
+            time.sleep(max(until - time.monotonic(), 0.0))
+            raise
+
+
+class HeldPost(Post):
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return _HeldWork(super().recv(tensors, source, tag))
+
+
+LIMIT_S = 60.0
+LATE_S = 1.0
+
+
+def one_fails(rank: int, size: int, how: str) -> tuple[Error, float, float]:
+    """The error, how long it took, and how long it took to close."""
+    dist.Backend.register_backend("held_post", lambda *args: HeldPost(*args), devices=["cpu"])
+    group = dist.new_group(backend="held_post")
+    comm = Communicator(group, backend="c10d", timeout_s=LATE_S if how == "is late" else LIMIT_S, name="held")
+    gather(comm)[1].wait()
+    comm.exchange(b"")
+    begin = time.monotonic()
+    call: Callable[[], Any] = gather(comm, 1_000_000)[1].wait if rank != 1 else lambda: comm.exchange(b"")
+    if rank == 1 and how != "is late":
+        time.sleep(0.3)  # mostly, the others wait in the wire
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.abort("enough")
+    if rank == 1 and how == "is late":
+        time.sleep(LATE_S + SOON_S)  # else its own wait may be over first
+    error = error_of(call)
+    took_s = time.monotonic() - begin
+    comm.close()
+    return error, took_s, time.monotonic() - begin - took_s
+
+
+@pytest.mark.parametrize("how", ["aborts", "dies", "is late"])
+def test_a_failure_ends_what_waits_in_a_backend_that_does_not_end_it(how):
+    with RankPool(3, forked=True) as pool:
+        results = pool.run(one_fails, how, expect_dead=[1] if how == "dies" else [], timeout_s=50)
+    words = {
+        "aborts": "aborted by rank 1: enough",
+        "dies": "rank 1 died",
+        "is late": "Not arrived: rank 1 (last begun 1)",
+    }
+    for rank, result in enumerate(results):
+        if rank == 1:
+            continue
+        (kind, text, failed), took_s, close_s = result
+        assert (kind, failed) == (("CommTimeout", -1) if how == "is late" else ("PeerError", 1)), text
+        expect_prefix(text, rank, 3, "held")
+        assert words[how] in text
+        assert took_s < SOON_S + (LATE_S + 3.0 if how == "is late" else 0.3)
+        assert close_s < SOON_S
+
+
+class Holding:
+    """A group that receives when it is let, and cannot abort."""
+
+    def __init__(self) -> None:
+        self.is_let = threading.Event()
+        self.limits_s: list[float] = []
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        def wait(limit: timedelta) -> bool:
+            self.limits_s.append(limit.total_seconds())
+            if not self.is_let.wait(limit.total_seconds()):
+                raise RuntimeError("the time is over")
+            tensors[0].fill_(7)
+            return True
+
+        return mock.Mock(wait=wait)
+
+    def abort(self) -> None:
+        raise RuntimeError("Backend holding does not support abort")
+
+
+def wire_that_waits(group: Holding, timeout_s: float) -> tuple[Any, list[bytearray]]:
+    """It has failed, while the first of two messages was waited for; where they were to go."""
+    wire = c10d._RegisteredWire(group, timeout_s)
+    background.start(c10d._await_messages, wire)
+    places = [bytearray(100), bytearray(100)]
+    messages = [wire.start(1, False, memoryview(place)) for place in places]
+    threading.Timer(0.1, wire.end, (True,)).start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        wire.wait(messages[0])
+    with pytest.raises(RuntimeError, match="interrupted"):
+        wire.wait(messages[1])
+    with pytest.raises(RuntimeError, match="interrupted"):
+        wire.start(1, False, memoryview(places[0]))
+    assert time.monotonic() - begin < SOON_S
+    return wire, places
+
+
+def test_messages_that_are_left_behind_are_kept_and_come_to_nobodys_memory():
+    group = Holding()
+    _, places = wire_that_waits(group, 60.0)
+    assert len(group.limits_s) == 1
+    group.is_let.set()
+    expect_no_threads()
+    assert len(group.limits_s) == 2, "one was dropped, not waited for"
+    assert not any(map(any, places))
+
+
+def test_messages_that_are_left_behind_are_kept_no_longer_than_an_operation_may_take():
+    with mock.patch.object(c10d, "_LATE_S", 0.2):
+        group = Holding()
+        wire_that_waits(group, 0.3)
+        expect_no_threads()
+    assert group.limits_s[0] == pytest.approx(0.5) and group.limits_s[1] < 0.5
+
+
+def test_messages_that_are_waited_for_come_to_their_memory():
+    group = Holding()
+    wire = c10d._RegisteredWire(group, 60.0)
+    background.start(c10d._await_messages, wire)
+    place = bytearray(100)
+    message = wire.start(1, False, memoryview(place))
+    group.is_let.set()
+    wire.wait(message)
+    assert place == bytes([7]) * 100
+    wire.end(False)
+    expect_no_threads()

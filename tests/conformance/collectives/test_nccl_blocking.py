@@ -1,0 +1,306 @@
+"""What blocks inside NCCL or the driver, or fails there, holds up nobody else, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from bucketwheel.comm import nccl
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchError
+from bucketwheel.kernels.ops import all_gather
+from bucketwheel.native.modules import native
+from bucketwheel.testing import RankPool
+from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
+from tests.support import simulated_nccl
+from tests.support.nccl_failure_cases import hosts_apart
+from tests.support.simulated_cuda import Graph, posing
+
+pytestmark = pytest.mark.dist
+
+
+def gather(comm: Communicator, numel: int = 4):
+    return all_gather(torch.empty(comm.size * numel), torch.full((numel,), float(comm.rank)), comm)
+
+
+def other_goes_on(rank: int, world: int) -> None:
+    with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, name="other") as other:
+        failed = Communicator(backend="nccl", device="cuda", timeout_s=20, name="failed")
+        script.fake_nccl_hang(1)
+        handle = gather(failed)
+        failed.exchange(b"")  # all have issued it
+        script.fake_nccl_hang_call(b"ncclCommAbort")
+        failed.abort("enough")
+        with pytest.raises(CommError, match="enough"):
+            handle.synchronize(10)
+        until = time.monotonic() + 10
+        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert script.fake_nccl_hanging_calls() == 1, "the abort is to hang"
+        for _ in range(3):
+            gather(other).synchronize(5)
+        script.fake_nccl_release()
+        failed.close(5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_abort_that_hangs_holds_up_no_other_communicator(rank_pool, world):
+    rank_pool(world).run(other_goes_on)
+
+
+@contextlib.contextmanager
+def stuck_inside(limits_s: dict[str, float]) -> Iterator[tuple[Any, list[Communicator]]]:
+    """The first communicator is inside NCCL, in another thread, until the script lets it go."""
+    with simulated() as script:
+        comms = [
+            Communicator(backend="nccl", device="cuda", timeout_s=limit_s, name=name)
+            for name, limit_s in limits_s.items()
+        ]
+        script.fake_nccl_hang_call(b"ncclAllGather")
+        thread = threading.Thread(target=lambda: gather(comms[0]).synchronize(10))
+        thread.start()
+        until = time.monotonic() + 10
+        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        yield script, comms
+        script.fake_nccl_release()
+        thread.join(10)
+        for comm in reversed(comms):
+            comm.close(5)
+
+
+def stuck_elsewhere(rank: int, world: int, limit_s: float) -> None:
+    with stuck_inside({"stuck": 20, "other": limit_s, "idle": 20}) as (_, (_, other, idle)):
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL") as caught:
+            gather(other)
+        error = caught.value
+        assert error.last_seqs == (0,) * world
+        is_told = "failed first" in str(error)  # by the other rank, before this one had anything in flight
+        assert is_told or (error.op, error.seq) == ("all_gather", 1)
+        assert 0.9 < time.monotonic() - begin < 4
+        begin = time.monotonic()
+        idle.close(5)
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(("world", "limit_s"), [(1, 1.0), (1, 1.02), (2, 1.0)])
+def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool, world, limit_s):
+    rank_pool(world).run(stuck_elsewhere, limit_s)
+
+
+def interrupted(rank: int, world: int) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with stuck_inside({"stuck": 20, "other": 20}) as (script, (_, other)):
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            gather(other)
+        assert time.monotonic() - begin < 5
+        script.fake_nccl_release()
+        gather(other).synchronize(5)
+
+
+def test_an_interrupt_ends_the_wait_for_a_thread_that_is_stuck(rank_pool):
+    rank_pool(1).run(interrupted)
+
+
+def waits_for_peers(rank: int, world: int, function: str) -> None:
+    """The last rank is late inside NCCL; meanwhile the others need it to issue operations of another communicator."""
+    with (
+        simulated() as script,
+        Communicator(backend="nccl", device="cuda", timeout_s=20, name="other") as other,
+        Communicator(backend="nccl", device="cuda", timeout_s=20, name="waits", registered=True) as waits,
+    ):
+        lease = waits.pool.acquire("", 4096)
+        ended: list[object] = []
+        call = {"ncclCommSplit": lambda: waits.split(0), "ncclCommWindowRegister": waits.register_pool}[function]
+        is_late = rank == world - 1
+        if is_late:
+            script.fake_nccl_hang_call(function.encode())
+        before = script.fake_nccl_calls(function.encode())
+        thread = threading.Thread(target=lambda: ended.append(call()))
+        thread.start()
+        until = time.monotonic() + 10
+        while script.fake_nccl_calls(function.encode()) == before and time.monotonic() < until:
+            time.sleep(0.01)
+        while is_late and script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        for _ in range(3):
+            gather(other).synchronize(5)
+        assert not ended
+        other.exchange(b"")
+        if is_late:  # on the others it would end their waiting for this one
+            script.fake_nccl_release()
+        thread.join(10)
+        assert len(ended) == 1
+        if isinstance(ended[0], Communicator):
+            gather(ended[0]).synchronize(5)
+            ended[0].close(5)
+        lease.release()
+
+
+@pytest.mark.parametrize("function", ["ncclCommSplit", "ncclCommWindowRegister"])
+def test_a_call_that_waits_for_peers_holds_up_no_other_communicator(rank_pool, function):
+    rank_pool(2).run(waits_for_peers, function)
+
+
+def registers_in_the_background(rank: int, world: int) -> None:
+    choices = {"registered": True, "options": {"blocking": 0}}
+    with (
+        simulated() as script,
+        Communicator(backend="nccl", device="cuda", timeout_s=3, name="late", **choices) as comm,
+    ):
+        leases = [comm.pool.acquire("", 4096)]
+        script.fake_nccl_in_progress(20)
+        assert comm.register_pool() == 1 and comm.features["windows"], "NCCL tells the window when it is ready"
+        leases.append(comm.pool.acquire("", 1 << 30))
+        script.fake_nccl_in_progress(1 << 40)
+        with pytest.raises(CommTimeout):
+            comm.register_pool()
+        for lease in leases:
+            lease.release()
+
+
+def test_registering_that_goes_on_in_the_background(rank_pool):
+    rank_pool(2).run(registers_in_the_background)
+
+
+def registers(rank: int, world: int, is_apart: bool) -> tuple[str, CommTimeout]:
+    with (
+        Communicator(name="aside") as aside,
+        simulated() as script,
+        hosts_apart() if is_apart else contextlib.nullcontext(),
+    ):
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="windows", registered=True)
+        assert comm.features["windows"] is False, "nothing is registered yet"
+        gather(comm).synchronize(10)
+        lease = comm.pool.acquire("", 4096)
+        comm.exchange(b"")
+        if rank == world - 1:
+            script.fake_nccl_hang_call(b"ncclCommWindowRegister")
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout) as caught:
+            comm.register_pool()
+        assert time.monotonic() - begin < 20
+        aside.exchange(b"")  # the other, too: going on before its deadline the call would be in time for it
+        script.fake_nccl_release()
+        with pytest.raises(CommTimeout):
+            gather(comm)
+        lease.release()
+        comm.close(2)
+        return str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_registering_has_a_time_limit(rank_pool, is_apart):
+    for text, error in rank_pool(2).run(registers, is_apart):
+        assert "comm 'windows'" in text and "register_pool was not over at its deadline" in text
+        assert (error.op, error.seq, error.last_seqs) == ("", 1, (1, 1)), "the error came through a pipe"
+
+
+def splits(rank: int, world: int) -> None:
+    with simulated() as script:
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=3, name="whole")
+        comm.stream.pause(0.1)
+        before = gather(comm)
+        part = comm.split(rank % 2)
+        assert before.query(), "NCCL splits a communicator that has nothing else to do"
+        assert part is not None
+        part.close(5)
+        script.fake_nccl_hang(1)
+        gather(comm)
+        begin = time.monotonic()
+        with pytest.raises(CommError):  # of this rank's wait, or of one that had begun before
+            comm.split(0)
+        assert time.monotonic() - begin < 12
+        comm.close(2)
+
+
+def test_a_split_waits_for_what_is_running(rank_pool):
+    rank_pool(2).run(splits)
+
+
+def device_fails(rank: int, world: int) -> None:
+    """The device fails while one rank closes; the others hear of it, and everything ends."""
+    with simulated() as script:
+        comm = Communicator(backend="nccl", device="cuda", timeout_s=20, name="ends")
+        live = int(script.fake_nccl_live_comms())
+        comm.stream.pause(0.2 if rank == 0 else 1.5)  # rank 0 waits for the other while it closes
+        handle = gather(comm)
+        torch.distributed.barrier()  # a failure before the other's call would be told there
+        if rank == 0:
+            native().plan_cuda_fault("event_query", 1, 700)
+            comm.close(10)
+            with pytest.raises(CommError, match="event_query"):
+                handle.synchronize(1)
+        else:
+            time.sleep(1.0)
+            with pytest.raises(CommError, match="rank 0"):
+                gather(comm).synchronize(10)
+            comm.close(5)
+        until = time.monotonic() + 10
+        while script.fake_nccl_live_comms() >= live and time.monotonic() < until:
+            time.sleep(0.02)
+        assert script.fake_nccl_live_comms() == live - 1
+
+
+def test_a_device_that_fails_while_closing(rank_pool):
+    rank_pool(2).run(device_fails)
+
+
+def memory_is_short(rank: int, world: int) -> None:
+    with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, registered=True) as comm:
+        with mock.patch("bucketwheel.device._caches", {comm.pool}):
+            script.fake_nccl_fail(b"ncclMemAlloc", 1, 1)
+            lease = comm.pool.acquire("", 4096)
+            assert script.fake_nccl_calls(b"ncclMemAlloc") == 2, "caches are emptied, and the request is made once more"
+        assert comm.register_pool() == 1 and comm.features["windows"] is True
+        lease.release()
+
+
+def test_registered_memory_that_is_short(rank_pool):
+    rank_pool(2).run(memory_is_short)
+
+
+def test_a_pair_that_takes_turns_refuses_captures():
+    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}, forked=True) as pool:
+        pool.run(turns_in_a_graph)
+
+
+def turns_in_a_graph(rank: int, world: int) -> None:
+    simulated_nccl.install()
+    with posing() as library, mock.patch.object(nccl, "_is_launch_order_kept", False):
+        with pytest.warns(UserWarning, match="take turns"):
+            gathers, reduces = Communicator.pair(timeout_s=20)
+        with gathers, reduces:
+            with Graph(library), pytest.raises(CaptureError, match="take turns"):
+                gather(gathers)
+            gather(gathers).synchronize(5)
+
+
+def later_tensors_differ(rank: int, world: int) -> str:
+    with simulated(), Communicator(backend="nccl", device="cuda", timeout_s=10, name="long") as comm:
+        sizes = [4] * 10 + ([8, 4] if rank == 0 else [4, 8])
+        shards = [torch.zeros(n) for n in sizes]
+        with pytest.raises(MismatchError, match="ranks called different operations") as caught:
+            all_gather([torch.empty(world * n) for n in sizes], shards, comm)
+        return str(caught.value)
+
+
+def test_the_check_sees_every_tensor():
+    env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "BW_COMM_CHECK": "1"}
+    with RankPool(2, env=env, forked=True) as pool:
+        texts = pool.run(later_tensors_differ)
+    assert len({text.split("ranks called", 1)[1] for text in texts}) == 1, "one may have been told by the other"

@@ -1,0 +1,213 @@
+"""`BW_COMM_CHECK=1` on the nccl backend: ranks that call different operations, or with tensors at different places."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from bucketwheel.comm import nccl
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
+from tests.support.comm_cases import check_usable
+from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from tests.support.nccl_failure_cases import die, facts_of, fresh_ranks, nccl_comm
+
+pytestmark = pytest.mark.dist
+
+
+def call(comm: Communicator, difference: str, is_odd: bool) -> Any:
+    full, shard = torch.zeros(comm.size * 6), torch.zeros(6)
+    if difference == "kind" and is_odd:
+        return reduce_scatter(shard, full, comm)
+    if difference == "op":
+        return reduce_scatter(shard, full, comm, op="avg" if is_odd else "sum")
+    if difference == "factor":
+        return reduce_scatter(shard, full, comm, op=PreMulSum(0.25 if is_odd else 0.5))
+    if difference == "dtype" and is_odd:
+        return all_gather(full.bfloat16(), shard.bfloat16(), comm)
+    if difference == "size" and is_odd:
+        return gather(comm, 1)[1]
+    if difference == "count" and is_odd:
+        return all_gather([full, full.clone()], [shard, shard], comm)
+    return all_gather(full, shard, comm)
+
+
+def different_calls(rank: int, size: int, difference: str) -> Error:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("checked") as (comm, script):
+        check_usable(comm)
+        before = script.fake_nccl_calls(b"ncclAllGather") + script.fake_nccl_calls(b"ncclReduceScatter")
+        error = error_of(lambda: call(comm, difference, rank == size - 1))
+        assert before == script.fake_nccl_calls(b"ncclAllGather") + script.fake_nccl_calls(b"ncclReduceScatter")
+        assert error_of(lambda: gather(comm)) == error
+        facts = facts_of(lambda: comm.exchange(b""))
+        reduces = difference in ("op", "factor") or (difference == "kind" and rank == size - 1)
+        is_told = "failed first" in error[1]  # by another rank, before this one had compared
+        assert is_told or facts["op"] == ("reduce_scatter" if reduces else "all_gather")
+        assert (f"seq {facts['seq']}]" in error[1], facts["rank"], facts["nccl_code"]) == (True, -1, None)
+        return error
+
+
+DIFFERENCES = {
+    "kind": "reduce_scatter(sum) of 1 tensor",
+    "op": "reduce_scatter(avg) of 1 tensor",
+    "factor": "reduce_scatter(premul 0.25",
+    "dtype": "bfloat16[",
+    "size": "float32[3]",
+    "count": "2 tensors",
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_different_calls(difference, rank_pool):
+    for rank, (kind, text, _) in enumerate(rank_pool(3).run(different_calls, difference, timeout_s=30)):
+        assert kind == "MismatchError", text
+        expect_prefix(text, rank, 3, "checked")
+        assert all(f"rank {other}: " in text for other in range(3)), text
+        assert DIFFERENCES[difference] in text.split("rank 2: ")[1], text
+
+
+def one_calls_nothing(rank: int, size: int) -> Error:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("checked", timeout_s=1.0) as (comm, _):
+        if rank == 0:
+            return error_of(lambda: gather(comm))
+        time.sleep(1.5)
+        return error_of(lambda: comm.exchange(b""))
+
+
+def test_a_rank_that_calls_nothing(rank_pool):
+    mine, theirs = rank_pool(2).run(one_calls_nothing, timeout_s=30)
+    assert "ranks [1] called nothing" in mine[1]
+    assert theirs[0] == "MismatchError" and "ranks [1] called nothing" in theirs[1]
+
+
+def one_fails(rank: int, size: int, how: str) -> tuple[Error, float]:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("checked", timeout_s=20.0) as (comm, _):
+        comm.exchange(b"")
+        begin = time.monotonic()
+        if rank == 1:
+            time.sleep(0.3)
+            if how == "death":
+                die()
+            comm.abort("the data ran out")
+            return error_of(lambda: gather(comm)), 0.0
+        return error_of(lambda: gather(comm)), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("how", "why"), [("abort", "the data ran out"), ("death", "rank 1 ")])
+def test_a_check_ends_when_a_peer_has_failed(how, why):
+    dead = [1] if how == "death" else []
+    with fresh_ranks(2) as pool:
+        (_, text, _), took_s = pool.run(one_fails, how, expect_dead=dead, timeout_s=30)[0]
+    assert why in text and took_s < 0.3 + SOON_S, (text, took_s)
+
+
+def at_offsets(rank: int, size: int, is_equal: bool) -> Error:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("placed", registered=True) as (comm, script):
+        lease = comm.pool.acquire("key", 1 << 16)
+        assert comm.register_pool() == 1 == script.fake_nccl_live_windows()
+        assert comm.features["windows"]
+        memory = lease.tensor(torch.float32, (1 << 14,))
+        shift = 0 if is_equal else 256 * rank
+        full = memory[shift : shift + size * 16]
+        error = error_of(lambda: all_gather(full, torch.full((16,), float(rank)), comm).synchronize())  # noqa: F821
+        if is_equal:
+            assert full.view(size, 16)[:, 0].tolist() == [float(other) for other in range(size)]
+        del memory, full
+        lease.release()
+        return error
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_places_in_registered_memory(is_equal, rank_pool):
+    for kind, text, _ in rank_pool(2).run(at_offsets, is_equal, timeout_s=30):
+        if is_equal:
+            assert (kind, text) == ("nothing", "")
+        else:
+            assert kind == "MismatchError", text
+            assert "rank 0: all_gather" in text and text.count(" at slab ") == 2
+
+
+def other_slabs(rank: int, size: int) -> None:
+    with nccl_comm("slabs", registered=True) as (comm, script):
+        lease = comm.pool.acquire("key", 1 << (22 + 3 * rank))
+        with pytest.raises(ValueError, match="ranks have other slabs to register"):
+            comm.register_pool()
+        check_usable(comm)
+        lease.release()
+
+
+def test_other_slabs_are_refused_on_all_ranks(rank_pool):
+    rank_pool(2).run(other_slabs, timeout_s=30)
+
+
+def registering_fails(rank: int, size: int) -> Error:
+    with nccl_comm("slabs", registered=True) as (comm, script):
+        lease = comm.pool.acquire("key", 4096)
+        if rank == 1:
+            script.fake_nccl_fail(b"ncclCommWindowRegister", 1, 3)
+        error = error_of(comm.register_pool)
+        lease.release()
+        later = error_of(lambda: gather(comm))
+        assert later[0] == "CommError" and "ncclCommWindowRegister: 3" in later[1]
+        return error
+
+
+def test_a_rank_that_cannot_register_fails_all(rank_pool):
+    for kind, text, _ in rank_pool(2).run(registering_fails, timeout_s=30):
+        assert kind == "CommError" and "ncclCommWindowRegister: 3" in text
+
+
+def one_is_told(rank: int, size: int) -> Error:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK=str(rank)), nccl_comm("checked", timeout_s=20.0) as (comm, _):
+        part = comm.split(0)
+        check_usable(part)
+        error = error_of(lambda: call(part, "size", rank == size - 1))
+        part.close()
+        return error
+
+
+def test_all_check_if_one_is_told_to(rank_pool):
+    for kind, text, _ in rank_pool(2).run(one_is_told, timeout_s=30):
+        assert kind == "MismatchError" and "rank 0: all_gather" in text, text
+
+
+def one_is_told_nonsense(rank: int, size: int) -> tuple[str, str]:
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="yes" if rank == 1 else ""):
+        try:
+            with nccl_comm("checked", timeout_s=20.0):
+                return "nothing", ""
+        except (ValueError, CommError) as error:
+            return type(error).__name__, str(error)
+
+
+def test_a_value_that_means_nothing_is_told_on_all_ranks(rank_pool):
+    """Whoever went on alone would wait for the others."""
+    theirs, mine = rank_pool(2).run(one_is_told_nonsense, timeout_s=30)
+    assert mine[0] == "ValueError" and "BW_COMM_CHECK='yes': expected 0 or 1" in mine[1]
+    assert theirs[0] == "CommError" and "BW_COMM_CHECK='yes': expected 0 or 1" in theirs[1]
+
+
+class GoneStore:
+    asked = 0
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        self.asked += 1
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_check_without_a_store_says_so_soon_and_asks_once():
+    store, peers = GoneStore(), mock.Mock(**{"trouble.side_effect": ["", "", "rank 0 died", "rank 0 died"]})
+    check = nccl._Check(mock.Mock(store=store, rank=1, size=2, timeout_s=600.0), peers)
+    assert check("name", 1, "all_gather") == "this rank called all_gather, and cannot ask what others did: rank 0 died"
+    peers.trouble.side_effect = lambda: ""
+    begin = time.monotonic()
+    assert check("name", 2, "all_gather").endswith("cannot ask what others did: Connection reset by peer")
+    assert time.monotonic() - begin < SOON_S and store.asked == 2

@@ -1,0 +1,370 @@
+"""Communicators of the nccl backend that cannot be made: the same failure on all ranks, in time, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bucketwheel.comm import nccl as comm_nccl
+from bucketwheel.comm import nccl_library
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CommError, DeviceError
+from bucketwheel.errors import Error as AnyError
+from bucketwheel.kernels.ops import all_gather
+from bucketwheel.native.modules import native
+from bucketwheel.pool.pool import Pool
+from tests.support import simulated_nccl
+from tests.support.comm_cases import check_usable
+from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
+from tests.support.nccl_failure_cases import expect_gone, fresh_ranks, nccl_comm, script
+from tests.support.requirements import slow_case
+from tests.support.simulated_cuda import posing
+
+pytestmark = pytest.mark.dist
+TIMEOUT_S = 1.5
+INTERNAL_ERROR = 3
+
+
+def make(way: str, timeout_s: float = TIMEOUT_S, **choices: Any) -> list[Communicator]:
+    if way == "pair":
+        return list(Communicator.pair(device="cuda", timeout_s=timeout_s, name="made", **choices))
+    return [Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name="made", **choices)]
+
+
+def made_and_usable(way: str) -> None:
+    with posing():
+        for comm in (comms := make(way, timeout_s=20)):
+            check_usable(comm)
+        for comm in comms:
+            comm.close()
+
+
+# --------------------------------------------------------------------------------------------- NCCL fails on one rank
+
+
+def one_rank_fails(
+    rank: int, size: int, way: str, function: str, hangs: bool, choices: dict[str, Any]
+) -> tuple[Error, float]:
+    library = script()
+    with posing():
+        if rank == size - 1 and hangs:
+            library.fake_nccl_hang_call(function.encode())
+        elif rank == size - 1:
+            library.fake_nccl_fail(function.encode(), 1, INTERNAL_ERROR)
+        begin = time.monotonic()
+        error = error_of(lambda: make(way, **choices))
+        took_s = time.monotonic() - begin
+    library.fake_nccl_release()
+    expect_gone(library)
+    made_and_usable(way)
+    return error, took_s
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(
+    ("way", "function", "choices"),
+    [
+        ("one", "ncclCommInitRankConfig", {}),
+        ("one", "ncclCommInitRankConfig", {"options": {"blocking": 0}}),
+        ("one", "ncclAllGather", {}),
+        ("one", "ncclReduceScatter", {}),
+        ("pair", "ncclCommSplit", {}),
+        ("pair", "ncclReduceScatter", {}),
+    ],
+)
+def test_a_rank_on_which_nccl_fails(way, function, choices, hangs, rank_pool):
+    results = rank_pool(2).run(one_rank_fails, way, function, hangs, choices, timeout_s=30)
+    for error, took_s in results:
+        assert error[0] in ("CommError", "CommTimeout"), error
+        assert took_s < TIMEOUT_S + SOON_S
+    if not hangs:
+        assert f"{function}: {INTERNAL_ERROR} internal error" in results[1][0][1]
+
+
+def warm_up_hangs(rank: int, size: int) -> tuple[Error, float]:
+    library = script()
+    with posing():
+        if rank == 0:
+            library.fake_nccl_hang(1)
+        begin = time.monotonic()
+        error = error_of(lambda: make("one"))
+        took_s = time.monotonic() - begin
+    expect_gone(library)
+    made_and_usable("one")
+    return error, took_s
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_first_collective_that_never_completes(world, rank_pool):
+    for error, took_s in rank_pool(world).run(warm_up_hangs, timeout_s=30):
+        assert error[0] in ("CommError", "CommTimeout") and took_s < TIMEOUT_S + SOON_S
+        assert "was not over at its deadline" in error[1] or "have not come" in error[1]
+
+
+def never_in_progress(rank: int, size: int) -> None:
+    library = script()
+    with posing():
+        library.fake_nccl_in_progress(1 << 40)
+        assert error_of(lambda: make("one"))[0] == "CommTimeout"
+    expect_gone(library)
+
+
+def test_an_initialisation_that_is_in_progress_for_ever(rank_pool):
+    rank_pool(1).run(never_in_progress)
+
+
+def split_fails(rank: int, size: int, hangs: bool, color: int) -> tuple[Error, Error, float]:
+    with nccl_comm("parent", timeout_s=TIMEOUT_S) as (comm, library):
+        if rank == 0 and hangs:
+            library.fake_nccl_hang_call(b"ncclCommSplit")
+        elif rank == 0:
+            library.fake_nccl_fail(b"ncclCommSplit", 1, INTERNAL_ERROR)
+        begin = time.monotonic()
+        error = error_of(lambda: comm.split(color if rank == size - 1 else 0))
+        took_s = time.monotonic() - begin
+        time.sleep(0.3)
+        return error, error_of(lambda: gather(comm)), took_s
+
+
+@pytest.mark.parametrize("color", [slow_case(0), 1, slow_case(-1)])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_split_that_fails_on_one_rank_fails_the_communicator(hangs, color, rank_pool):
+    for rank, (error, later, took_s) in enumerate(rank_pool(3).run(split_fails, hangs, color, timeout_s=40)):
+        assert took_s < TIMEOUT_S + 2 * SOON_S
+        assert error[0] in ("CommError", "CommTimeout"), (rank, error)
+        assert later[0] in ("CommError", "CommTimeout"), (rank, later)
+        expect_prefix(later[1], rank, 3, "parent")
+
+
+# -------------------------------------------------------------------------------------- a rank fails before NCCL is asked
+
+
+def without_pool(rank: int, size: int, way: str) -> tuple[str, str, float]:
+    library = script()
+
+    def new_pool(**choices: Any) -> Pool:
+        if rank == 1:
+            raise DeviceError("cuda:9 was asked for; there are 8 CUDA devices")
+        return Pool(**choices)
+
+    begin = time.monotonic()
+    with posing(), mock.patch.object(comm_nccl, "Pool", new_pool), pytest.raises(AnyError) as caught:
+        make(way) if way == "pair" else Communicator(backend="nccl", device="cuda", timeout_s=20)
+    took_s = time.monotonic() - begin
+    expect_gone(library)
+    made_and_usable(way)
+    return type(caught.value).__name__, str(caught.value), took_s
+
+
+@pytest.mark.parametrize("way", ["one", "pair"])
+def test_a_rank_without_its_device_tells_the_others(way, rank_pool):
+    results = rank_pool(3).run(without_pool, way, timeout_s=40)
+    assert [kind for kind, _, _ in results] == ["CommError", "DeviceError", "CommError"]
+    assert all("cuda:9 was asked for" in text and took_s < SOON_S for _, text, took_s in results), results
+    assert "rank 1: DeviceError" in results[0][1]
+
+
+def borrows_nothing(rank: int, size: int) -> tuple[str, str, float]:
+    script()
+
+    class Backend:
+        def _comm_ptr(self) -> int:
+            return 0
+
+    ours = replace(nccl_library.info(), found="loaded already")
+    begin = time.monotonic()
+    with (
+        posing(),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: Backend()),
+        mock.patch.object(nccl_library, "info", lambda: ours),
+        mock.patch.object(nccl_library, "version_of_torch", lambda: None),
+        mock.patch.object(comm_nccl, "native", lambda: comm_nccl_of(rank)),
+        pytest.raises((ValueError, AnyError)) as caught,
+    ):
+        Communicator.borrow(dist.group.WORLD, timeout_s=20)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+def comm_nccl_of(rank: int) -> Any:
+    """The native module, whose borrowing works on rank 0."""
+    lent = mock.Mock()
+    return native() if rank else mock.Mock(wraps=native(), borrow_nccl_comm=lambda *_: lent)
+
+
+def test_a_rank_with_nothing_to_borrow_tells_the_others(rank_pool):
+    results = rank_pool(2).run(borrows_nothing, timeout_s=40)
+    assert [kind for kind, _, _ in results] == ["CommError", "ValueError"], results
+    assert "rank 1: ValueError: the process group has no NCCL communicator yet" in results[0][1]
+    assert all(took_s < SOON_S for _, _, took_s in results)
+
+
+# -------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupted(rank: int, size: int, where: str) -> float:
+    library = script()
+    with posing():
+        parent = Communicator(backend="nccl", device="cuda", timeout_s=20, registered=True)
+        lease = parent.pool.acquire("key", 4096)
+        calls: dict[str, Callable[[], Any]] = {
+            "ncclCommInitRankConfig": lambda: Communicator(backend="nccl", device="cuda", timeout_s=20),
+            "ncclCommSplit": lambda: parent.split(0),
+            "ncclCommWindowRegister": parent.register_pool,
+            "agreement": parent.register_pool,
+        }
+        parent.exchange(b"")
+        if where != "agreement":
+            library.fake_nccl_hang_call(where.encode())
+        elif rank != 0:
+            time.sleep(1.5)
+        if rank == 0:
+            threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt if rank == 0 else CommError):
+            calls[where]()
+        took_s = time.monotonic() - begin
+        library.fake_nccl_release()
+        if where != "ncclCommInitRankConfig":
+            assert "KeyboardInterrupt" in error_of(lambda: gather(parent))[1]
+        lease.release()
+        parent.close(5.0)
+    expect_gone(library)
+    return took_s
+
+
+@pytest.mark.parametrize(
+    ("world", "where"),
+    [
+        (1, "ncclCommInitRankConfig"),
+        (1, "ncclCommSplit"),
+        (1, "ncclCommWindowRegister"),
+        (2, "agreement"),
+        (2, "ncclCommSplit"),
+    ],
+)
+def test_ctrl_c_ends_the_waiting(world, where, rank_pool):
+    assert rank_pool(world).run(interrupted, where, timeout_s=50)[0] < 0.5 + SOON_S
+
+
+# ------------------------------------------------------------------------------------------- ranks that do not agree
+
+
+def disagree(rank: int, size: int, what: str) -> tuple[str, str, float]:
+    script()
+    choices: dict[str, Any] = {}
+    name = "same"
+    real = nccl_library.info()
+    fake_info = real
+    if rank == 1 and what == "name":
+        name = "other"
+    elif rank == 1 and what == "options":
+        choices = {"max_ctas": 4}
+    elif rank == 1 and what == "version":
+        fake_info = nccl_library.NcclInfo(real.path, real.found, 22809, real.features)
+
+    def look() -> nccl_library.NcclInfo:
+        if rank == 1 and what == "absent":
+            raise DeviceError("there is no NCCL here")
+        return fake_info
+
+    begin = time.monotonic()
+    with posing(), mock.patch.object(nccl_library, "info", look):
+        try:
+            Communicator(backend="nccl", device="cuda", name=name, timeout_s=20, **choices)
+        except (ValueError, AnyError) as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+    return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("name", "ValueError", "['same', 'other']"),
+        ("options", "ValueError", "max_ctas"),
+        ("version", "DeviceError", "['2.30.7', '2.28.9'] by rank"),
+        ("absent", "DeviceError", "rank 1: DeviceError: there is no NCCL here"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so_on_all_ranks(what, kind, text, rank_pool):
+    for found, message, took_s in rank_pool(2).run(disagree, what):
+        assert found == kind and text in message, message
+        assert took_s < SOON_S
+
+
+# ------------------------------------------------------------------------------------ what this NCCL or build cannot do
+
+
+def refused(rank: int, size: int, choices: dict[str, Any], text: str) -> None:
+    library = script()
+    with posing(), pytest.raises(ValueError, match=text):
+        make("one", **choices)
+    assert library.fake_nccl_live_comms() == 0
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        ({"options": {"colour": 3}}, "no option 'colour'.*max_ctas"),
+        ({"cta_policy": "none"}, "cta_policy must be one of.*'none'"),
+        ({"cta_policy": "zero"}, "needs registered=True"),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_choices_that_do_not_exist(world, choices, text, rank_pool):
+    rank_pool(world).run(refused, choices, text)
+
+
+def old_version(rank: int, size: int) -> list[str]:
+    with contextlib.suppress(DeviceError):  # once more below
+        simulated_nccl.install()
+    errors = []
+    with posing():
+        for choices in ({}, {"registered": True}, {"registered": True, "cta_policy": "zero"}):
+            try:
+                with Communicator(backend="nccl", device="cuda", **choices) as comm:
+                    all_gather(torch.empty(4), torch.empty(4), comm).synchronize()
+                errors.append("")
+            except (ValueError, AnyError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        slow_case(22609, ["DeviceError: .*2.26.9"] * 3),
+        (22703, ["$", "$", "ValueError: cta_policy='zero' needs .*2.28.*2.27.3"]),
+        (22809, ["$", "$", "$"]),
+    ],
+)
+def test_versions(version, expected):
+    with fresh_ranks(1, backend=None, FAKE_NCCL_VERSION=str(version)) as pool:
+        for wanted, found in zip(expected, pool.run(old_version)[0], strict=True):
+            assert re.match(wanted, found, re.DOTALL), found
+
+
+def without_windows(rank: int, size: int) -> str:
+    with mock.patch.object(simulated_nccl, "build", lambda: Path(os.environ["BW_NCCL_LIB"])):
+        simulated_nccl.install()
+    with posing(), pytest.raises(ValueError, match="registered=True needs NCCL 2.27") as caught:
+        Communicator(backend="nccl", device="cuda", registered=True)
+    return str(caught.value)
+
+
+@pytest.mark.slow  # compiles the fake once more
+def test_registered_memory_where_the_library_has_none():
+    with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))) as pool:
+        assert "libnccl" in pool.run(without_windows)[0]

@@ -1,0 +1,186 @@
+"""Pairs of NCCL communicators: they overlap, or take turns where NCCL's launch order is not known; and their options."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from bucketwheel.comm import nccl
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
+from tests.support.forked_code import run_code
+
+pytestmark = pytest.mark.dist
+F32 = torch.float32
+
+
+def both_at_once(rank: int, world: int, is_order_kept: bool, expected: bool | None = None) -> tuple[int, list[str]]:
+    """How many communicators had work on the device at one time, and the warnings of making the pair."""
+    overlaps = is_order_kept if expected is None else expected
+    with simulated() as script, mock.patch.object(nccl, "_is_launch_order_kept", is_order_kept):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gathers, reduces = Communicator.pair(timeout_s=30, name="two")
+        with gathers, reduces:
+            assert (gathers.name, reduces.name) == ("two/ag", "two/rs")
+            assert gathers.features["overlap"] is reduces.features["overlap"] is overlaps
+            script.fake_nccl_reset()
+            numel = 300_000
+            for turn in range(10):
+                full, shard = torch.empty(world * numel), torch.full((numel,), float(rank + turn))
+                summed, whole = torch.empty(numel), torch.full((world * numel,), float(rank))
+                # The second rank is late, so the work of both is under way on the first.
+                if rank == 1:
+                    gathers.stream.pause(0.01)
+                    reduces.stream.pause(0.01)
+                first, second = all_gather(full, shard, gathers), reduce_scatter(summed, whole, reduces)
+                second.synchronize(20)
+                first.synchronize(20)
+                assert full.view(world, -1)[:, 0].tolist() == [float(r + turn) for r in range(world)]
+                assert float(summed[-1]) == sum(range(world))
+            return int(script.fake_nccl_max_concurrent()), [str(one.message) for one in caught]
+
+
+def test_the_two_of_a_pair_overlap(rank_pool):
+    for concurrent, warned in rank_pool(2).run(both_at_once, True):
+        assert concurrent == 2 and not warned
+
+
+def test_without_a_launch_order_they_take_turns(rank_pool):
+    for concurrent, warned in rank_pool(2).run(both_at_once, False):
+        assert concurrent == 1
+        assert any("NCCL_LAUNCH_ORDER_IMPLICIT" in text and "take turns" in text for text in warned), warned
+
+
+def order_kept_by_first(rank: int, world: int) -> tuple[int, list[str]]:
+    return both_at_once(rank, world, rank == 0, expected=False)
+
+
+def test_one_rank_without_a_launch_order_makes_all_take_turns(rank_pool):
+    for concurrent, warned in rank_pool(2).run(order_kept_by_first):
+        assert concurrent == 1
+        assert any("on ranks [1]" in text and "on all ranks" in text for text in warned), warned
+
+
+def told(rank: int, world: int) -> list[dict[str, Any]]:
+    with simulated():
+        gathers, reduces = Communicator.pair(timeout_s=30, registered=True, cta_policy="zero")
+        alone = Communicator(backend="nccl", device="cuda", timeout_s=30, registered=True, cta_policy="zero")
+        with gathers, reduces, alone:
+            for comm in (gathers, reduces, alone):
+                lease = comm.pool.acquire("key", 1 << 16)
+                assert comm.register_pool() == 1
+                lease.release()
+            return [comm.features for comm in (gathers, reduces, alone)]
+
+
+def test_what_each_of_a_pair_does(rank_pool):
+    for features in rank_pool(2).run(told):
+        assert [one["copy_engines"] for one in features] == [True, False, True]
+        assert [one["overlap"] for one in features] == [True, True, False]
+        assert [one["symmetric_avg"] for one in features] == [False, True, True]
+
+
+def configured(rank: int, world: int) -> dict[str, int]:
+    """What NCCL was told of the second of a pair."""
+    with simulated() as script:
+        options = {"min_ctas": 2, "traffic_class": 3, "cga_cluster_size": 4}
+        gathers, reduces = Communicator.pair(timeout_s=30, max_ctas=8, cta_policy="efficiency", options=options)
+        with gathers, reduces:
+            names = ("max_ctas", "cta_policy", "split_share", *options)
+            return {name: script.fake_nccl_last_config(name.encode()) for name in names}
+
+
+def test_options_reach_nccl(rank_pool):
+    expected = {
+        "max_ctas": 8,
+        "cta_policy": 1,
+        "split_share": 0,
+        "min_ctas": 2,
+        "traffic_class": 3,
+        "cga_cluster_size": 4,
+    }
+    assert rank_pool(2).run(configured) == [expected, expected]
+
+
+def shared(rank: int, world: int) -> list[bool]:
+    with simulated():
+        with pytest.raises(ValueError, match="take turns"):
+            Communicator.pair(timeout_s=30, options={"split_share": 1})
+        found = []
+        for value in ("0", "1"):
+            with mock.patch.dict(os.environ, NCCL_COMM_SPLIT_SHARE_RESOURCES=value):
+                gathers, reduces = Communicator.pair(timeout_s=30)
+            with gathers, reduces:
+                assert gathers.features["overlap"] == reduces.features["overlap"]
+                found.append(gathers.features["overlap"])
+        return found
+
+
+def test_a_pair_that_shares_resources_does_not_overlap(rank_pool):
+    assert rank_pool(2).run(shared) == [[True, False]] * 2
+
+
+def refused(rank: int, world: int) -> list[str]:
+    messages = []
+    with simulated() as script:
+        made = script.fake_nccl_calls(b"ncclCommInitRankConfig")
+        cases: list[dict[str, Any]] = [
+            {"cta_policy": "none"},
+            {"cta_policy": "zero"},
+            {"options": {"max_ctas_": 3}},
+            {"options": {"net_name": "IB", "blocking": "yes"}},
+        ]
+        for case in cases:
+            with pytest.raises(ValueError) as caught:
+                Communicator(backend="nccl", device="cuda", timeout_s=20, **case)
+            messages.append(str(caught.value))
+        with pytest.raises(ValueError, match="are for backend 'nccl', not 'shm'"):
+            Communicator(backend="shm", max_ctas=3)
+        with pytest.raises(ValueError, match="pass device='cuda'"):
+            Communicator(backend="nccl", device=None)
+        assert script.fake_nccl_calls(b"ncclCommInitRankConfig") == made, "refused before NCCL hears of it"
+        with Communicator(backend="nccl", device="cuda", timeout_s=20) as comm:
+            assert comm.exchange(b"x") == [b"x"] * world
+    return messages
+
+
+def test_options_that_nccl_has_not(rank_pool):
+    for messages in rank_pool(2).run(refused):
+        assert "['default', 'efficiency', 'zero'], got 'none'" in messages[0]
+        assert "needs registered=True" in messages[1]
+        assert "no option 'max_ctas_'" in messages[2] and "traffic_class" in messages[2]
+        assert "invalid literal" in messages[3]
+
+
+def run_python(code: str, **env: str) -> str:
+    import os
+
+    done = run_code(code, {**os.environ, **env}, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+PRINT = "import os, bucketwheel; from bucketwheel.comm import nccl as comm_nccl; print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'], comm_nccl._is_launch_order_kept)"
+
+
+def test_the_launch_order_is_asked_for_at_import():
+    import os
+
+    with mock.patch.dict(os.environ):
+        os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
+        assert run_python(PRINT) == "1 True"
+        assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="0") == "0 False"
+        assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="1") == "1 True"
+        group = "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+        assert run_python(group + PRINT) == "1 True"
+        # A second group, and one that may have been and gone: it has needed CUDA.
+        second = "config = dist.get_backend_config; dist.get_backend_config = lambda g=None: config(g) if g is dist.group.WORLD else 'cuda:nccl'; "
+        assert run_python(group + "dist.new_group([0]); " + second + PRINT) == "1 False"
+        assert run_python("import torch; torch.cuda.is_initialized = lambda: True; " + PRINT) == "1 False"

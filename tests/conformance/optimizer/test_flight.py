@@ -1,0 +1,204 @@
+"""Flight rings of real ranks that failed: all of them are there, and the command finds the rank that is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bucketwheel.__main__ import main
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CommError, CommTimeout, PeerError
+from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.testing import RankPool
+
+pytestmark = pytest.mark.dist
+
+
+def verdict_of(folder, capsys, status: int = 1) -> tuple[dict, str]:
+    assert main(["flight", str(folder), "--json"]) == status
+    (one,) = json.loads(capsys.readouterr().out)["communicators"]
+    assert main(["flight", str(folder)]) == status
+    return one, capsys.readouterr().out
+
+
+def sleeper(rank: int, size: int, sleep_s: float, comes: bool) -> None:
+    with Communicator(backend="shm", name="sleepy", timeout_s=0.7) as comm:
+        full, shard = torch.empty(size * 8), torch.ones(8)
+        all_gather(full, shard, comm).wait()
+        if rank == 1:
+            time.sleep(sleep_s)
+            if comes:
+                with pytest.raises(CommError, match="failed first"):
+                    reduce_scatter(shard, full, comm).wait()
+        else:
+            with pytest.raises(CommTimeout):
+                reduce_scatter(shard, full, comm).wait()
+
+
+@pytest.mark.parametrize("comes", [False, True], ids=["never", "late"])
+def test_a_rank_that_sleeps(tmp_path, capsys, comes):
+    """Its watchdog writes its ring while it sleeps; when it comes, it has a failed operation like the others."""
+    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
+        pool.run(sleeper, 1.6, comes)
+    one, text = verdict_of(tmp_path, capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)
+    ]
+    assert (one["culprits"], one["late"], one["waiting"], one["missing"]) == ([1], [1], [0, 2], [])
+    assert one["stopped_at"] == 2 and one["origin"] in (0, 2)
+    assert "look at rank 1" in text and "waited in operation 2 (reduce_scatter of 1 tensor, 96 bytes)" in text
+    if not comes:
+        assert "rank 1 stopped first: had not called operation 2" in text
+        assert "not noticed yet" in one["ranks"][1]["reason"]
+
+
+def killed(rank: int, size: int) -> None:
+    with Communicator(backend="shm", name="doomed") as comm:
+        full, shard = torch.empty(size * 8), torch.ones(8)
+        all_gather(full, shard, comm).wait()
+        comm.exchange(b"")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerError):
+            all_gather(full, shard, comm).wait()
+
+
+def test_a_rank_that_is_killed(tmp_path, capsys):
+    with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
+        pool.run(killed, expect_dead=[2])
+    one, text = verdict_of(tmp_path, capsys)
+    assert (one["culprits"], one["missing"], one["stopped_at"]) == ([2], [2], 2)
+    assert "rank 2 wrote nothing: it died or left, say the others" in text
+
+
+def rows(rank: int, size: int, backend: str) -> None:
+    """Two rows of a grid, whose communicators have one name; then they do so again; then each rank has one alone."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for _ in range(2):
+        with Communicator(groups[rank // 2], backend=backend, name="row", timeout_s=30) as comm:
+            all_gather(torch.empty(4), torch.ones(2), comm).wait()
+            comm.exchange(b"")
+            if rank in (1, 2):
+                comm.abort(f"by {rank}")
+            with pytest.raises(CommError):
+                comm.exchange(b"")
+    with Communicator(LocalWorld(1).rank(0), name="row") as comm:
+        comm.abort("alone")
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys, backend):
+    """Of other processes, and of the same one."""
+    with RankPool(4, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
+        pool.run(rows, backend)
+    assert len(list(tmp_path.iterdir())) == 2 * 4 + 4
+    assert main(["flight", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["communicators"]
+    assert {one["comm"] for one in found} == {"row"} and len({one["id"] for one in found}) == len(found) == 2 * 2 + 4
+    shared = [one for one in found if one["world"] == 2]
+    assert sorted(one["culprits"] for one in shared) == [[0], [0], [1], [1]] and not any(
+        one["missing"] for one in shared
+    )
+    pids = [tuple(rank["pid"] for rank in one["ranks"]) for one in shared]
+    assert sorted(Counter(pids).values()) == [2, 2] and len({pid for row in pids for pid in row}) == 4
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+# Rank 0 aborts, which the watchdog writes out for both; then `spoil(file)` with that of rank 1, which writes it again
+# when it hears of the abort itself.
+TWICE = """
+import json, os, resource, shutil, sys, time
+from pathlib import Path
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CommError
+from bucketwheel.comm.backends import LocalWorld
+
+folder = Path(os.environ["BW_TRACE_DIR"])
+world = LocalWorld(2)
+first, second = (Communicator(world.rank(rank), name=NAME, timeout_s=20) for rank in range(2))
+first.abort("over")
+until = time.monotonic() + 20
+while len(files := sorted(folder.glob("*.json"))) < 2 and time.monotonic() < until:
+    time.sleep(0.01)
+assert "not noticed yet" in files[1].read_text()
+SPOIL(files[1])
+try:
+    second.exchange(b"")
+except CommError:
+    pass
+first.close(0.0)
+second.close(0.0)
+"""
+
+
+def write_twice(folder: Path, spoil: str = "lambda file: None", name: str = "box") -> str:
+    """What the ranks say on stderr."""
+    code = TWICE.replace("NAME", repr(name)).replace("SPOIL", f"({spoil})")
+    env = {**os.environ, "BW_TRACE_DIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def reasons(folder: Path) -> list[str]:
+    return [json.loads(path.read_text())["reason"] for path in sorted(folder.iterdir())]
+
+
+def test_files_are_whole_and_for_their_user_alone(tmp_path):
+    assert write_twice(tmp_path) == ""
+    assert len(reasons(tmp_path)) == 2 and not any("not noticed yet" in reason for reason in reasons(tmp_path))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("name", ["file", "file.with_name(f'{file.name}.{os.getpid()}')"], ids=["whole", "unfinished"])
+def test_links_of_others_are_not_followed(tmp_path, name):
+    folder, precious = tmp_path / "rings", tmp_path / "precious"
+    precious.write_text("precious")
+    said = write_twice(folder, f"lambda file: (file.unlink(), {name}.symlink_to({str(precious)!r}))")
+    assert precious.read_text() == "precious"
+    written = [path for path in sorted(folder.iterdir()) if not path.is_symlink()]
+    if name == "file":
+        assert said == "" and len(written) == 2
+    else:
+        assert len(written) == 1
+        assert "rank 1/2 comm 'box'" in said and "File exists" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ("lambda file: shutil.rmtree(folder)", "No such file or directory"),
+        ("lambda file: (file.unlink(), file.mkdir())", "Is a directory"),
+        ("lambda file: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))", "File too large"),
+    ],
+    ids=["folder", "rename", "full"],
+)
+def test_what_cannot_be_written_is_told(tmp_path, spoil, why):
+    folder = tmp_path / "rings"
+    said = write_twice(folder, spoil)
+    assert "[bucketwheel rank 1/2 comm 'box'] its last operations are not in BW_TRACE_DIR: cannot " in said
+    assert why in said and said.count("\n") == 1
+    assert not list(folder.glob("*.json.*"))
+
+
+@pytest.mark.parametrize("name", ["n" * 300 + "/ag", "\u00e9" * 150, "a/b\n\0c"])
+def test_every_name_of_a_communicator_makes_a_file(tmp_path, capsys, name):
+    assert write_twice(tmp_path, name=name) == ""
+    assert len(reasons(tmp_path)) == 2
+    one, _ = verdict_of(tmp_path, capsys)
+    assert (one["comm"], one["missing"]) == (name, [])
+    assert all(path.name.isprintable() and len(path.name) < 150 for path in tmp_path.iterdir())

@@ -1,0 +1,171 @@
+"""What an optimizer says of itself: its table, its bytes, and the warning of padding."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.optim import report
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from tests.support.grid_ranks import in_grid
+from tests.support.optim_twins import dyadic, loss_of, run_local, share
+
+pytestmark = pytest.mark.dist
+
+
+def named() -> list[tuple[str, Parameter]]:
+    """Sixteen layers of 64 x 64 in bfloat16, each with a float32 norm."""
+    found = []
+    for i in range(16):
+        found.append((f"layers.{i}.weight", Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))))
+        found.append((f"layers.{i}.norm", Parameter(torch.zeros(60))))
+    return found
+
+
+MIB = 2**20
+TABLE = """\
+sharded over 2 ranks (local)
+parameters: bfloat16, float32; reduce_dtype=float32; master_weights='bf16_remainder'; amsgrad
+overlap_param_sync=True, max_inflight_buckets=3, buckets of 128.00 KiB
+bucket  wire       MiB  params  padding  shard bytes  first             last
+     0  float32  0.125       8    0.0 %       65,536  layers.15.weight  layers.8.weight
+     1  float32  0.004      16    6.2 %        2,048  layers.15.norm    layers.0.norm
+     2  float32  0.125       8    0.0 %       65,536  layers.7.weight   layers.0.weight
+total: 32 parameters, 66,496 elements, 0.1 % padding, 3 buckets
+sent by a rank in a step: 196.00 KiB (200,704 bytes)
+expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB)"""
+
+
+def test_the_table_of_a_sharded_optimizer() -> None:
+    def body(comm: Communicator) -> str:
+        opt = ShardedAdamW(
+            named(),
+            amsgrad=True,
+            process_group=comm,
+            bucket_cap_mb=1 / 8,
+            reduce_dtype=torch.float32,
+            master_weights="bf16_remainder",
+            overlap_param_sync=True,
+            max_inflight_buckets=3,
+        )
+        text = opt.describe()
+        params = opt.param_groups[0]["params"]
+        for _ in range(2):
+            loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert opt.describe() == text, "nothing in it changes"
+        opt.close()
+        return text
+
+    for text in run_local(2, body):
+        assert text == TABLE
+
+
+def test_the_table_of_a_grid_and_of_one_process() -> None:
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
+        groups: dict[str, Any] = {"process_group": shard, "replicate_group": replicate}
+        opt = ShardedAdamW(named(), **groups, gradient_average=False, static_graph=True)
+        text = opt.describe()
+        opt.close()
+        return text
+
+    texts = in_grid(2, 3, body)
+    assert len(set(texts)) == 1
+    lines = texts[0].splitlines()
+    assert lines[0] == "sharded over 2 ranks (local), replicated 3 times (local)"
+    assert lines[2] == "gradient_average=False, static_graph=True, max_inflight_buckets=2, buckets of 16.00 MiB"
+    # Both directions of both dtypes, and 4/3 of the fp32 sums of half of the elements.
+    numel = 16 * 4096 + 16 * 64
+    assert lines[-2].endswith(f"({16 * 4096 * 2 + 16 * 64 * 4 + 4 * numel // 2 * 4 // 3:,} bytes)")
+    assert "partial_sums 257.00 KiB" in lines[-1]  # twice 128 KiB, rounded up to threes and by the pool
+
+    local = ShardedAdamW(named(), state_dtype=torch.bfloat16)
+    lines = local.describe().splitlines()
+    assert lines[0] == "local: one process, 32 parameters, nothing is sharded"
+    assert lines[1] == "parameters: bfloat16, float32; state_dtype=bfloat16"
+    assert lines[3].split() == ["bfloat16", "16", "65,536", "131,072", "524,288", "layers.0.weight", "layers.15.weight"]
+    assert lines[4].split() == ["float32", "16", "960", "3,840", "3,840", "layers.0.norm", "layers.15.norm"]
+    assert f"({2 * (131072 + 3840) + 524288 + 3840:,} bytes" in lines[5]
+
+
+def test_the_summary_of_one_process_is_that_of_its_tensors() -> None:
+    params = named()
+    opt = ShardedAdamW(params, amsgrad=True)
+    found = opt.memory_summary()
+    numel, halves = 16 * 4096 + 16 * 60, 16 * 4096
+    assert found == {
+        "params": 2 * halves + 4 * 960,
+        "params_padding": 0,
+        "grads": 0,
+        "states": 12 * numel + 4 * halves,
+        "exp_avg": 4 * numel,
+        "exp_avg_sq": 4 * numel,
+        "max_exp_avg_sq": 4 * numel,
+        "master_param": 4 * halves,
+        "buckets": 0,
+        "buckets_peak": 0,
+        "slots": 0,
+        "captured": 0,
+        "partial_sums": 0,
+        "pool": 0,
+        "bookkeeping": 8 * 32,
+    }
+    params[0][1].float().sum().backward()
+    assert opt.memory_summary()["grads"] == 2 * 4096
+
+
+def test_buckets_that_gather_are_counted() -> None:
+    def body(comm: Communicator) -> list[int]:
+        params = [Parameter(torch.zeros(128)) for _ in range(4)]
+        opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=256 * 4 / MIB, overlap_grad_sync=False)
+        seen = [opt.memory_summary()["buckets"]]
+        for p in params:
+            p.sum().backward()
+            seen.append(opt.memory_summary()["buckets"])
+        opt.step()
+        seen += [opt.memory_summary()["buckets"], opt.memory_summary()["buckets_peak"]]
+        opt.close()
+        return seen
+
+    assert run_local(2, body) == [[0, 1024, 1024, 2048, 2048, 0, 2048]] * 2
+
+
+@pytest.mark.parametrize("kind", ["granularity", "small"])
+def test_it_warns_once_of_padding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        is_cut = kind == "granularity"
+        count, numel, granularity = (4, 60001, 60001) if is_cut else (2400, 2, 1)
+        params = [Parameter(torch.zeros(numel, dtype=torch.float64)) for _ in range(count)]
+        opt = ShardedAdamW([{"params": params, "granularity": granularity}], process_group=comm, bucket_cap_mb=1 / 4)
+        opt.close()
+
+    monkeypatch.setattr(report, "_warned", False)
+    with pytest.warns(UserWarning, match=r"\d+ % of the optimizer's buckets are parameters, .*padding") as found:
+        run_local(2, body)
+    assert len(found) == 1
+    said = str(found[0].message)
+    percent = int(said.split(" %")[0])
+    assert percent < 70 and ("multiples of up to 60001" in said) == (kind == "granularity") == ("join" not in said)
+    assert re.search(r"\(\d+\.\d\d MiB", said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_local(2, body)
+
+
+def test_small_and_full_optimizers_warn_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator, count: int, numel: int) -> None:
+        ShardedAdamW([Parameter(torch.zeros(numel)) for _ in range(count)], process_group=comm).close()
+
+    monkeypatch.setattr(report, "_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_local(2, body, 100, 2)  # 97 % padding, of 25 KiB
+        run_local(2, body, 4, 1 << 20)
+    assert not report._warned

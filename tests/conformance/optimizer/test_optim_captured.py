@@ -1,0 +1,337 @@
+"""ShardedAdamW captured in CUDA graphs on several ranks: replays are eager steps, bit for bit, with eager steps before,
+between and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketwheel.device import CPU
+from bucketwheel.optim import sharded_engine
+from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, expect_eager, trainer
+from tests.support.simulated_cuda import Calls, Graph, load
+
+pytestmark = pytest.mark.dist
+
+LONG = "eager eager capture replay replay eager replay eager eager replay"
+OPTIMIZERS: list[dict[str, Any]] = [
+    {},
+    {"dtypes": [BF16, F32], "reduce_dtype": F32},
+    {"dtypes": [BF16], "master_weights": "bf16_remainder", "amsgrad": True},
+    {"dtypes": [torch.float64], "overlap_grad_sync": False, "gradient_average": False},
+    {"dtypes": [BF16], "on_external_update": "ignore", "max_inflight_buckets": 1},
+]
+
+
+def test_replays_are_eager_steps(rank_pool):
+    """Gradients and rates change between them; step counts go on."""
+    expect_eager(rank_pool, 2, Setup(), LONG, optimizers=OPTIMIZERS)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_over_other_worlds(rank_pool, world):
+    expect_eager(rank_pool, world, Setup(), LONG, optimizers=OPTIMIZERS[1:2])
+
+
+def test_in_registered_memory(rank_pool):
+    expect_eager(rank_pool, 2, Setup(registered=True), LONG, optimizers=OPTIMIZERS[:2])
+
+
+def test_over_a_grid(rank_pool):
+    """Partial sums too are memory that graphs write: those of the replicas."""
+    expect_eager(rank_pool, 4, Setup(shards=2), LONG)
+
+
+KINDS = [
+    # A pending factor of the step before belongs to no other, whichever of them a graph has.
+    "eager eager:plain capture replay replay eager:plain replay eager:plain",
+    "eager capture:plain eager:plain replay:plain eager replay:plain replay:plain",
+    "eager:plain capture eager replay eager",
+    "eager:stock eager:stock capture:stock replay:stock eager:stock replay:stock",
+    "eager:inf capture:inf replay:inf replay:inf eager replay:inf",
+    # Several graphs.
+    "eager eager:inf capture capture:plain replay:plain replay eager capture:inf replay replay:inf replay:plain eager",
+]
+
+
+def test_clipping_in_graphs(rank_pool):
+    expect_eager(rank_pool, 2, Setup(), *KINDS)
+
+
+def test_accumulation_in_a_graph(rank_pool):
+    """Of micro-batches, within one window and over several."""
+    plan = "eager:{0} eager:{0} capture:{0} replay:{0} replay:{0} eager:{0} replay:{0}"
+    expect_eager(rank_pool, 2, Setup(), *map(plan.format, ("no_sync", "windows")))
+
+
+# ---- what is captured in part
+
+
+def backward_alone(rank: int, world: int, scales: bool) -> None:
+    """The graph ends with `grad_sync`; clipping, perhaps a `GradScaler`, and step follow eagerly."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+
+        def reduced() -> None:
+            one.opt.zero_grad()
+            scaled = torch.stack([(p * g).sum() for p, g in zip(one.params, one.given, strict=True)]).sum() * scale
+            scaled.backward()
+            one.opt.grad_sync()
+
+        graph = Graph(load()[1])
+        for step in range(6):
+            one.feed()
+            if scales and step == 4 and rank == 1:
+                one.given[1][3] = float("inf")
+            scale = torch.tensor(8.0 if scales else 1.0)
+            if step < 2 or not captures:
+                reduced()
+            else:
+                if step == 2:
+                    with graph:
+                        reduced()
+                graph.replay()
+            if scales:
+                scaler.scale(torch.ones(()))  # has it made
+                scaler._scale.fill_(8.0)
+                scaler.unscale_(one.opt)
+            one.seen.append(one.opt.clip_grad_norm_(1.0).clone())
+            one.seen.append(one.opt.local_grad_norm().clone())
+            scaler.step(one.opt)
+            if scales:
+                scaler.update(8.0)
+            one.seen.append(one.opt.full_grad(one.params[0]).clone())
+        one.graphs["reduced"] = graph
+        return one.result()
+
+    compare(rank, world, Setup(), body)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_backward_is_captured_and_the_step_is_not(rank_pool, scales):
+    rank_pool(2).run(backward_alone, scales, timeout_s=30)
+
+
+def part(one: Trainer, captures: bool, name: str, body: Callable[[], None]) -> None:
+    """``body``, as a graph of its own from the first time on."""
+    if not captures:
+        body()
+        return
+    if name not in one.graphs:
+        one.graphs[name] = Graph(load()[1])
+        with one.graphs[name]:
+            body()
+    one.graphs[name].replay()
+
+
+def two_graphs(one: Trainer, captures: bool, asks: bool) -> list[Tensor]:
+    """Gradients are in one graph and clipping and step in another, captured after eager ones: the norm is each replay's."""
+
+    def update() -> None:
+        one.norms["both"] = one.opt.clip_grad_norm_(1.0)
+        one.opt.step()
+
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(4):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one))
+        if asks and step == 1:
+            one.opt.local_grad_norm()
+        part(one, captures and step > 0, "update", update)
+        one.seen.append(one.norms["both"].clone())
+    return one.result()
+
+
+def reduced(one: Trainer, edit: str = "") -> None:
+    """Gradients as stock code leaves them, with factors that the host knows."""
+    opt = one.opt
+    opt.zero_grad()
+    one.backward()
+    if edit == "before":
+        torch._foreach_mul_([p.grad for p in one.params], 0.5)
+    opt.grad_sync()
+    apply(one, edit)
+
+
+def apply(one: Trainer, edit: str) -> None:
+    """What the host does to gradients that are reduced."""
+    if edit == "after":
+        torch._foreach_mul_([p.grad for p in one.params], 0.5)
+    elif edit == "value":
+        torch.nn.utils.clip_grad_value_(one.params, 0.3)
+    elif edit == "zero":
+        one.params[4].grad.mul_(0.0)
+        one.params[1].grad.mul_(0.5)
+        one.params[1].grad.zero_()
+    elif edit == "coefficient":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded_engine, "index_of", lambda _: CPU)
+            one.opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
+    elif edit == "more":
+        one.backward(0.5)
+        one.opt.grad_sync()
+
+
+def edited(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
+    """Each replay has the edit, whatever was eager before it."""
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(6):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one, edit))
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+        if step in (1, 4):
+            one.backward(0.5)  # adds to it
+        elif step == 3:
+            reduced(one)  # in the place of it
+        one.seen.append(one.opt.clip_grad_norm_(10.0).clone())
+        one.opt.step()
+        if step in (2, 3):
+            one.play("eager:clip eager:plain ", captures=captures)
+    return one.result()
+
+
+def edited_between(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
+    """The edit is eager, between the replay that brings gradients and the one that clips and steps. One step is left out: the
+    next replay brings gradients without it."""
+
+    def update() -> None:
+        one.norms["both"] = one.opt.clip_grad_norm_(10.0)
+        one.opt.step()
+
+    one.play("eager:clip eager:clip ", captures=captures)
+    for step in range(6):
+        one.feed()
+        part(one, captures, "reduced", lambda: reduced(one))
+        if step % 2:
+            apply(one, edit)
+        if step != 3:
+            part(one, captures, "update", update)
+            one.seen.append(one.norms["both"].clone())
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+    return one.result()
+
+
+def zeroed_after_a_factor(one: Trainer, captures: bool) -> list[Tensor]:
+    """The factor is in a graph, and the host knows of none: those of the other gradients stay."""
+    one.play("eager:clip eager:clip ", captures=captures)
+    for _ in range(2):
+        one.feed()
+        part(one, captures, "halved", lambda: reduced(one, "after"))
+        one.params[1].grad.zero_()
+        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
+        one.opt.step()
+        one.play("eager:plain ", captures=captures)
+    return one.result()
+
+
+def in_parts(rank: int, world: int) -> None:
+    edits = ("after", "value", "zero", "coefficient")
+    compare(
+        rank,
+        world,
+        Setup(),
+        *(partial(two_graphs, asks=asks) for asks in (False, True)),
+        *(partial(edited, edit=edit) for edit in ("before", *edits)),
+        *(partial(edited_between, edit=edit) for edit in (*edits, "more")),
+        zeroed_after_a_factor,
+    )
+
+
+def test_norms_and_edits_of_graphs_in_parts(rank_pool):
+    rank_pool(2).run(in_parts, timeout_s=50)
+
+
+# ---- state between replays
+
+
+def restored(rank: int, world: int) -> None:
+    """Weights and states are loaded, and weights edited, between replays: they stay where the graph finds them."""
+
+    def body(one: Trainer, captures: bool) -> list[Tensor]:
+        one.play("eager:clip capture:clip replay:clip ", captures=captures)
+        weights, states = [p.detach().clone() for p in one.params], one.opt.state_dict()
+        one.play("replay:clip eager:clip ", captures=captures)
+        with torch.no_grad():
+            for p, old in zip(one.params, weights, strict=True):
+                p.copy_(old)
+        one.opt.zero_grad()  # which the graph begins with
+        one.opt.load_state_dict(states)
+        one.opt.reload_master_params()
+        one.play("replay:clip ", captures=captures)
+        with torch.no_grad():
+            one.params[0].mul_(0.5)
+        one.opt.reload_master_params()
+        return one.play("replay:clip eager:clip ", captures=captures)
+
+    compare(rank, world, Setup(), body, optimizers=[{"dtypes": [BF16]}])
+
+
+def test_loading_and_edits_between_replays(rank_pool):
+    rank_pool(2).run(restored, timeout_s=30)
+
+
+# ---- memory
+
+
+def memory_of_graphs(rank: int, world: int, registered: bool) -> None:
+    with trainer(rank, world, Setup(registered=registered)) as one:
+        pool = one.opt._engine.comm.pool
+        one.play("eager:clip eager:clip ", captures=True)
+        rest, before = pool.stats(), one.opt.memory_summary()
+        assert before["captured"] == 0
+        one.capture("clip")
+        found = one.opt.memory_summary()
+        largest = max(bucket.grads.nbytes for bucket in one.opt._engine._buckets)
+        assert found["captured"] == (0 if registered else 2 * largest), "as many as max_inflight_buckets"
+        one.capture("plain")
+        one.play("replay:clip eager:clip replay:plain ", captures=True)
+        assert one.opt.memory_summary()["captured"] == found["captured"], "graphs of one optimizer share"
+        assert {name: found[name] for name in found if name not in ("captured", "buckets_peak")} == {
+            name: before[name] for name in found if name not in ("captured", "buckets_peak")
+        }
+        after = pool.stats()
+        assert (after.live_leases, after.reserved_bytes) == (rest.live_leases, rest.reserved_bytes)
+        held = one.opt._made_engine.grads.launcher
+        one.opt.close()
+        assert held.memory()["captured"] == 0
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_graphs_have_memory_of_their_own(rank_pool, registered):
+    """None of the pool's: an eager step takes what it always took."""
+    rank_pool(2).run(memory_of_graphs, registered, timeout_s=30)
+
+
+def waits_for_nothing(rank: int, world: int) -> None:
+    with trainer(rank, world, Setup()) as one:
+        one.play("eager:clip eager:clip ", captures=True)
+        calls = Calls()
+        one.capture("clip")
+        found = calls.since()
+        for name in ("stream_synchronize", "event_synchronize", "memcpy_blocking", "malloc_device", "stream_create"):
+            assert name not in found, found
+        calls = Calls()
+        one.graphs["clip"].replay()
+        assert not calls.since(), "a replay calls nothing of ours"
+
+
+def test_a_capture_waits_for_nothing(rank_pool):
+    rank_pool(2).run(waits_for_nothing, timeout_s=30)
+
+
+def multiplies_nothing(rank: int, world: int) -> None:
+    with trainer(rank, world, Setup()) as one:
+        one.play("eager:windows eager:windows ", captures=True)
+        one.capture("windows")
+        assert torch.ops.aten.mul_.Tensor not in {func for _, func, *_ in one.graphs["windows"]._operations}
+
+
+def test_a_capture_knows_the_factors_that_it_has_made(rank_pool):
+    """Without a factor, what a second window adds to is not multiplied."""
+    rank_pool(2).run(multiplies_nothing, timeout_s=30)

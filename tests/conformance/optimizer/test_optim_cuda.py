@@ -1,0 +1,337 @@
+"""ShardedAdamW on CUDA, simulated: the same bits as on the CPU at world sizes 1 to 4, and nothing that waits or allocates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import bucketwheel as bw
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import CaptureError
+from bucketwheel.testing import run_threads
+from tests.support.requirements import slow_case
+from tests.support.simulated_cuda import Calls, Graph, posing
+
+_seeding = threading.Lock()  # the ranks are threads: torch's random state is theirs together
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Sequential:
+    with _seeding:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(37, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 5, bias=False)
+        )
+    return model.to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(8, 37, generator=torch.Generator().manual_seed(100 * rank + step)).to(dtype)
+
+
+def in_world(world: int, poses: bool, body: Callable[[int, Communicator], Any], **kwargs: Any) -> list[Any]:
+    """``body(rank, communicator)`` on ``world`` threads; on the simulated device or on the CPU."""
+
+    def run() -> list[Any]:
+        places = LocalWorld(world)
+
+        def rank_main(rank: int, _: int) -> Any:
+            comm = Communicator(places.rank(rank), timeout_s=20, device="cuda" if poses else None)
+            try:
+                return body(rank, comm)
+            finally:
+                comm.close(5.0)
+
+        return run_threads(rank_main, world)
+
+    if not poses:
+        return run()
+    with posing(**kwargs):
+        return run()
+
+
+def trained(rank: int, comm: Communicator | None, dtype: torch.dtype, clip: str, **options: Any) -> list[torch.Tensor]:
+    """What three steps leave: norms, parameters and states."""
+    model = model_of(dtype, seed=rank if options.get("broadcast_params", True) else 0)
+    if comm is None:
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    else:
+        opt = bw.ShardedAdamW(
+            model.parameters(), lr=1e-2, weight_decay=0.1, process_group=comm, bucket_cap_mb=0.004, **options
+        )
+    out = []
+    if options.get("overlap_param_sync"):
+        opt.prefetch_params(model)
+    for step in range(3):
+        for micro in range(2):
+            model(batch(rank, 2 * step + micro, dtype)).square().mean().backward()
+            if step == 1 and micro == 0:
+                opt.grad_sync()  # a second window adds to the shards
+        if clip == "own":
+            out.append(opt.clip_grad_norm_(0.3).clone())
+        elif clip == "stock":
+            out.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).clone())
+        elif clip == "inf":
+            out.append(opt.clip_grad_norm_(0.05, norm_type=float("inf")).clone())
+        elif clip == "three":
+            out.append(opt.clip_grad_norm_(0.3, norm_type=3.0).clone())
+        opt.step()
+        opt.zero_grad()
+    opt.param_sync()
+    out += [p.detach().clone() for p in model.parameters()]
+    saved = opt.state_dict()["state"]
+    out += [saved[i][name].clone() for i in sorted(saved) for name in sorted(saved[i]) if name != "ranges"]
+    opt.close()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("clip", ["none", "own", "stock", "inf"])
+def test_one_process_has_the_bits_of_the_cpu(dtype: torch.dtype, clip: str) -> None:
+    expected = trained(0, None, dtype, clip)
+    with posing():
+        got = trained(0, None, dtype, clip)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("world", [2, slow_case(3), slow_case(4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("clip", ["none", "own", "stock", "inf"])
+def test_ranks_on_one_device_have_the_bits_of_the_cpu(world: int, dtype: torch.dtype, clip: str) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, clip)  # noqa: E731
+    expected = in_world(world, False, body)
+    for delays in (1, 2):
+        got = in_world(world, True, body, delays=delays)
+        for rank in range(world):
+            for a, b in zip(got[rank], expected[rank], strict=True):
+                assert torch.equal(a, b), f"rank {rank}, delays {delays}"
+
+
+PRECISIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {"state_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16, "decoupled_weight_decay": False}),
+    (torch.bfloat16, {"master_weights": "bf16_remainder", "state_dtype": torch.bfloat16, "amsgrad": True}),
+    (torch.bfloat16, {"master_weights": "none", "reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16}),
+    (torch.float16, {"reduce_dtype": torch.float16, "accum_dtype": torch.bfloat16}),
+    (torch.float64, {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize("clip", ["own", "stock", "inf"])
+@pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("world", [None, slow_case(1), 3])
+def test_every_precision_has_the_bits_of_the_cpu(
+    world: int | None, dtype: torch.dtype, options: dict[str, Any], clip: str
+) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, clip, **options)  # noqa: E731
+    expected = in_world(world, False, body) if world else [body(0, None)]
+    if world:
+        got = in_world(world, True, body)
+    else:
+        with posing():
+            got = [body(0, None)]
+    for mine, theirs in zip(got, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_other_norms_agree_with_the_cpu(dtype: torch.dtype) -> None:
+    body = lambda rank, comm: trained(rank, comm, dtype, "three")  # noqa: E731
+    for rank, (got, expected) in enumerate(zip(in_world(2, True, body), in_world(2, False, body), strict=True)):
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap_grad_sync": False}, {"overlap_param_sync": True}, {"gradient_average": False}]
+)
+def test_options_have_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
+    body = lambda rank, comm: trained(rank, comm, torch.bfloat16, "own", **options)  # noqa: E731
+    for got, expected in zip(in_world(3, True, body), in_world(3, False, body), strict=True):
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_backward_and_step_neither_wait_nor_allocate_in_one_process() -> None:
+    with posing():
+        model = model_of()
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            calls = Calls()
+            model(batch(0, step, torch.float32)).square().mean().backward()
+            opt.clip_grad_norm_(0.3)
+            opt.step()
+            opt.zero_grad()
+            if step >= 2:
+                calls.expect_free_running()
+        assert calls.since()["launch_adam"] == 1
+        assert calls.since()["launch_clip"] == 1
+        opt.close()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_backward_and_step_neither_wait_nor_allocate_with_ranks(world: int) -> None:
+    """G21 of the optimizer's test rows. Counted over all ranks at once, between barriers: the counters are the process's."""
+    barrier = threading.Barrier(world, timeout=20)
+    counted: list[dict[str, int]] = []
+
+    def body(rank: int, comm: Communicator) -> None:
+        model = model_of()
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, process_group=comm, bucket_cap_mb=0.004)
+        for step in range(6):
+            barrier.wait()
+            calls = Calls()
+            barrier.wait()
+            model(batch(rank, step, torch.float32)).square().mean().backward()
+            opt.clip_grad_norm_(0.3)
+            opt.step()
+            opt.zero_grad()
+            barrier.wait()
+            if step >= 4 and rank == 0:
+                calls.expect_free_running()
+                counted.append(calls.since())
+            barrier.wait()
+        opt.close()
+
+    in_world(world, True, body)
+    assert len(counted) == 2
+    assert counted[0]["launch_accumulate"] >= world
+    assert counted[0]["launch_clip"] == world
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_captured_step_replays_with_new_rates_and_counts(dtype: torch.dtype) -> None:
+    """Three replays are three eager steps: gradients, the learning rate and the step count are read anew."""
+    rates = [1e-2, 3e-3, 2e-2]
+
+    def grads(step: int, model: torch.nn.Module) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
+
+    with posing() as library:
+        eager = model_of(dtype)
+        opt = bw.ShardedAdamW(eager.parameters(), lr=torch.tensor(1e-2), capturable=True, static_graph=True)
+        after: list[list[torch.Tensor]] = []
+        for step, rate in enumerate([*rates, rates[0], rates[1]]):
+            opt.param_groups[0]["lr"].fill_(rate)
+            for p, g in zip(eager.parameters(), grads(step, eager), strict=True):
+                p.grad = g
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+            after.append([p.detach().clone() for p in eager.parameters()])
+        opt.close()
+
+        model = model_of(dtype)
+        rate_of = torch.tensor(1e-2)
+        opt = bw.ShardedAdamW(model.parameters(), lr=rate_of, capturable=True, static_graph=True)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        graph = Graph(library)
+        with graph:
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+        for p, start in zip(model.parameters(), model_of(dtype).parameters(), strict=True):
+            assert torch.equal(p, start), "capturing must not run anything"
+        assert int(opt.state[next(model.parameters())]["step"]) == 0
+        captured = [p.grad for p in model.parameters()]
+
+        def replay(step: int, rate: float) -> None:
+            rate_of.fill_(rate)
+            for into, g in zip(captured, grads(step, model), strict=True):
+                into.copy_(g)
+            graph.replay()
+            for a, b in zip(model.parameters(), after[step], strict=True):
+                assert torch.equal(a, b), f"step {step}"
+
+        for step, rate in enumerate(rates):
+            replay(step, rate)
+        assert int(opt.state[next(model.parameters())]["step"]) == 3
+        # An eager step in between, on other memory, and back: neither knows what the other left in the device's tables.
+        rate_of.fill_(rates[0])
+        for p, g in zip(model.parameters(), grads(3, model), strict=True):
+            p.grad = g
+        opt.clip_grad_norm_(1.0)
+        opt.step()
+        for a, b in zip(model.parameters(), after[3], strict=True):
+            assert torch.equal(a, b)
+        replay(4, rates[1])
+        opt.close()
+
+
+def test_capturable_needs_cuda_and_a_static_graph() -> None:
+    with pytest.raises(ValueError, match="static_graph=True"):
+        bw.ShardedAdamW(model_of().parameters(), capturable=True)
+    with pytest.raises(ValueError, match="on CUDA, these are on cpu"):
+        bw.ShardedAdamW(model_of().parameters(), capturable=True, static_graph=True)
+
+
+def test_a_capture_needs_capturable() -> None:
+    with posing() as library:
+        model = model_of()
+        opt = bw.ShardedAdamW(model.parameters(), static_graph=True)
+        model(batch(0, 0, torch.float32)).square().mean().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with Graph(library), pytest.raises(CaptureError, match="needs an optimizer made with capturable=True"):
+            opt.step()
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, old)
+        assert opt.state[next(model.parameters())]["step"] == 0
+        opt.step()
+
+
+def test_a_static_graph_refuses_another_set_of_gradients() -> None:
+    model = model_of()
+    opt = bw.ShardedAdamW(list(model.named_parameters()), static_graph=True)
+    model(batch(0, 0, torch.float32)).square().mean().backward()
+    opt.step()
+    next(model.parameters()).grad = None
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="'0.weight' has no gradient in this step"):
+        opt.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
+def test_state_moves_between_cpu_and_cuda() -> None:
+    """A checkpoint of either loads into the other, and both go on with the same bits."""
+
+    def steps(model: torch.nn.Module, opt: Any, first: int, count: int) -> None:
+        for step in range(first, first + count):
+            model(batch(0, step, torch.bfloat16)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    model = model_of(torch.bfloat16)
+    opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+    steps(model, opt, 0, 2)
+    weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, opt.state_dict()
+    steps(model, opt, 2, 2)
+    with posing():
+        other = model_of(torch.bfloat16, seed=5)
+        resumed = bw.ShardedAdamW(other.parameters(), lr=1e-2)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(saved)
+        steps(other, resumed, 2, 2)
+        for a, b in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        back = resumed.state_dict()
+        resumed.close()
+    ours = opt.state_dict()["state"]
+    for i, entry in back["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, ours[i][name]), name
+
+
+def test_the_devices_of_parameters_and_communicator_must_agree() -> None:
+    def body(rank: int, comm: Communicator) -> None:
+        model = model_of()
+        with posing(), pytest.raises(ValueError, match="the communicator 'local' is for cpu"):
+            bw.ShardedAdamW(model.parameters(), process_group=comm)
+
+    in_world(1, False, body)

@@ -1,0 +1,417 @@
+"""One sequence of collectives on every rank, recorded at worlds 2, 3 and 4, whatever ranks do with their graphs.
+
+Beside the lists the results are compared: with the local optimizer, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, outcome_of_local, run_local, share
+from tests.support.requirements import slow_case
+
+WAIT_S = 20
+
+
+@dataclass
+class Record:
+    """What a rank issues, in order."""
+
+    collectives: list[tuple[Any, ...]] = field(default_factory=list)  # operation, bucket, numel, dtype
+    agreements: list[str] = field(default_factory=list)  # what the ranks met for
+
+    def rounds(self) -> list[list[int]]:
+        """The buckets that were reduced between the gathers of two steps."""
+        out: list[list[int]] = [[]]
+        for operation, bucket, *_ in self.collectives:
+            if operation == "reduce":
+                out[-1].append(bucket)
+            elif out[-1]:
+                out.append([])
+        return [buckets for buckets in out if buckets]
+
+
+@contextlib.contextmanager
+def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
+    """Writes down what the optimizer does inside."""
+    record = Record()
+    engine: Any = opt._engine
+    bucket_of = {id(bucket.grads.sink): bucket.grads.index for bucket in engine._buckets}
+    reduce, gather, exchange = comm.reduce_scatter_into, comm.all_gather_into, comm.exchange
+
+    def reduce_scatter_into(full: Tensor, sink: Any, **options: Any) -> Any:
+        record.collectives.append(("reduce", bucket_of[id(sink)], full.numel(), full.dtype))
+        return reduce(full, sink, **options)
+
+    def all_gather_into(full: Tensor, shard: Tensor, **options: Any) -> Any:
+        record.collectives.append(("gather", full.numel(), shard.numel(), full.dtype))
+        return gather(full, shard, **options)
+
+    def exchanged(payload: bytes) -> list[bytes]:
+        why, is_reason, _ = payload[:40].partition(b":")
+        record.agreements.append(why.decode() if is_reason and why.isascii() else "numbers")
+        return exchange(payload)
+
+    comm.reduce_scatter_into = reduce_scatter_into  # type: ignore[method-assign]
+    comm.all_gather_into = all_gather_into  # type: ignore[method-assign]
+    comm.exchange = exchanged  # type: ignore[method-assign]
+    yield record
+    del comm.reduce_scatter_into, comm.all_gather_into, comm.exchange  # those of the class again
+
+
+@dataclass
+class Result:
+    record: Record
+    buckets: int
+    params: list[Tensor]
+    seen: list[Any]
+
+
+def train(comm: Communicator, script: Callable[[Run], None], options: dict[str, Any]) -> Result:
+    params = make_params()
+    opt = ShardedAdamW(params, lr=0.01, weight_decay=0.1, process_group=comm, **options)
+    run = Run(opt, params, comm.rank, comm.size)
+    with recorded(opt, comm) as record:
+        script(run)
+    opt.param_sync()
+    result = Result(record, len(opt._engine._buckets), [p.detach().clone() for p in params], run.seen)  # type: ignore[union-attr]
+    opt.close()
+    return result
+
+
+def expect_one_sequence(results: list[Result], script: Callable[[Run], None]) -> None:
+    """Equal lists; every window is all buckets in order and once more, in order, those with late gradients."""
+    expected = outcome_of_local(script, lr=0.01, weight_decay=0.1)
+    for rank, result in enumerate(results):
+        assert result.record.collectives == results[0].record.collectives, f"rank {rank}"
+        assert result.record.agreements == results[0].record.agreements, f"rank {rank}"
+        assert_bitwise_equal(result.params, expected.params, f"parameters on rank {rank}")
+        assert_bitwise_equal(result.seen, expected.seen, f"seen on rank {rank}")
+    assert results[0].record.rounds(), "nothing was reduced"
+    for reduced in results[0].record.rounds():
+        first, late = reduced[: results[0].buckets], reduced[results[0].buckets :]
+        assert first == list(range(results[0].buckets))
+        assert late == sorted(set(late)), "a late round is one more for some"
+
+
+def expect_late_rounds(result: Result, script: Callable[[Run], None]) -> None:
+    """With overlap: the first bucket goes as soon as it is full, so what comes twice comes too late for it."""
+    has_late = [len(reduced) > result.buckets for reduced in result.record.rounds()]
+    assert any(has_late) == (script in WITH_LATE_ROUNDS), has_late
+
+
+# --- what ranks do -----------------------------------------------------------------------------------------------------
+
+
+def g6_g7_other_parameters_on_every_rank(run: Run) -> None:
+    """Branches: parameters 3, 6 and 7 alternate between ranks, 5 is on one, 1 nowhere."""
+    for step in range(4):
+        run.backward(step, used=[3, 6], on=[step % 2, 2])
+        run.backward(step + 10, used=[7], on=[1 - step % 2, 3])
+        run.backward(step + 20, used=[5], on=[0])
+        run.backward(step + 30, used=[0, 2, 4, 8])
+        run.step()
+
+
+def g7_opposite_orders(run: Run) -> None:
+    """Each parameter by a backward of its own, on every other rank from the last to the first."""
+    for step in range(3):
+        order = range(9) if run.rank % 2 == step % 2 else range(8, -1, -1)
+        for i in order:
+            run.backward(step, used=[i])
+        run.step()
+
+
+def g8_ranks_that_skip_backward(run: Run) -> None:
+    for step in range(4):
+        if step == 3 or run.rank == step % run.world:
+            run.backward(step, on=None if step == 3 else [step % run.world])
+        run.step()
+
+
+def g10_late_on_one_rank(run: Run) -> None:
+    """Rank 0 has a second backward, of what has gone already."""
+    for step in range(4):
+        run.backward(step)
+        if run.rank == 0:
+            run.backward(step + 10, used=[3, 8], on=[0])
+        run.step()
+
+
+def checkpointed(run: Run, seed: int, *, use_reentrant: bool) -> Tensor:
+    """Half of every gradient directly, half through a checkpoint: parameters get it in two portions if reentrant."""
+    half = [g / 2 for g in share(dyadic(run.params, seed), run.rank, run.world)]
+    again = checkpoint(
+        lambda x: loss_of(run.params, half) * x, torch.ones((), requires_grad=True), use_reentrant=use_reentrant
+    )
+    return loss_of(run.params, half) + again
+
+
+def g9_reentrant_checkpoints_on_some_ranks(run: Run) -> None:
+    for step in range(4):
+        if run.rank % 2 == 0:
+            checkpointed(run, step, use_reentrant=True).backward()
+        else:
+            run.backward(step)
+        run.step()
+
+
+def g9_non_reentrant_checkpoints_on_some_ranks(run: Run) -> None:
+    for step in range(3):
+        if run.rank % 2:
+            checkpointed(run, step, use_reentrant=False).backward()
+        else:
+            run.backward(step)
+        run.step()
+
+
+def g9_weights_in_three_places_on_one_rank(run: Run) -> None:
+    for step in range(3):
+        if run.rank == 0:
+            quarters = [g / 4 for g in share(dyadic(run.params, step), run.rank, run.world)]
+            (
+                loss_of(run.params, quarters) + 2 * loss_of(run.params, quarters) + loss_of(run.params, quarters)
+            ).backward()
+        else:
+            run.backward(step)
+        run.step()
+
+
+def g3_backwards_without_no_sync(run: Run) -> None:
+    for step in range(3):
+        for micro in range(3):
+            run.backward(10 * step + micro, used=None if micro else [0, 3, 6])
+        run.step()
+
+
+class _Fail(torch.autograd.Function):
+    """Backward raises here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("in backward")
+
+
+def offends(run: Run, step: int) -> bool:
+    """Not in the twins, and not rank 0, whose gradients then are the mean's."""
+    return step % 2 == 1 and run.rank == run.world - 1 > 0
+
+
+def exception_in_forward_on_one_rank(run: Run) -> None:
+    """The script catches it and goes on without a backward."""
+    for step in range(4):
+        with contextlib.suppress(ArithmeticError):
+            if offends(run, step):
+                raise ArithmeticError("in forward")
+            run.backward(step, on=[0] if step % 2 else None)
+        run.step()
+
+
+def exception_in_backward_on_one_rank(run: Run) -> None:
+    """After some gradients had come. What came counts: here, of two parameters that the others do not use."""
+    for step in range(4):
+        run.backward(step, used=[0, 1, 2, 3, 4, 5, 6])
+        if step % 2:
+            grads = [g * run.world for g in dyadic(run.params, step + 10)]
+            late = loss_of(run.params[7:], grads[7:])  # autograd runs what was made last first
+            if offends(run, step):
+                early = _Fail.apply(loss_of(run.params[:7], grads[:7]))
+                with pytest.raises(ArithmeticError):
+                    (early + loss_of(run.params[7:], grads[7:])).backward()
+            elif run.world == 1:
+                late.backward()
+        run.step()
+
+
+def exception_in_backward_and_all_repeat(run: Run) -> None:
+    """What had come is dropped on every rank, and comes again in the same window."""
+    for step in range(4):
+        grads = dyadic(run.params, step)
+        if offends(run, step):
+            early = _Fail.apply(loss_of(run.params[:5], grads[:5]))
+            with pytest.raises(ArithmeticError):
+                (early + loss_of(run.params[5:], grads[5:])).backward()
+        else:
+            run.backward(step + 10)
+        if step % 2:
+            run.opt.zero_grad()
+        run.backward(step)
+        run.step()
+
+
+def in_thread(fn: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            fn()
+        except BaseException as error:  # noqa: BLE001 (it is raised below)
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "a backward in a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def g17_backward_in_another_thread(run: Run) -> None:
+    """A new one each time; on rank 0 in the main one."""
+    for step in range(3):
+        loss = run.loss(step)
+        if run.rank == 0:
+            loss.backward()
+        else:
+            in_thread(loss.backward)
+        run.step()
+
+
+def no_sync_and_late_ones_mixed(run: Run) -> None:
+    """Accumulation on some ranks, late gradients on others, and a window in the middle of a step."""
+    for step in range(3):
+        with run.opt.no_sync() if run.rank % 2 else contextlib.nullcontext():
+            run.backward(step, used=[0, 3, 8])
+        run.backward(step + 10, used=[3, 6])
+        run.opt.grad_sync()
+        run.backward(step + 20, used=[6, 7], on=[1])
+        run.see_grads()
+        run.step()
+
+
+SCRIPTS = [
+    g3_backwards_without_no_sync,
+    g6_g7_other_parameters_on_every_rank,
+    g7_opposite_orders,
+    g8_ranks_that_skip_backward,
+    g9_reentrant_checkpoints_on_some_ranks,
+    g9_non_reentrant_checkpoints_on_some_ranks,
+    g9_weights_in_three_places_on_one_rank,
+    g10_late_on_one_rank,
+    g17_backward_in_another_thread,
+    exception_in_forward_on_one_rank,
+    exception_in_backward_on_one_rank,
+    exception_in_backward_and_all_repeat,
+    no_sync_and_late_ones_mixed,
+]
+WITH_LATE_ROUNDS = [
+    g3_backwards_without_no_sync,
+    g9_reentrant_checkpoints_on_some_ranks,
+    g10_late_on_one_rank,
+    exception_in_backward_and_all_repeat,
+    no_sync_and_late_ones_mixed,
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("world", [slow_case(2), 3, slow_case(4)])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_one_sequence_on_every_rank(script: Callable[[Run], None], world: int, overlap: bool) -> None:
+    """G3, G6 to G10 and G17 of the optimizer's test rows."""
+    options = {**TINY, "overlap_grad_sync": overlap}
+    results = run_local(world, train, script, options)
+    expect_one_sequence(results, script)
+    if overlap:
+        expect_late_rounds(results[0], script)
+
+
+def train_all(rank: int, world: int) -> list[Result]:
+    with Communicator(timeout_s=WAIT_S) as comm:
+        return [train(comm, script, {"bucket_cap_mb": 1e-3}) for script in SCRIPTS]
+
+
+@pytest.mark.parametrize("world", [2, 3, slow_case(4)])
+def test_one_sequence_over_processes(world: int, rank_pool: Any) -> None:
+    everyone = rank_pool(world).run(train_all, timeout_s=90)
+    for script, results in zip(SCRIPTS, zip(*everyone, strict=True), strict=True):
+        expect_one_sequence(list(results), script)
+        expect_late_rounds(results[0], script)
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_each_window_costs(world: int) -> None:
+    """G2, G3, G10 and G21 of the rows: reductions and agreements, counted."""
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=comm, **TINY)
+        with recorded(opt, comm) as record:
+            count_windows(Run(opt, params, comm.rank, comm.size), record)
+
+    run_local(world, body)
+
+
+def count_windows(run: Run, record: Record) -> None:
+    made: Any = run.opt._engine._buckets
+    buckets = list(range(len(made)))
+    with_3 = [bucket.grads.index for bucket in made if 3 in bucket.grads.parts]
+
+    def count(act: Callable[[], Any]) -> list[int]:
+        """The buckets that are reduced meanwhile."""
+        before = len(record.collectives)
+        act()
+        return [bucket for operation, bucket, *_ in record.collectives[before:] if operation == "reduce"]
+
+    for _ in range(2):  # G2
+        with run.opt.no_sync():
+            assert count(lambda: run.backward(0)) == [] and record.agreements == []
+        assert count(lambda: run.backward(1)) == buckets
+        assert count(run.step) == [] and record.agreements == ["step"], "G21: one agreement"
+        record.agreements.clear()
+
+    def twice() -> None:  # G3: between once and as often as backward
+        run.backward(0)
+        run.backward(1)
+
+    for _ in range(2):  # whatever came before, so that a training that is resumed has the same bits
+        assert count(twice) == buckets and count(run.step) == buckets
+    for _ in range(2):
+        run.backward(0)
+        run.step()
+    record.agreements.clear()
+
+    for _ in range(2):  # a norm closes the window, adds the ranks' sums of squares, and step has to ask again
+        run.backward(0)
+        assert record.agreements == []
+        assert count(lambda: run.opt.clip_grad_norm_(0.5)) == [] and record.agreements == ["norm", "numbers"]
+        assert count(run.step) == [] and record.agreements == ["norm", "numbers", "step"]
+        record.agreements.clear()
+
+    run.backward(0)  # G10: one rank's late gradient costs all ranks one more round, of its buckets
+    if run.rank == run.world - 1:
+        run.backward(1, used=[3], on=[run.rank])
+    assert count(run.step) == with_3 and record.agreements == ["step"]
+
+
+def test_a_static_graph_agrees_once() -> None:
+    """G21: and then never again; the sequence stays what it was."""
+
+    def script(run: Run) -> None:
+        for step in range(4):
+            run.backward(step, used=[0, 3], on=[0])
+            run.backward(step + 10, used=[3, 6, 8])
+            run.step()
+
+    for world in (2, 3, 4):
+        results = run_local(world, train, script, {**TINY, "static_graph": True})
+        expect_one_sequence(results, script)
+        assert results[0].record.agreements == ["step"]

@@ -1,0 +1,403 @@
+"""Stock torch code on the gradients of the real sharded optimizer: what it computes and leaves is what it does
+unsharded.
+
+Gradients are dyadic and their norms exact, so everything is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.errors import ShardedGradError
+from bucketwheel.grads.placeholder import ShardedGrad
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.counting_backend import compiles_in_threads
+from tests.support.optim_twins import run_local
+from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, run_flow, scaler_step
+
+FOREACH = [True, False, None]
+# --- clipping: rows A1 to A4 of the semantics, the rest is in test_optim_clip.py ----------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_clip_grad_norm(norm_type: float, foreach: bool | None) -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        run.seen.append(clip_grad_norm_(run.params, 0.25, norm_type, foreach=foreach))
+        run.opt.step()
+
+    norms, _, _ = expect_equal_to_unsharded(flow)
+    assert all(norm > 0.25 for norm in norms)
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_total_norm_then_clip_with_it(foreach: bool | None) -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        norm = get_total_norm(run.grads, foreach=foreach)
+        clip_grads_with_norm_(run.params, 0.5, norm, foreach=foreach)
+        run.seen += [norm, run.opt.local_grad_norm() < 0.5 + 1e-6]
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+def test_norms_at_world_three() -> None:
+    """A third is not dyadic: the norms agree to rounding, and are the same bits on every rank."""
+
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        run.seen += [get_total_norm(run.grads, ord) for ord in (2.0, 1.0, math.inf, 3.0)]
+        clip_grad_norm_(run.params, 0.25)
+        run.opt.step()
+
+    expected, expected_params, _ = run_flow(None, flow)
+    results = run_local(3, lambda comm: run_flow(comm, flow))
+    for seen, params, _ in results:
+        assert_bitwise_equal((seen, params), results[0][:2])
+        torch.testing.assert_close(seen, expected, rtol=3e-7, atol=0)
+        torch.testing.assert_close(params, expected_params, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_clip_grad_value(foreach: bool | None) -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        clip_grad_value_(run.params, 0.25, foreach=foreach)
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
+
+
+def test_clipping_a_part_and_clipping_twice() -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        run.seen.append(clip_grad_norm_(run.params[:3], 0.5))
+        run.seen.append(clip_grad_norm_(run.params[3:], 1e6))
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+def test_error_if_nonfinite_raises_on_every_rank() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm)
+        before = [p.detach().clone() for p in run.params]
+        loss = run.loss()
+        if comm.rank == comm.size - 1:
+            loss = loss + run.params[5][3] * math.inf
+        loss.backward()
+        for clip in (clip_grad_norm_, lambda ps, c, **kw: run.opt.clip_grad_norm_(c, **kw)):
+            with pytest.raises(RuntimeError, match="non-finite"):
+                clip(run.params, 1.0, error_if_nonfinite=True)
+        assert_bitwise_equal([p.detach() for p in run.params], before)
+
+    run_local(3, body)
+
+
+# --- accumulation, zeroing, scaling, reading --------------------------------------------------------------------------
+
+
+def test_accumulation_through_the_placeholder() -> None:
+    def flow(run: Run) -> None:
+        for part in range(3):
+            (run.loss() / 4).backward()
+            assert part or run.comm is None or all(type(g) is ShardedGrad for g in run.grads)
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_accumulation_goes_on_after_clipping_and_stepping(overlap: bool) -> None:
+    """Without zero_grad, a later backward adds to what clipping has left."""
+
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        for p in run.params:
+            p.grad *= 0.5
+        run.loss().backward()
+        run.opt.step()
+        run.loss().backward()
+        run.seen.append(get_total_norm(run.grads))
+        for p in run.params:
+            p.grad /= 4
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", ["optimizer", "module", "foreach"])
+def test_zero_grad(set_to_none: bool, how: str) -> None:
+    def flow(run: Run) -> None:
+        def zero() -> None:
+            if how == "optimizer":
+                run.opt.zero_grad(set_to_none)
+            elif how == "module":
+                nn.ParameterList(run.params).zero_grad(set_to_none)
+            elif set_to_none:
+                for p in run.params:
+                    p.grad = None
+            else:
+                torch._foreach_zero_(run.grads)
+
+        run.loss().backward()  # dropped before it is reduced
+        zero()
+        run.loss(lambda i: i != 3).backward()
+        run.opt.step()
+        run.seen.append([p.grad is None for p in run.params])
+        zero()  # dropped after
+        run.opt.step()  # zero gradients decay and step; none do not
+        run.seen.append(run.opt.local_grad_norm())
+
+    seen, _, _ = expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
+    assert seen[0] == [set_to_none and i == 3 for i in range(len(SHAPES))]
+
+
+def test_manual_scaling() -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        for p in run.params:
+            factor = torch.tensor(0.5)
+            p.grad.mul_(factor)
+            factor.fill_(100.0)
+            p.grad.data.div_(4)
+        torch._foreach_mul_(run.grads, 2.0)
+        torch._foreach_mul_(run.grads, [2.0**i for i in range(len(run.grads))])
+        run.seen.append(get_total_norm(run.grads))
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+def test_reading_values_is_refused_and_nothing_changes() -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        if run.comm is not None:
+            for read in (lambda g: g.sum().item(), lambda g: g.numpy(), lambda g: g.clone(), lambda g: g[0]):
+                with pytest.raises(ShardedGradError, match=r"'group 0 parameter 3'.*optimizer\.full_grad\(p\)"):
+                    read(run.params[3].grad)
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+def test_a_stock_optimizer_is_refused() -> None:
+    def flow(run: Run) -> None:
+        run.loss().backward()
+        if run.comm is not None:
+            before = [p.detach().clone() for p in run.params]
+            for other in (torch.optim.AdamW, torch.optim.SGD):
+                with pytest.raises(ShardedGradError, match=rf"{other.__name__}\.step.*optimizer that holds it"):
+                    other(run.params, lr=1.0).step()
+            assert_bitwise_equal([p.detach() for p in run.params], before)
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+# --- ranks that use different parameters
+# --------------------------------------------------------------------------------
+
+
+def used_by(rank: int) -> Callable[[int], bool]:
+    return lambda i: i != rank
+
+
+STOCK = {
+    "clip": lambda run: clip_grad_norm_(run.params, 0.25),
+    "clip, one by one": lambda run: clip_grad_norm_(run.params, 0.25, foreach=False),
+    "clip values": lambda run: clip_grad_value_(run.params, 0.25),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stock", STOCK.values(), ids=STOCK)
+def test_divergent_ranks_are_told_to_sync_first(world: int, stock: Callable[[Run], Any]) -> None:
+    def body(comm: Communicator) -> list[Tensor]:
+        run = Run(comm)
+        run.loss(used_by(comm.rank)).backward()
+        with pytest.raises(RuntimeError, match=r"call optimizer\.grad_sync\(\) first"):
+            stock(run)
+        run.opt.zero_grad()
+        for run.step in range(2):
+            run.loss(used_by(comm.rank)).backward()
+            run.opt.grad_sync()
+            stock(run)
+            run.opt.step()
+            run.opt.zero_grad()
+        return [p.detach().clone() for p in run.params]
+
+    results = run_local(world, body)
+    for params in results:
+        assert_bitwise_equal(params, results[0])
+
+
+def test_one_more_parameter_on_one_rank_is_found_one_by_one() -> None:
+    """The list of one rank begins with the whole list of the other, so only the last question has no counterpart."""
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm)
+        run.loss(lambda i: i < len(SHAPES) - 1 + comm.rank).backward()
+        with pytest.raises(RuntimeError, match=r"call optimizer\.grad_sync\(\) first"):
+            clip_grad_norm_(run.params, 0.25, foreach=False)
+        clip_grad_norm_(run.params, 0.25, foreach=False)  # the window is closed now, so all can list all
+        run.opt.step()
+
+    run_local(2, body)
+
+
+def test_gradients_left_in_no_sync_are_not_taken_for_reduced_ones() -> None:
+    """A parameter used in the first micro-batch only: stock clipping after the last must count its reduced gradient."""
+
+    def flow(run: Run) -> None:
+        with run.opt.no_sync():
+            run.loss().backward()
+        run.loss(lambda i: i % 2 == 0).backward()
+        run.seen.append(clip_grad_norm_(run.params, 0.25))
+        run.opt.step()
+
+    expect_equal_to_unsharded(flow)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
+    """They are not reduced yet, and nobody outside can tell."""
+
+    def flow(run: Run) -> None:
+        for part in range(3):
+            with run.opt.no_sync():
+                (run.loss(lambda i, part=part: i != part) / 2).backward()  # type: ignore[misc]
+                assert all(type(g) is Tensor for i, g in enumerate(run.grads) if i != part)
+            assert run.comm is None or all(type(g) is ShardedGrad for g in run.grads)
+            for p in run.params:
+                p.grad = p.grad.mul_(0.5) if p.grad is not None else None
+        run.params[4].grad.zero_()
+        run.params[5].grad = None
+        run.params[6].grad = torch.full_like(run.params[6], 0.25)
+        if run.step:
+            run.loss(lambda i: i % 2 == 0).backward()
+        run.seen.append(clip_grad_norm_(run.params, 0.25))
+        run.opt.step()
+        if run.step:
+            with run.opt.no_sync():  # adds to what the shards hold
+                run.loss().backward()
+            run.seen.append(get_total_norm(run.grads))
+            run.opt.step()
+
+    expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
+
+
+# --- processes
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _clip_flow(run: Run) -> None:
+    run.loss().backward()
+    run.seen.append(clip_grad_norm_(run.params, 0.25))
+    run.opt.step()
+
+
+def _scaler_flow(run: Run) -> None:
+    if run.step == 0:
+        run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)  # type: ignore[attr-defined]
+    scaler_step(run, run.scaler, "clip")  # type: ignore[attr-defined]
+
+
+def _divergent_flow(run: Run) -> None:
+    for p in run.params:
+        p.grad = None
+    run.loss(used_by(run.rank)).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.grad_sync\(\) first"):
+        clip_grad_norm_(run.params, 0.25)
+    run.opt.step()
+
+
+def _refusal_flow(run: Run) -> None:
+    run.loss().backward()
+    with pytest.raises(ShardedGradError, match=r"full_grad"):
+        run.params[0].grad.sum().item()
+    with pytest.raises(ShardedGradError, match=r"optimizer that holds it"):
+        torch.optim.SGD(run.params, lr=1.0).step()
+    run.opt.step()
+
+
+def flows_of_a_process(rank: int, world: int) -> list[Any]:
+    with Communicator(timeout_s=30) as comm:
+        assert comm.backend == "shm"
+        return [run_flow(comm, flow, steps=4) for flow in (_clip_flow, _scaler_flow, _refusal_flow, _divergent_flow)]
+
+
+def test_over_processes(rank_pool: Any) -> None:
+    results = rank_pool(2).run(flows_of_a_process, timeout_s=60)
+    expected = [run_flow(None, flow, steps=4) for flow in (_clip_flow, _scaler_flow)]
+    assert_bitwise_equal(results[0][:2], expected)
+    assert_bitwise_equal(results[1], results[0])
+
+
+def test_stock_code_after_no_sync_was_left_by_an_exception() -> None:
+    """The gradients are this rank's alone, and so are those that come later unless the hooks are on again."""
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        p = nn.Parameter(torch.zeros(4))
+        opt = ShardedAdamW([p], process_group=comm)
+        with pytest.raises(KeyError), opt.no_sync():
+            (p * (1.0 + 6.0 * comm.rank)).sum().backward()  # 1 and 7
+            raise KeyError("from the loop")
+        assert type(p.grad) is ShardedGrad
+        (p * 2.0).sum().backward()
+        assert type(p.grad) is ShardedGrad
+        norms = float(clip_grad_norm_([p], 1e9)), float(opt.clip_grad_norm_(1e9))
+        opt.close()
+        return norms
+
+    assert run_local(2, body) == [(12.0, 12.0)] * 2  # the mean is 6
+
+
+def test_a_scaled_half_gradient_does_not_overflow() -> None:
+    def body(comm: Communicator) -> float:
+        p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        opt = ShardedAdamW([p], process_group=comm)
+        (p * 100.0).sum().backward()
+        p.grad.mul_(1 / 1024)
+        (p * 100.0).sum().backward()
+        grad = opt.full_grad(p)
+        assert grad is not None
+        opt.close()
+        return float(grad[0])
+
+    assert run_local(1, body)[0] == pytest.approx(100 + 100 / 1024, rel=1e-3)
+
+
+@compiles_in_threads
+def test_a_model_is_compiled_while_gradients_are_sharded() -> None:
+    """torch describes a parameter's gradient when it compiles what uses the parameter, and reads nothing of it."""
+
+    def body(comm: Communicator, compiles: bool) -> list[torch.Tensor]:
+        model = torch.nn.Linear(4, 4)
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.5)
+        opt = ShardedAdamW(model.parameters(), 0.1, process_group=comm)
+        model(torch.ones(2, 4)).sum().backward()
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        for rows in (2, 3):  # the second one is compiled again
+            forward(torch.ones(rows, 4)).sum().backward()
+        opt.step()
+        with pytest.raises(ShardedGradError, match="untyped_storage"):
+            model.weight.grad.untyped_storage()
+        values = [p.detach().clone() for p in model.parameters()]
+        opt.close()
+        return values
+
+    assert_bitwise_equal(run_local(1, body, True), run_local(1, body, False))

@@ -1,0 +1,327 @@
+"""What stock code does to placeholders in ``p.grad``, the owner does to the gradients.
+
+Every comparison is bitwise between a model whose gradients a `PlainOwner` holds and a twin with ordinary gradients,
+unless the test says why not.
+"""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from bucketwheel.errors import ShardedGradError
+from tests.support.grad_twins import (
+    PlainOwner,
+    assert_same_bits,
+    assert_same_grads,
+    backward,
+    make_params,
+    make_twins,
+    names_of,
+)
+
+FOREACH = [True, False, None]
+
+
+class OwnerSGD(torch.optim.Optimizer):
+    """The least optimizer that steps gradients which an owner holds."""
+
+    steps_sharded_grads = True
+
+    def __init__(self, params: list[nn.Parameter], owner: PlainOwner, lr: float):
+        super().__init__(params, {"lr": lr, "foreach": True})
+        self.owner = owner
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if p.grad is not None:
+                p.add_(self.owner.grads[i], alpha=-self.param_groups[0]["lr"])
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0, 3])
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_clip_grad_norm_equals_plain(foreach, norm_type, dtype):
+    # torch itself refuses the inf norm of an empty tensor
+    plain, sharded, owner = make_twins(dtype, empty=norm_type != float("inf"))
+    for max_norm in (0.5, 1e6, 0.1):
+        want = clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
+        got = clip_grad_norm_(sharded, max_norm, norm_type, foreach=foreach)
+        assert_same_bits(got, want)
+        assert_same_grads(owner, plain)
+    assert float(want) > 0
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_total_norm_and_clip_with_norm_equal_plain(foreach):
+    plain, sharded, owner = make_twins()
+    want = get_total_norm([p.grad for p in plain], foreach=foreach)
+    got = get_total_norm([p.grad for p in sharded], foreach=foreach)
+    assert_same_bits(got, want)
+    clip_grads_with_norm_(plain, 0.25, want * 2, foreach=foreach)
+    clip_grads_with_norm_(sharded, 0.25, got * 2, foreach=foreach)
+    assert_same_grads(owner, plain)
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_clip_grad_value_equals_plain(foreach):
+    plain, sharded, owner = make_twins()
+    with torch.no_grad():
+        plain[0].grad[0, 0] = float("nan")
+        owner.grads[0][0, 0] = float("nan")
+    clip_grad_value_(plain, 0.75, foreach=foreach)
+    clip_grad_value_(sharded, 0.75, foreach=foreach)
+    assert_same_grads(owner, plain)
+    assert float(plain[4].grad.abs().max()) == 0.75
+
+
+def test_nonfinite_norm_raises_as_torch_does():
+    _, sharded, owner = make_twins()
+    owner.grads[1][2] = float("inf")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(sharded, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("foreach", [True, None])
+def test_clipping_is_one_collective_call(foreach):
+    _, sharded, owner = make_twins()
+    clip_grad_norm_(sharded, 0.5, foreach=foreach)
+    assert names_of(owner) == ["norms", "scale"]
+    assert owner.calls[0][1] == owner.calls[1][1] == tuple(range(len(sharded)))
+
+
+def test_single_norms_equal_plain_and_may_be_written_to():
+    plain, sharded, owner = make_twins()
+    for p, q in zip(plain, sharded, strict=True):
+        for norm in (
+            lambda g: g.norm(),
+            lambda g: g.norm(1),
+            lambda g: g.detach().data.norm(2),
+            torch.linalg.norm,
+            lambda g: torch.linalg.vector_norm(g, 3),
+            lambda g: torch.linalg.vector_norm(g, 2, dim=tuple(range(g.dim()))),
+        ):
+            assert_same_bits(norm(q.grad), norm(p.grad))
+    assert q.grad.norm(dtype=torch.float64).dtype == torch.float64
+    kept = torch.tensor([2.0, 3.0])
+    owner.norms = lambda indices, ord: kept
+    for norm in torch._foreach_norm([sharded[0].grad, sharded[1].grad]):
+        norm.mul_(0)
+    owner.norms = lambda indices, ord: kept[:1]
+    sharded[0].grad.norm().mul_(0)
+    assert kept.tolist() == [2.0, 3.0]
+    with pytest.raises(ShardedGradError, match="'p0'"):
+        torch.linalg.vector_norm(sharded[0].grad, 2, dim=1)
+
+
+# --- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+def test_stock_grad_scaler_equals_plain():
+    plain, sharded = make_params(), make_params()
+    owner = PlainOwner(sharded)
+    sgd, owner_sgd = torch.optim.SGD(plain, lr=0.01), OwnerSGD(sharded, owner, lr=0.01)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(6):
+        before = [p.detach().clone() for p in sharded]
+        owner.calls.clear()
+        for params, optimizer, scaler in ((plain, sgd, scalers[0]), (sharded, owner_sgd, scalers[1])):
+            loss = sum((p.square() * 3).sum() for p in params)
+            if step == 2:
+                loss = loss + params[1][3] * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(params, 1.0)
+                with pytest.raises(RuntimeError, match="already been called"):
+                    scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert names_of(owner).count("unscale") == 1
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[1].get_scale())
+        for p, q, old in zip(plain, sharded, before, strict=True):
+            assert_same_bits(q.data, p.data)
+            assert torch.equal(q, old) == (step == 2 or not q.numel())
+    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
+
+
+# --- accumulation, zeroing, scaling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_later_backwards_accumulate_and_the_hook_sees_the_placeholder(dtype):
+    plain, sharded, owner = make_twins(dtype)
+    for scale in (0.5, 3.0):
+        backward(plain, scale)
+        backward(sharded, scale)
+    assert_same_grads(owner, plain)
+    for i in range(len(sharded)):
+        calls = [call for call in owner.calls if call[1] == i]
+        assert calls == [("accumulate", i), ("hook", i, True)] * 2
+
+
+def test_assigned_gradients_replace_the_placeholder():
+    plain, sharded, owner = make_twins()
+    for params in (plain, sharded):
+        params[0].grad = torch.full_like(params[0], 2.0)
+        params[1].grad = None
+        backward(params)
+    assert_same_grads(owner, plain)
+    assert all(p.grad is g for p, g in zip(sharded, owner.placeholders, strict=True))
+
+
+def test_manual_accumulation_and_scaling_equal_plain():
+    plain, sharded, owner = make_twins()
+    for params in (plain, sharded):
+        for p in params:
+            factor = torch.tensor(0.75)
+            p.grad.mul_(0.3)
+            p.grad.mul_(factor)
+            factor.fill_(100.0)
+            p.grad /= 4
+            p.grad *= torch.tensor(2, dtype=torch.int64)
+            p.grad.data.mul_(1.5)
+            p.grad.add_(p.detach(), alpha=0.5)  # exact: torch may fuse alpha into the sum
+            p.grad += p.detach().double()
+            p.grad.clamp_(max=2.0).clamp_min_(-1.0).clamp_max_(1.5)
+        torch._foreach_mul_([p.grad for p in params], [0.5 + i for i in range(len(params))])
+        torch._foreach_div_([p.grad for p in params], 8.0)
+        torch._foreach_mul_([p.grad for p in params], [torch.tensor(0.1 * (i + 1)) for i in range(len(params))])
+        torch._foreach_mul_([p.grad for p in params], torch.tensor(0.7))
+    assert_same_grads(owner, plain)
+    assert all(p.grad is g for p, g in zip(sharded, owner.placeholders, strict=True))
+
+
+def test_division_multiplies_by_the_double_reciprocal():
+    plain, sharded, owner = make_twins()
+    plain[0].grad.div_(3)
+    sharded[0].grad.div_(3)
+    assert owner.calls == [("scale", (0,), 1.0 / 3.0)]
+    # two roundings instead of one
+    torch.testing.assert_close(owner.grads[0], plain[0].grad, rtol=2**-22, atol=0)
+    sharded[0].grad.div_(0.0)
+    sharded[0].grad.div_(-0.0)
+    assert [call[2] for call in owner.calls[1:]] == [float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", ["optimizer", "foreach", "module"])
+def test_zero_grad(how, set_to_none):
+    plain, sharded, owner = make_twins()
+    for params in (plain, sharded):
+        if how == "module":
+            nn.ParameterList(params).zero_grad(set_to_none)
+        else:
+            torch.optim.SGD(params, lr=1.0, foreach=how == "foreach").zero_grad(set_to_none)
+        backward(params)
+    assert names_of(owner).count("zero") == (0 if set_to_none else 1 if how == "foreach" else len(sharded))
+    assert_same_grads(owner, plain)
+
+
+def test_zero_in_other_words():
+    _, sharded, owner = make_twins()
+    for i, zero in enumerate([lambda g: g.zero_(), lambda g: g.__setitem__(..., 0.0), lambda g: g.fill_(0)]):
+        zero(sharded[i].grad)
+        assert not owner.grads[i].any()
+    with pytest.raises(ShardedGradError, match="aten.fill_"):
+        sharded[3].grad.fill_(1.0)
+
+
+def test_backward_in_anomaly_mode_and_in_another_thread():
+    plain, sharded, owner = make_twins()
+    with torch.autograd.set_detect_anomaly(True):
+        backward(plain)
+        backward(sharded)
+    backward(plain)
+    thread = threading.Thread(target=backward, args=(sharded,))
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert_same_grads(owner, plain)
+
+
+def test_create_graph_and_sparse_gradients_are_refused():
+    _, sharded, owner = make_twins()
+    before = owner.grads[0].clone()
+    with pytest.raises(ShardedGradError, match="create_graph"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a reference cycle
+        sharded[0].square().sum().backward(create_graph=True)
+    assert_same_bits(owner.grads[0], before)
+    table = nn.Embedding(4, 2, sparse=True)
+    table_owner = PlainOwner([table.weight])
+    table.weight.grad = table_owner.placeholders[0]
+    with pytest.raises(ShardedGradError, match="'p0' is sparse"):
+        table(torch.tensor([1])).sum().backward()
+
+
+# --- mixed lists ------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_lists_are_split_by_owner_and_put_back_in_order():
+    plain, first, first_owner = make_twins()
+    _, second, second_owner = make_twins()
+    reference = [plain[0].grad.clone() for _ in range(5)]
+    extra = [g.clone() for g in reference[:2]]
+    mixed = [extra[0], first[0].grad, second[0].grad, extra[1], first[0].grad]
+    # each of the five is scaled on its own, so the twice-listed one goes last
+    reference[4] = reference[1]
+    for got, want in zip(torch._foreach_norm(mixed), torch._foreach_norm(reference), strict=True):
+        assert_same_bits(got, want)
+    assert first_owner.calls == [("norms", (0, 0), 2.0)] and second_owner.calls == [("norms", (0,), 2.0)]
+    for op in (
+        lambda gs: torch._foreach_mul_(gs, 0.3),
+        lambda gs: torch._foreach_mul_(gs, torch.tensor(1.7)),
+        lambda gs: torch._foreach_mul_(gs, [0.5, 2.0, 3.0, 1.5, 1.25]),
+        lambda gs: torch._foreach_clamp_min_(gs, -1.0),
+        lambda gs: torch._foreach_clamp_max_(gs, 0.5),
+    ):
+        op(mixed)
+        op(reference)
+        for got, want in zip(
+            [extra[0], first_owner.grads[0], second_owner.grads[0], extra[1]], reference[:4], strict=True
+        ):
+            assert_same_bits(got, want)
+    torch._foreach_zero_(mixed)
+    assert not any(g.any() for g in (*extra, first_owner.grads[0], second_owner.grads[0]))
+
+
+@pytest.mark.parametrize("where", [None, "plain", "first", "second"])
+def test_unscale_of_mixed_lists_finds_inf_anywhere(where):
+    plain, first, first_owner = make_twins()
+    _, second, second_owner = make_twins()
+    holders = {"plain": plain[0].grad, "first": first_owner.grads[0], "second": second_owner.grads[0]}
+    want = {name: g * 0.25 for name, g in holders.items()}
+    if where:
+        holders[where][1, 1] = want[where][1, 1] = float("inf")
+    found_inf = torch.zeros(1)
+    mixed = [first[0].grad, plain[0].grad, second[0].grad]
+    torch._amp_foreach_non_finite_check_and_unscale_(mixed, found_inf, torch.full((1,), 0.25))
+    assert found_inf.item() == (where is not None)
+    for name, g in holders.items():
+        assert_same_bits(g, want[name])
+    assert names_of(first_owner) == names_of(second_owner) == ["unscale"]
+
+
+def test_clipping_a_model_of_mixed_dtypes_and_plain_parameters():
+    torch.manual_seed(0)
+    twins = []
+    for _ in range(2):
+        params = [*make_params(), *make_params(torch.bfloat16), *make_params()]
+        twins.append(params)
+    plain, sharded = twins
+    owner = PlainOwner(sharded[: len(sharded) * 2 // 3])
+    backward(plain)
+    backward(sharded)
+    assert_same_bits(clip_grad_norm_(sharded, 0.5), clip_grad_norm_(plain, 0.5))
+    for i, p in enumerate(plain):
+        assert_same_bits(owner.grads.get(i, sharded[i].grad), p.grad)

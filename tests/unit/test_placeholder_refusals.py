@@ -1,0 +1,337 @@
+"""The placeholder as an object: what it refuses and leaves unchanged, its lifetime, copies of models, and DDP."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from bucketwheel.errors import ShardedGradError
+from bucketwheel.grads import placeholder as grad_module
+from bucketwheel.grads.placeholder import ShardedGrad
+from tests.support.grad_twins import (
+    PlainOwner,
+    assert_same_bits,
+    assert_same_grads,
+    backward,
+    make_params,
+    make_twins,
+    names_of,
+)
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+READS = {
+    "item": lambda g: g.sum().item(),
+    "tensor item": lambda g: g.item(),
+    "numpy": lambda g: g.numpy(),
+    "asarray": np.asarray,
+    "tolist": lambda g: g.tolist(),
+    "data_ptr": lambda g: g.data_ptr(),
+    "storage": lambda g: g.untyped_storage(),
+    "typed storage": lambda g: g.storage(),
+    "dlpack": torch.from_dlpack,
+    "share_memory_": lambda g: g.share_memory_(),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
+    "save": lambda g: torch.save(g, io.BytesIO()),
+    "bool": bool,
+    "float": float,
+    "clone": lambda g: g.clone(),
+    "to": lambda g: g.to(torch.float64),
+    "index": lambda g: g[0],
+    "set index": lambda g: g.__setitem__(0, 1.0),
+    "iterate": list,
+    "view": lambda g: g.view(-1),
+    "isnan": lambda g: torch.isnan(g).any(),
+    "out of place": lambda g: g * 2,
+    "copy_": lambda g: g.copy_(torch.ones(5, 3)),
+    "copy from": lambda g: torch.ones(5, 3).copy_(g),
+    "mul out": lambda g: torch.mul(g, 2.0, out=torch.ones(5, 3)),
+    "mask": lambda g: g.mul_(torch.ones(5, 3)),
+    "masks": lambda g: torch._foreach_mul_([g, torch.ones(2)], [torch.ones(5, 3), torch.ones(2)]),
+    "broadcast add": lambda g: g.add_(1.0),
+    "row add": lambda g: g.add_(torch.ones(3)),
+    "complex add": lambda g: g.add_(torch.ones(5, 3, dtype=torch.complex64)),
+    "add sharded": lambda g: g.add_(g),
+    "add to plain": lambda g: torch.ones(5, 3).add_(g),
+    "mul plain": lambda g: torch.ones(5, 3).mul_(g),
+    "foreach plain": lambda g: torch._foreach_mul_([torch.ones(5, 3)], [g]),
+    "as found_inf": lambda g: torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(2)], g, torch.ones(1)),
+    "complex factor": lambda g: g.mul_(torch.tensor(1j)),
+    "lerp": lambda g: torch.ones(5, 3).lerp_(g, 0.5),
+    "format": lambda g: f"{g:.3f}",
+    "set data": lambda g: setattr(g, "data", torch.ones(5, 3)),
+    "norm of rows": lambda g: g.norm(dim=0),
+    "norm keepdim": lambda g: torch.linalg.vector_norm(g, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_values_raises_naming_the_parameter(read):
+    _, sharded, owner = make_twins()
+    before = {i: g.clone() for i, g in owner.grads.items()}
+    with pytest.raises(ShardedGradError, match=r"gradient of 'p0'.*full_grad\(p\)"):
+        read(sharded[0].grad)
+    assert type(sharded[0].grad) is ShardedGrad and not owner.calls
+    for i, old in before.items():
+        assert_same_bits(owner.grads[i], old)
+
+
+def test_native_code_gets_no_address():
+    _, sharded, _ = make_twins()
+    for g in (sharded[0].grad, torch._C.TensorBase.detach(sharded[0].grad)):
+        with pytest.raises(RuntimeError):
+            torch._C.TensorBase.data_ptr(g)
+
+
+def test_a_factor_must_not_have_more_dimensions_than_the_gradient():
+    _, sharded, owner = make_twins()
+    with pytest.raises(ShardedGradError, match=r"aten\.mul_.*'p2'"):
+        sharded[2].grad.mul_(torch.ones(1))
+    with pytest.raises(ShardedGradError, match=r"aten\._foreach_mul_.*'p0'"):
+        torch._foreach_mul_([sharded[0].grad, sharded[2].grad], torch.ones(1))
+    assert not owner.calls
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, **kw),
+    "plain sgd": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, **kw),
+    "adamw": lambda ps, **kw: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, **kw),
+    "adam": lambda ps, **kw: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1, **kw),
+}
+
+
+@pytest.mark.parametrize("mode", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_stock_optimizer_is_refused_before_it_changes_anything(make, mode):
+    _, sharded, owner = make_twins(empty=False)
+    optimizer = make(sharded, **mode)
+    before = [p.detach().clone() for p in sharded]
+
+    def closure():
+        optimizer.zero_grad()
+        backward(sharded)
+
+    for step in (optimizer.step, lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        with pytest.raises(
+            ShardedGradError, match=rf"{type(optimizer).__name__}\.step .*'p0'.*optimizer that holds it"
+        ):
+            step()
+        assert not optimizer.state
+        for p in sharded:
+            p.grad = None  # the closure makes them
+    backward(sharded)
+    for p, old in zip(sharded, before, strict=True):
+        assert_same_bits(p.data, old)
+
+
+def test_stock_optimizers_on_their_own_parameters_step_as_ever():
+    make_twins()  # the guard is registered now
+    (p,) = make_params()[:1]
+    optimizer = torch.optim.LBFGS([p], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    before = p.detach().clone()
+    assert optimizer.step(closure).item() == float(before.square().sum())
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("native", ["_fused_adamw_", "_fused_sgd_"])
+def test_native_steps_are_refused_even_without_the_optimizer_class(native):
+    _, sharded, _ = make_twins()
+    p, before = sharded[0], sharded[0].detach().clone()
+    state = [torch.zeros_like(p)]
+    with pytest.raises(ShardedGradError, match=rf"{native}.*'p0'"), torch.no_grad():
+        if native == "_fused_adamw_":
+            torch._fused_adamw_(
+                [p], [p.grad], state, state, [], [torch.tensor(1.0)], amsgrad=False, lr=0.1, beta1=0.9, beta2=0.99,
+                weight_decay=0.1, eps=1e-8, maximize=False,
+            )  # fmt: skip
+        else:
+            torch._fused_sgd_(
+                [p], [p.grad], [], weight_decay=0.1, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False,
+                maximize=False, is_first_step=True,
+            )  # fmt: skip
+    assert_same_bits(p.data, before)
+
+
+# --- the object -------------------------------------------------------------------------------------------------------
+
+
+def test_it_has_the_metadata_of_its_parameter():
+    for p in (*make_params(), *make_params(torch.bfloat16)):
+        owner = PlainOwner([p])
+        g = owner.placeholders[0]
+        assert (g.shape, g.stride(), g.dtype, g.device, g.layout) == (p.shape, p.stride(), p.dtype, p.device, p.layout)
+        assert not g.requires_grad and g.grad_fn is None and not g.is_sparse and g.owner is owner
+        p.grad = g
+        assert p.grad is g and g.detach() is g and g.data is g and g.requires_grad_(False) is g
+        assert g.cpu() is g and g.to(p.dtype) is g
+        assert g.detach_() is g
+
+
+def test_an_alias_from_native_code_is_the_same_gradient():
+    _, sharded, owner = make_twins()
+    alias = torch._C.TensorBase.detach(sharded[4].grad)
+    assert alias is not sharded[4].grad and repr(alias) == repr(sharded[4].grad)
+    assert alias.stride() == sharded[4].stride()
+    alias.mul_(2.0)
+    assert owner.calls == [("scale", (4,), 2.0)]
+
+
+def test_repr_and_format():
+    owner = PlainOwner(make_params())
+    text = "ShardedGrad('p0', (5, 3), torch.float32, device='cpu')"
+    assert repr(owner.placeholders[0]) == str(owner.placeholders[0]) == f"{owner.placeholders[0]}" == text
+    assert f"{owner.placeholders[2]}" == "ShardedGrad('p2', (), torch.float32, device='cpu')"
+    assert not owner.calls
+
+
+def test_models_can_be_copied_saved_and_converted():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    owner = PlainOwner(list(model.parameters()))
+    model(torch.randn(5, 3)).square().sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q) and q.grad is None
+    model.to(torch.float32).cpu()
+    assert all(p.grad is g for p, g in zip(model.parameters(), owner.placeholders, strict=True))
+    with pytest.raises(ShardedGradError, match=r"'p0'.*zero_grad\(\)"):
+        model.to(torch.bfloat16)
+
+
+def test_an_owner_that_is_gone_is_named_and_nothing_leaks():
+    plain, sharded, owner = make_twins()
+    gone = weakref.ref(owner)
+    grads = [weakref.ref(g) for g in owner.placeholders]
+    del owner
+    gc.collect()
+    assert gone() is None
+    assert "optimizer gone" in repr(sharded[0].grad)
+    before = sharded[0].detach().clone()
+    for use in (lambda: clip_grad_norm_(sharded, 1.0), lambda: sharded[0].grad.mul_(2), lambda: backward(sharded)):
+        with pytest.raises(ShardedGradError, match=r"'p\d' is gone; set p.grad = None"):
+            use()
+    assert_same_bits(sharded[0].data, before)
+    for p in sharded:
+        p.grad = None
+    gc.collect()
+    assert not any(g() for g in grads)
+    backward(sharded)
+    assert_same_bits(sharded[0].grad, plain[0].grad)
+
+
+def test_errors_of_the_owner_pass_through():
+    _, sharded, owner = make_twins()
+
+    def fail(*args):
+        raise ConnectionError("peer 3 died")
+
+    owner.norms = fail
+    with pytest.raises(ConnectionError, match="peer 3 died"):
+        clip_grad_norm_(sharded, 1.0)
+
+
+def test_without_the_private_list_of_torch_only_speed_is_lost(monkeypatch):
+    _, sharded, owner = make_twins()
+    monkeypatch.delattr(torch.utils._foreach_utils, "_foreach_supported_types")
+    monkeypatch.setattr(grad_module, "refuse_foreign_steps", lambda placeholder: None)
+    grad_module._register_with_torch.__wrapped__()
+    clip_grad_norm_(sharded, 1.0, foreach=False)
+    assert names_of(owner) == ["norms"] * len(sharded) + ["scale"] * len(sharded)
+
+
+# --- under DistributedDataParallel ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_models():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    return models
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_ddp_wrapper_leaves_the_gradients_to_the_owner(world_of_one, options):
+    plain, sharded = make_models()
+    owner = PlainOwner(list(sharded.parameters()))
+    grad_module._warn_of_reducer.cache_clear()
+    with pytest.warns(UserWarning, match="wrapped in DistributedDataParallel") as caught:
+        wrapped = DistributedDataParallel(sharded, **options)
+        for step in range(3):
+            x = torch.full((5, 3), 0.5 + step)
+            wrapped(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert not any(g.is_in_reducer for g in owner.placeholders)
+    assert len([w for w in caught if "bucketwheel" in str(w.message)]) == 1
+    assert_same_grads(owner, list(plain.parameters()))
+    assert all(p.grad is g for p, g in zip(sharded.parameters(), owner.placeholders, strict=True))
+
+
+def test_a_reducer_reads_zeros_and_writes_back_once():
+    _, sharded, owner = make_twins()
+    want = owner.grads[0] + sharded[0].detach() * 6
+    bucket, seen = torch.ones(20), []
+
+    def reduce(p):
+        view = bucket[:15].view(5, 3)
+        torch.mul(p.grad, 0.5, out=view)
+        seen.append(bucket.clone())
+        assert p.grad.copy_(view) is p.grad
+        with pytest.raises(ShardedGradError, match=r"aten\.copy_"):
+            p.grad.copy_(view)
+        seen.append(p.grad)
+
+    sharded[0].register_post_accumulate_grad_hook(reduce)
+    (sharded[0].square() * 3).sum().backward()
+    assert seen[0].tolist() == [0.0] * 15 + [1.0] * 5 and seen[1] is owner.placeholders[0]
+    assert_same_bits(owner.grads[0], want)
+
+
+def test_ddp_that_replaces_gradients_is_refused_at_the_next_backward(world_of_one):
+    _, sharded = make_models()
+    owner = PlainOwner(list(sharded.parameters()))
+    wrapped = DistributedDataParallel(sharded, gradient_as_bucket_view=True)
+    wrapped(torch.ones(5, 3)).sum().backward()
+    with pytest.raises(ShardedGradError, match=r"gradient_as_bucket_view=True\) replaced the gradient of 'p\d'"):
+        wrapped(torch.ones(5, 3)).sum().backward()
+    assert owner.grads
+
+
+def test_ddp_with_a_communication_hook_is_refused(world_of_one):
+    _, sharded = make_models()
+    owner = PlainOwner(list(sharded.parameters()))
+    wrapped = DistributedDataParallel(sharded)
+    wrapped.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ShardedGradError, match=r"aten\.copy_.*'p\d'"):
+        wrapped(torch.ones(5, 3)).sum().backward()
+    assert owner.grads
+
+
+def test_reducing_a_placeholder_by_hand_is_refused(world_of_one):
+    _, sharded, _ = make_twins()
+    with pytest.raises(ShardedGradError, match=r"c10d.*'p0'.*the optimizer reduces it"):
+        dist.all_reduce(sharded[0].grad)

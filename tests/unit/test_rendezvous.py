@@ -1,0 +1,363 @@
+"""Meetings: rounds of one value from every rank to all, through a torch Store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bucketwheel.comm.background import _threads
+from bucketwheel.comm.rendezvous import Meeting, has_keys
+from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.testing import run_threads
+from tests.support.requirements import slow_case
+
+
+def stores(kind: str, tmp_path) -> dist.Store:
+    return dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_everybody_gets_everybodys_value(world, kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def rounds(rank: int, _: int) -> list[list[object]]:
+        meeting = Meeting(dist.PrefixStore("one", store), rank, world, 20)
+        return [meeting.exchange([rank, number, "x" * number]) for number in range(4)]
+
+    for got in run_threads(rounds, world, timeout_s=40):
+        assert got == [[[rank, number, "x" * number] for rank in range(world)] for number in range(4)]
+
+
+def test_rounds_leave_one_key_behind(tmp_path):
+    store = dist.HashStore()
+
+    def rounds(rank: int, _: int) -> None:
+        meeting = Meeting(store, rank, 3, 20)
+        for number in range(10):
+            meeting.exchange(number)
+
+    run_threads(rounds, 3, timeout_s=40)
+    assert store.check(["10/all"]) and not store.check(["9/all"])
+    assert not any(store.check([f"{number}/{rank}"]) for number in range(1, 11) for rank in range(3))
+
+
+def test_parts_do_not_hear_each_other():
+    store = dist.HashStore()
+
+    def rounds(rank: int, _: int) -> list[object]:
+        meeting = Meeting(store, rank, 4, 20)
+        part = meeting.part(f"part {rank % 2}", rank // 2, 2)
+        return [*meeting.exchange(rank), *part.exchange(rank), *meeting.exchange(-rank)]
+
+    for rank, got in enumerate(run_threads(rounds, 4, timeout_s=40)):
+        assert got == [0, 1, 2, 3, rank % 2, rank % 2 + 2, 0, -1, -2, -3]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_an_id_is_of_one_meeting(kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def ids(rank: int, _: int) -> list[str]:
+        meeting = Meeting(dist.PrefixStore("one", store), rank, 3, 20)
+        return [meeting.id, meeting.part(f"part {rank}", 0, 1).id, meeting.id]
+
+    everyone = run_threads(ids, 3, timeout_s=40)
+    assert len({one for mine in everyone for one in mine}) == 1 + 3
+    assert len({tuple(mine[::2]) for mine in everyone}) == 1 and len(everyone[0][0]) == 16
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_has_not_come_is_named(missing, kind, tmp_path):
+    store = stores(kind, tmp_path)
+
+    def body(rank: int, _: int) -> str:
+        if rank == missing:
+            return ""
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout, match=rf"within 0\.3 s: ranks \[{missing}\] have not come") as caught:
+            Meeting(store, rank, 3, 0.3).exchange(rank)
+        assert time.monotonic() - begin < 10
+        return str(caught.value)
+
+    run_threads(body, 3, timeout_s=40)
+
+
+@pytest.mark.parametrize("kind", ["hash", slow_case("file")])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
+    """Also one that comes as the others go."""
+    store = stores(kind, tmp_path)
+
+    def body(number: int, rank: int) -> str:
+        if rank == late:
+            # The waits of files end at whole seconds. Who awaits rank 0 alone awaits it 1.5 s longer.
+            time.sleep((0.2 if late else 1.7) + number * (0.05 if kind == "hash" else 0.2))
+        try:
+            return str(Meeting(dist.PrefixStore(str(number), store), rank, 3, 0.3).exchange(rank))
+        except CommTimeout as error:
+            return str(error)
+
+    outcomes = run_threads(lambda rank, _: [body(number, rank) for number in range(6)], 3, timeout_s=60)
+    for number, (mine, *others) in enumerate(zip(*outcomes, strict=True)):
+        assert others == [mine, mine], number
+    assert any("have not come" in one for one in outcomes[0])
+
+
+def test_failures_and_differences_are_told_to_all():
+    store = dist.HashStore()
+
+    def fail() -> None:
+        raise OSError("no socket")
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 3, 20)
+        failures = meeting.failures(meeting.attempt(fail if rank == 1 else lambda: None))
+        assert meeting.failures("") == ""
+        with pytest.raises(ZeroDivisionError):  # a bug is not an outcome
+            meeting.attempt(lambda: 1 / 0)
+        assert meeting.attempt(lambda: (_ for _ in ()).throw(CommError("x"))) == "CommError: x"
+        return failures
+
+    assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
+
+
+class Made:
+    """A native communicator that remembers how it was ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def abort(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def close(self, timeout: float) -> None:
+        self.ends.append(f"closed within {timeout} s")
+
+
+@pytest.mark.parametrize("error", [OSError("no socket"), RuntimeError("no thread"), MemoryError("no room")])
+def test_what_is_not_made_on_all_ranks_is_ended_on_those_that_have_it(error):
+    store = dist.HashStore()
+    comms = [Made() for _ in range(3)]
+
+    def body(rank: int, _: int) -> None:
+        def make() -> Made:
+            if rank == 1:
+                raise error
+            return comms[rank]
+
+        with pytest.raises(CommError, match=f"not be made on all ranks\n  rank 1: {type(error).__name__}: {error}"):
+            Meeting(store, rank, 3, 20).make(make)
+
+    run_threads(body, 3, timeout_s=40)
+    ended = ["CommError while the communicator was made", "closed within 0.0 s"]
+    assert [comm.ends for comm in comms] == [ended, [], ended]
+
+
+def test_who_comes_in_the_last_moment_has_come(monkeypatch):
+    """Between the time limit of rank 0 and its look at who is missing."""
+    store = dist.HashStore()
+    store.set("1/1", '"late"')
+    monkeypatch.setattr("bucketwheel.comm.rendezvous.has_keys", lambda *_: False)
+    assert Meeting(store, 0, 2, 0.1).exchange("first") == ["first", "late"]
+
+
+def test_rank_0_says_who_has_come(monkeypatch):
+    """Where it knows that all have, those who wait for it do not say at their time limit that it has not."""
+
+    def held_up(store: dist.Store, keys: list[str], *limits: Any) -> bool:
+        found = has_keys(store, keys, *limits)
+        if len(keys) == 2:
+            time.sleep(0.6)
+        return found
+
+    monkeypatch.setattr("bucketwheel.comm.rendezvous.has_keys", held_up)
+    store = dist.HashStore()
+    assert run_threads(lambda rank, _: Meeting(store, rank, 3, 0.4).exchange(rank), 3, timeout_s=40) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_have_met_are_not_missed_in_the_next_round():
+    """That begins just before the time limit, where one of them is held up for a moment."""
+    store = dist.HashStore()
+
+    def body(rank: int, _: int) -> list[object]:
+        meeting = Meeting(store, rank, 3, 20)
+        meeting.exchange("met")
+        meeting.deadline = time.monotonic() + 0.1
+        time.sleep(0.6 if rank == 1 else 0.0)
+        return meeting.exchange(rank)
+
+    assert run_threads(body, 3, timeout_s=40) == [[0, 1, 2]] * 3
+
+
+def test_there_is_a_second_for_what_ranks_do_together_that_have_met_late():
+    meeting = Meeting(dist.HashStore(), 0, 1, 20)
+    assert 19 < meeting.left_s <= 20
+    meeting.deadline = time.monotonic() - 5
+    assert meeting.left_s == 1.0
+
+
+def test_an_attempt_that_is_given_up_is_told_to_all():
+    """Though that is later than the time limit."""
+    store = dist.HashStore()
+    held = threading.Event()
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 2, 0.3)
+        hang = lambda: meeting.ask(lambda _: held.wait(30), late="held up")  # noqa: E731
+        try:
+            return meeting.failures(meeting.attempt(hang if rank == 1 else lambda: None))
+        finally:
+            held.set()
+
+    told = "\n  rank 1: CommTimeout: the communicator was not made within 0.3 s: held up"
+    assert run_threads(body, 2, timeout_s=40) == [told] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_has_failed_at_once_waits_for_those_who_end_at_the_time_limit(failing, monkeypatch):
+    """They were connecting with it."""
+    monkeypatch.setattr("bucketwheel.comm.rendezvous._ANSWER_S", 0.5)
+    monkeypatch.setattr("bucketwheel.comm.rendezvous._OUTCOME_S", 0.5)
+    store = dist.HashStore()
+
+    def body(rank: int, _: int) -> str:
+        meeting = Meeting(store, rank, 2, 1.5)
+
+        def step() -> None:
+            if rank == failing:
+                raise OSError("no socket")
+            time.sleep(meeting.deadline - time.monotonic() + 0.1)
+            raise CommTimeout("not connected")
+
+        return meeting.failures(meeting.attempt(step))
+
+    told = ["\n  rank 0: CommTimeout: not connected", "\n  rank 1: CommTimeout: not connected"]
+    told[failing] = f"\n  rank {failing}: OSError: no socket"
+    assert run_threads(body, 2, timeout_s=40) == ["".join(told)] * 2
+
+
+def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though torchrun gives them the same Store, where one rank of the ended ones had got further than another."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    found = {}
+    for life, ranks in (("0", [0, 1, 0]), ("1", [0, 1])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
+        for rank in ranks:
+            monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+            meeting = Meeting.of_group(object(), 20)  # type: ignore[arg-type]
+            meeting.store.set("who", f"{life} {rank}")
+            found[life, rank] = meeting
+    assert found["1", 0].store.get("who") == found["1", 1].store.get("who") == b"1 1"
+    assert found["0", 1].store.get("who") == b"0 1"
+
+
+def comes(group: Any, timeout_s: float) -> str:
+    try:
+        return f"met {Meeting.of_group(group, timeout_s).exchange(group.rank)}"
+    except CommTimeout as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("story", "times", "told"),
+    [
+        *(("fails", 1, 0), ("fails", 3, 0), ("fails alone", 2, 0)),
+        *(("does not call", 1, 1), ("does not call", 3, 1), ("is late", 1, 1)),
+    ],
+)
+def test_a_rank_that_has_missed_meetings_comes_to_the_next(story, times, told, monkeypatch):
+    """A call of rank 1 fails before it comes, or is never made, or comes when the others have gone; of that it is told once."""
+    store = dist.HashStore()
+    groups = [SimpleNamespace(rank=rank, store=dist.PrefixStore("", store)) for rank in range(3)]
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: group.store)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    together = threading.Barrier(3)
+
+    def body(rank: int, _: int) -> list[str]:
+        group: Any = groups[rank]
+        said = []
+        for _ in range(times):
+            if rank == 1 and story.startswith("fails"):
+                Meeting.miss(group)
+            elif rank != 1 and story != "fails alone":
+                said.append(comes(group, 0.3))
+            together.wait(30)
+            if rank == 1 and story == "is late":
+                said.append(comes(group, 20))
+        together.wait(30)
+        if story == "does not call":
+            said.append(comes(group, 0.3))
+            together.wait(30)
+        return [*said, comes(group, 20), comes(group, 20)]
+
+    outcomes = run_threads(body, 3, timeout_s=60)
+    for said in outcomes:
+        assert said[-2:] == ["met [0, 1, 2]"] * 2
+        assert all("ranks [1] have not come" in one for one in said[:-2]), said
+    assert len(outcomes[1]) == told + 2
+
+
+class Deaf:
+    """A Store that does not come back from a call, until it is told to: as one behind a cut link."""
+
+    def __init__(self, call: str) -> None:
+        self.store, self.call, self.answers = dist.HashStore(), call, threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name == self.call:
+                self.answers.wait()
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def ends_soon() -> bool:
+    """Whether no thread of a meeting is left."""
+    until = time.monotonic() + 10
+    while (alive := [one for one in list(_threads) if one.is_alive()]) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not alive
+
+
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [(1, "set"), (0, "wait"), (1, "wait"), (0, "get"), (1, "get"), (1, "check"), (0, "compare_set"), (0, "delete_key")],
+)
+def test_a_store_that_does_not_answer_is_not_waited_for(rank, call, monkeypatch):
+    monkeypatch.setattr("bucketwheel.comm.rendezvous._ANSWER_S", 0.2)
+    store: Any = Deaf(call)
+    if call in ("get", "delete_key"):  # which come after the others have
+        for key, value in (("1/1", "1"), ("1/all", "[0, 1]")):
+            store.store.set(key, value)
+    begin = time.monotonic()
+    with pytest.raises(CommTimeout, match="within 0.2 s: the Store does not answer"):
+        Meeting(store, rank, 2, 0.2).exchange(rank)
+    assert time.monotonic() - begin < 10
+    store.answers.set()
+    assert ends_soon()
+
+
+def test_ctrl_c_is_heard_while_the_store_does_not_answer():
+    store: Any = Deaf("set")
+    begin = time.monotonic()
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        Meeting(store, 1, 2, 60).exchange(1)
+    store.answers.set()
+    assert ends_soon()  # and does not wait for the others either
+    assert time.monotonic() - begin < 20
