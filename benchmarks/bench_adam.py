@@ -27,7 +27,7 @@ import torch
 from harness import Results, load_native, measure, parse_args
 
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 SIZES = {f"{n >> 10} K": [n] for n in (4096, 16384, 65536, 262144)} | {
     f"{n >> 20} M": [n] for n in (1 << 20, 1 << 22, 1 << 24)
@@ -117,12 +117,12 @@ def step_torch(t: Tensors) -> None:
 
 
 def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
-    table = native().AdamTable()
+    table = core.AdamTable()
     for i, p in enumerate(t.p):
         remainder = t.remainders[i] if t.remainders else None
         master, vmax = t.masters[i] if t.masters else None, t.vmaxs[i] if t.vmaxs else None
         table.add(p, t.g[i], t.m[i], t.v[i], master, 0, max_exp_avg_sq=vmax, remainder=remainder, param=i)
-    groups = [native().AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
+    groups = [core.AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
     steps = torch.full((len(t.p),), 10, dtype=torch.int64)
 
     def step() -> None:

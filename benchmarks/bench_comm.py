@@ -29,7 +29,7 @@ from harness import Rank, Results, Timing, collectives_of_torch, measure, of_job
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 MIB = 1 << 20
 # Bytes of the full buffer, and how many calls make a sample.
@@ -90,7 +90,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     gloo_scatter(scattered, foreign)
     out = torch.empty(shard_numel)
     summed = torch.zeros(shard_numel)
-    sink = native().ShardSink(native().ShardAccumulator(summed, [(0, shard_numel)]))
+    sink = core.ShardSink(core.ShardAccumulator(summed, [(0, shard_numel)]))
 
     def reduce_to_sink() -> None:
         sink.begin(False)

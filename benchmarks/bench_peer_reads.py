@@ -20,7 +20,7 @@ from harness import Rank, Results, Timing, measure, parse_args, run_ranks, slowe
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 MIB = 1 << 20
 SIZES = {"1 MiB": (MIB, 40), "16 MiB": (16 * MIB, 4), "64 MiB": (64 * MIB, 2)}
@@ -70,7 +70,7 @@ def cases_of(comm: Communicator, size_bytes: int) -> dict[str, Callable[[], obje
     packed = comm.pool.acquire("packed", size_bytes).tensor(torch.float32, (numel,))
 
     def pack_and_reduce() -> None:
-        native().copy_all([packed], [source])
+        core.copy_all([packed], [source])
         reduce_scatter(out, packed, comm).wait()
 
     cases = {

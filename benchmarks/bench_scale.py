@@ -36,7 +36,7 @@ from bucketwheel.gathers.forward_order import ForwardOrder  # noqa: E402
 from bucketwheel.grads.bucket import GradBucket, Part  # noqa: E402
 from bucketwheel.kernels.adam_rows import AdamRows  # noqa: E402
 from bucketwheel.layout.packing import BucketPlan, Packing, PackItem, pack, plan_buckets  # noqa: E402
-from bucketwheel.native.modules import native  # noqa: E402
+from bucketwheel.native import core  # noqa: E402
 
 WORLDS = (8, 64, 512, 4096)
 BUCKET_BYTES, ELEMENT_BYTES = 32 << 20, 2
@@ -95,7 +95,7 @@ def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps
         ranges = [
             (s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in plan.segments
         ]
-        accumulator = native().ShardAccumulator(shard, ranges)
+        accumulator = core.ShardAccumulator(shard, ranges)
         parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
         buckets.append(GradBucket(number, packing.world * bucket.shard_numel, torch.bfloat16, parts, accumulator))
         for s in plan.segments:

@@ -1,4 +1,4 @@
-"""The stub of the native module, python/bucketwheel/_cpu.pyi, from what pybind11 says of each binding.
+"""The stub of the native module, python/bucketwheel/native/core.pyi, from what pybind11 says of each binding.
 
     python tests/stub.py      # writes it
 
@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "native" / "core.pyi"
-HEAD = '''"""What the native module binds (csrc/bindings), as `python tests/stub.py` has written it down. Built by `bucketwheel.native.modules`,
-which `native()` returns."""
+HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

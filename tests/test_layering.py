@@ -64,7 +64,7 @@ MAX_FACE_NAMES = 8
 PURE = {"_version", "errors", "layout.packing", "optim.memory", "gathers.forward_order", "tools.flight"}
 PURE |= {f"native.{path.stem}" for path in (PACKAGE / "native").glob("*.py")}
 
-MAX_LINES = 440  # about 400
+MAX_LINES = 700
 MAX_FUNCTION_LINES = 66  # about 60, without signature and docstring
 
 PLATFORM = re.compile(

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.errors import Error
-from bucketwheel.native import modules
-from bucketwheel.native.modules import native
+from bucketwheel.native import core, modules
 
 __all__ = ["CPU", "Uploads", "device_index", "index_of", "keep_as_cache", "native_stream", "reclaim_memory"]
 __all__ += ["torch_device", "upload"]
@@ -32,7 +31,7 @@ _caches: weakref.WeakSet[Any] = weakref.WeakSet()
 def index_of(tensor: Tensor) -> int:
     """The native number of the tensor's device. Loads (at the first CUDA tensor: builds) the CUDA module."""
     if tensor.is_cpu:
-        return 0 if native().is_posing() else CPU
+        return 0 if core.is_posing() else CPU
     if not tensor.is_cuda:
         raise ValueError(f"a tensor on {tensor.device}: cpu and cuda are supported")
     _load_cuda()
@@ -45,10 +44,10 @@ def device_index(device: torch.device | str | int | None) -> int:
         return CPU
     named = torch.device(device)
     if named.type == "cpu":
-        return 0 if native().is_posing() else CPU
+        return 0 if core.is_posing() else CPU
     if named.type != "cuda":
         raise ValueError(f"device {str(named)!r}: cpu and cuda are supported")
-    if native().is_posing():
+    if core.is_posing():
         return 0
     _load_cuda()
     return torch.cuda.current_device() if named.index is None else named.index
@@ -56,34 +55,34 @@ def device_index(device: torch.device | str | int | None) -> int:
 
 def torch_device(index: int) -> torch.device:
     """The other way round."""
-    return torch.device("cpu") if index == CPU or native().is_posing() else torch.device("cuda", index)
+    return torch.device("cpu") if index == CPU or core.is_posing() else torch.device("cuda", index)
 
 
 def _load_cuda() -> None:
     """Raises `BuildError` where the CUDA module is missing and cannot be built."""
-    if not native().has_cuda():
+    if not core.has_cuda():
         with _guard:
-            if not native().has_cuda():
+            if not core.has_cuda():
                 install(modules.cuda().api)
 
 
 def install(api: Any) -> None:
     """Makes ``api`` the table of CUDA calls."""
-    native().install_cuda(api)
-    native().set_cuda_reclaim(reclaim_memory)
+    core.install_cuda(api)
+    core.set_cuda_reclaim(reclaim_memory)
 
 
 def native_stream(stream: Any) -> Any:
     """A `torch.cuda.Stream` as a native stream; native ones and None as they are."""
     if isinstance(stream, torch.cuda.Stream):
         _load_cuda()
-        return native().borrow_stream(stream.cuda_stream, stream.device.index)
+        return core.borrow_stream(stream.cuda_stream, stream.device.index)
     return stream
 
 
 def upload(to: Tensor, values: bytes) -> None:
     """Writes ``values`` into the contiguous tensor ``to``, in the current stream; never blocks."""
-    native().upload(to, values)
+    core.upload(to, values)
 
 
 class Uploads:
@@ -96,7 +95,7 @@ class Uploads:
 
     def get(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
         """``values`` as a tensor [n]; the one of the last call for ``name`` if they are the same."""
-        is_captured = native().is_capturing(self._index)
+        is_captured = core.is_capturing(self._index)
         known = self._known.get(name)
         if known is not None and known[0] == values:
             if is_captured:
@@ -144,7 +143,7 @@ def reclaim_memory(index: int) -> str:
             except Error as error:
                 failures += f" (one failed to: {error})"
     ours = f"pools gave back {given} bytes{failures}"
-    if native().is_posing():
+    if core.is_posing():
         return ours
     before = torch.cuda.memory_reserved(index)
     torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bucketwheel.comm import peers as agreement
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import (
     SOON_S,
@@ -328,7 +328,7 @@ class LeavesBetween:
     """A rank that fails and leaves when it has just been asked, and had nothing to tell."""
 
     def __init__(self) -> None:
-        self.peers = native().StorePeers("brief", 1, 3, 20.0, lambda _: None, lambda _: [])
+        self.peers = core.StorePeers("brief", 1, 3, 20.0, lambda _: None, lambda _: [])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.peers, name)

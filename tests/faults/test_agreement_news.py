@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bucketwheel.comm import peers as agreement
 from bucketwheel.errors import CommError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +24,7 @@ NATIVE_PATIENCE_S = 3.0
 
 
 def peers_of(world: int, rank: int = 0) -> Any:
-    return native().StorePeers("asked", rank, world, 20.0, lambda _: None, lambda _: [])
+    return core.StorePeers("asked", rank, world, 20.0, lambda _: None, lambda _: [])
 
 
 def goes(*_: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.comm_cases import check_usable, data_of, expected_reduce
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
@@ -59,10 +59,10 @@ def bad_arguments(rank: int, size: int) -> None:
             comm.broadcast_into(full, size)
         with pytest.raises(ValueError, match="nothing is posted"):
             comm.collect()
-        native().set_posing(False)
+        core.set_posing(False)
         with pytest.raises((ValueError, TypeError), match=r"outputs\[0\].*cpu"):
             all_gather(full, shard, comm)
-        native().set_posing(True)
+        core.set_posing(True)
         assert calls_of(script) == before
         assert gather(comm)[1].seq == 3, "a call with bad arguments got a number"
         check_usable(comm)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.gpu.device import DEVICE, Tell, need_device
 
 
@@ -39,4 +39,4 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
 @pytest.fixture(autouse=True)
 def _no_faults_left(_device: None) -> Iterator[None]:
     yield
-    native().clear_cuda_faults()
+    core.clear_cuda_faults()

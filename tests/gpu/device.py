@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support import simulated_nccl
 from tests.support.requirements import unmet
 from tests.support.simulated_cuda import Calls, Graph, load, posing
@@ -147,12 +147,12 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def cpu(self) -> Iterator[None]:
-        poses = native().is_posing()
-        native().set_posing(False)
+        poses = core.is_posing()
+        core.set_posing(False)
         try:
             yield
         finally:
-            native().set_posing(poses)
+            core.set_posing(poses)
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone()

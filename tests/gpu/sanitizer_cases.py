@@ -27,7 +27,7 @@ from torch import Tensor  # noqa: E402
 import bucketwheel as bw  # noqa: E402
 from bucketwheel.comm.communicator import Communicator  # noqa: E402
 from bucketwheel.kernels import ops  # noqa: E402
-from bucketwheel.native.modules import native  # noqa: E402
+from bucketwheel.native import core  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world  # noqa: E402
 from tests.support.reference import Adam, bits  # noqa: E402
@@ -86,10 +86,10 @@ def long_fold_case() -> None:
 def copy_case(dtype: torch.dtype, to: torch.dtype) -> None:
     inputs = [random(numel, dtype) for numel in SIZES]
     got = [torch.empty(x.numel(), dtype=to, device=DEVICE.tensors) for x in inputs]
-    native().copy_all(got, [shifted(x, i) for i, x in enumerate(inputs)])
+    core.copy_all(got, [shifted(x, i) for i, x in enumerate(inputs)])
     expected = [torch.empty(x.numel(), dtype=to) for x in inputs]
     with DEVICE.cpu():
-        native().copy_all(expected, inputs)
+        core.copy_all(expected, inputs)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(bits(DEVICE.get(a)), bits(b))
 

@@ -16,7 +16,7 @@ import bucketwheel as bw
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
 from tests.support.reference import Adam, bits
@@ -121,9 +121,9 @@ def test_many_tensors(count: int, numel: int) -> None:
         lists = [[part.tensors()[k] for part in parts] for k in (0, 1, 2, 3, 5)]
         ops.adam_step(*lists[:4], steps, lr=1e-2, weight_decay=0.1, master_params=lists[4])
 
-    calls = native().cuda_calls()["launch_adam"]
+    calls = core.cuda_calls()["launch_adam"]
     step(theirs)
-    assert native().cuda_calls()["launch_adam"] - calls <= 2
+    assert core.cuda_calls()["launch_adam"] - calls <= 2
     with DEVICE.cpu():
         step(whole)
     assert_same(on_cpu(theirs), whole)
@@ -230,10 +230,10 @@ def test_copies_have_the_bits_of_the_cpu(dtype: torch.dtype, to: torch.dtype) ->
     inputs = [wide(numel, dtype, numel) for numel in [*sizes(), DEVICE.size(3_000_001, 20_001)]]
     for offset in (0, 1, 3):
         got = [moved(torch.full((x.numel(),), math.nan, dtype=to), offset) for x in inputs]
-        native().copy_all(got, [moved(x, 2 * offset % 5) for x in inputs])
+        core.copy_all(got, [moved(x, 2 * offset % 5) for x in inputs])
         expected = [torch.empty(x.numel(), dtype=to) for x in inputs]
         with DEVICE.cpu():
-            native().copy_all(expected, inputs)
+            core.copy_all(expected, inputs)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(bits(DEVICE.get(a)), bits(b)), (offset, b.numel())
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
@@ -338,7 +338,7 @@ def test_ops_run_in_the_current_stream() -> None:
             ops.adam_step(*([x] for x in held), 3, lr=1e-2)
             norm = ops.l2_norm(held[:3])
             copy = poisoned(numel, F32)
-            native().copy_all([copy], [held[0]])
+            core.copy_all([copy], [held[0]])
             busy.append(not DEVICE.is_idle(stream))
             kept = [x.clone() for x in (*held, copy)]
             for tensor in held:

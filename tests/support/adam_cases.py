@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import Rounding, Row, split, tensor_of
 
@@ -86,7 +86,7 @@ def run_op(rows: list[Row], args: Adam, rounding: Rounding = DEFAULT, **more: An
 
 def table_of(rows: list[tuple[Row, int, int]]) -> Any:
     """Of (row, param, param_begin)."""
-    table = native().AdamTable()
+    table = core.AdamTable()
     for row, param, begin in rows:
         table.add(
             row.p, row.g, row.m, row.v, row.master, 0, max_exp_avg_sq=row.vmax, remainder=row.remainder, param=param,
@@ -97,7 +97,7 @@ def table_of(rows: list[tuple[Row, int, int]]) -> Any:
 
 def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) -> None:
     table_of(rows).step(
-        [native().AdamGroup(args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)],
+        [core.AdamGroup(args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)],
         torch.full((len(rows),), args.step),
         None,
         torch.tensor([args.grad_scale], dtype=F64),

@@ -27,7 +27,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
 from bucketwheel.device import torch_device
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal, run_threads
 from tests.support import simulated_nccl
 from tests.support.reference import from_bf16, to_bf16
@@ -92,7 +92,7 @@ def expected_reduce(
 
 def are_our_sums(comm: Communicator) -> bool:
     """Whether the sums are made by our code or the fake's, so that they have the bits of `expected_reduce`."""
-    return comm.backend != "nccl" or native().is_posing()
+    return comm.backend != "nccl" or core.is_posing()
 
 
 def expect_sum(

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from bucketwheel.device import install
 from bucketwheel.grads.placeholder import ShardedGrad
+from bucketwheel.native import core
 from bucketwheel.native import toolchain as _toolchain
-from bucketwheel.native.modules import native
 from tests.native.objects import HERE, ROOT, in_parallel, object_of, stored, toolchain
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
@@ -77,23 +77,23 @@ def posing(*, delays: int = 1, fibers: int = 0) -> Iterator[ctypes.CDLL]:
     _, library = load()
     library.fake_cuda_set_delays(delays)
     library.fake_cuda_set_fiber_seed(fibers)
-    native().set_posing(True)
+    core.set_posing(True)
     try:
         yield library
     finally:
-        native().clear_cuda_faults()
+        core.clear_cuda_faults()
         gc.collect()  # what still holds device memory goes while tensors pose
-        native().set_posing(False)
+        core.set_posing(False)
 
 
 class Calls:
     """Counts CUDA calls from its making on."""
 
     def __init__(self) -> None:
-        self._before = native().cuda_calls()
+        self._before = core.cuda_calls()
 
     def since(self) -> dict[str, int]:
-        now: dict[str, int] = native().cuda_calls()
+        now: dict[str, int] = core.cuda_calls()
         return {name: now[name] - self._before[name] for name in now if now[name] != self._before[name]}
 
     def expect_free_running(self, *, may_get_ahead: bool = False) -> None:

@@ -29,7 +29,7 @@ from bucketwheel.comm import handle
 from bucketwheel.gathers import gathers, pending_param
 from bucketwheel.grads import bucket, window
 from bucketwheel.grads.placeholder import ShardedGrad
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.simulated_cuda import load
 
 _thread = threading.local()  # `current`: its SideStream; `made`: all that it has made
@@ -50,7 +50,7 @@ class SideStream:
 
     def __init__(self, name: str, hold_s: float = 0.0) -> None:
         self.hold_s = hold_s
-        self.native = native().Stream(name, 0)
+        self.native = core.Stream(name, 0)
         self.cuda_stream = self.native.cuda_stream
         _thread.made.append(self)
 
@@ -96,7 +96,7 @@ def on(stream: SideStream) -> Iterator[SideStream]:
 
 def _set_current(stream: SideStream | None) -> None:
     _thread.current = stream
-    native().set_posed_stream(0 if stream is None else stream.cuda_stream)
+    core.set_posed_stream(0 if stream is None else stream.cuda_stream)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.adam_cases import BF16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import Rounding, Row, bits_of, join, philox, split, step_row, tensor_of
@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    native().set_num_threads(1)
+    core.set_num_threads(1)
 
 
 MODES = [
@@ -81,7 +81,7 @@ def test_shards_threads_and_alignment_do_not_change_a_bit(kind) -> None:
         cuts = [0, *sorted(rng.integers(0, numel, world - 1).tolist()), numel]
         moved = Row(*(None if x is None else torch.empty(numel + 8, dtype=x.dtype)[offset : offset + numel].copy_(x)
                       for x in whole.tensors()))  # fmt: skip
-        native().set_num_threads(threads)
+        core.set_num_threads(threads)
         run_table([(moved.slice(a, b), 2, a) for a, b in itertools.pairwise(cuts)], args, rounding)
         assert_same(moved, expected, (world, offset))
 
@@ -204,9 +204,7 @@ def test_noop_leaves_everything(kind) -> None:
     run_op([row], Adam(), noop=torch.tensor(math.nan))
     assert_same(row, before)
     table = table_of([(row, 0, 0)])
-    table.step(
-        [native().AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.1)], torch.ones(1, dtype=torch.int64), noop=torch.tensor(2.0)
-    )
+    table.step([core.AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.1)], torch.ones(1, dtype=torch.int64), noop=torch.tensor(2.0))
     assert_same(row, before)
     run_op([row], Adam(), noop=torch.tensor(0))
     assert not torch.equal(bits(row.m), bits(before.m))

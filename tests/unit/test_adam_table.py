@@ -10,7 +10,7 @@ import torch
 
 from bucketwheel.kernels import ops
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.reference import bits
 from tests.support.simulated_cuda import Calls, posing
 
@@ -19,7 +19,7 @@ LR = 1e-2
 
 
 def group(**changes):
-    return native().AdamGroup(**{"lr": LR, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, **changes})
+    return core.AdamGroup(**{"lr": LR, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, **changes})
 
 
 def rows_of(sizes: list[int], seed: int = 0) -> list[list[torch.Tensor]]:
@@ -31,7 +31,7 @@ def rows_of(sizes: list[int], seed: int = 0) -> list[list[torch.Tensor]]:
 
 
 def table_of(rows: list[list[torch.Tensor]], groups: list[int] | None = None):
-    table = native().AdamTable()
+    table = core.AdamTable()
     for index, (p, g, m, v) in enumerate(rows):
         assert table.add(p, g, m, v, None, groups[index] if groups else 0) == index
     return table
@@ -76,13 +76,13 @@ SIZES = {
 def test_a_table_steps_every_row_as_if_alone(sizes: list[int], threads: int) -> None:
     rows = rows_of(sizes)
     expected = one_by_one(rows)
-    native().set_num_threads(threads)
+    core.set_num_threads(threads)
     try:
         table = table_of(rows)
         assert (table.rows, table.numel) == (len(sizes), sum(sizes))
         table.step([group()], numbers(rows))
     finally:
-        native().set_num_threads(1)
+        core.set_num_threads(1)
     assert_equal(rows, expected)
     assert all(not torch.equal(a[0], b[0]) for a, b in zip(rows, rows_of(sizes), strict=True) if a[0].numel())
 
@@ -180,7 +180,7 @@ def test_gradients_can_be_exchanged() -> None:
     expected = clone(fresh)
     for row in expected:
         ops.adam_step(*([x] for x in row), 1, lr=LR, weight_decay=0.1)
-    table = native().AdamTable()
+    table = core.AdamTable()
     for p, _, m, v in rows:
         table.add(p, None, m, v, None, 0)
     with pytest.raises(ValueError, match="row 0 has no gradient"):
@@ -201,7 +201,7 @@ def test_gradients_can_be_exchanged() -> None:
 
 
 def test_a_table_keeps_its_tensors_alive() -> None:
-    table = native().AdamTable()
+    table = core.AdamTable()
     p = torch.ones(1 << 20)
     table.add(p, torch.ones(1 << 20), torch.zeros(1 << 20), torch.zeros(1 << 20), None, 0)
     others = [torch.full((1 << 20,), 5.0) for _ in range(3)]  # would take over the memory of anything freed

@@ -16,7 +16,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads import bucket as buckets
 from bucketwheel.grads import window
 from bucketwheel.grads.bucket import GradBucket, Part
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
 
@@ -56,7 +56,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def bucket_of_two() -> GradBucket:
-    accumulator = native().ShardAccumulator(torch.zeros(8), [(0, 8)])
+    accumulator = core.ShardAccumulator(torch.zeros(8), [(0, 8)])
     return GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator)
 
 
@@ -170,7 +170,7 @@ LARGE = (1 << 18) + 3
 @pytest.mark.parametrize("kind", large_gradients())
 def test_large_gradients_are_stored_as_they_read(kind: str) -> None:
     numel, begin = LARGE, 5
-    accumulator = native().ShardAccumulator(torch.empty(numel + 9), [(0, numel + 9)])
+    accumulator = core.ShardAccumulator(torch.empty(numel + 9), [(0, numel + 9)])
     bucket = GradBucket(0, numel + 9, torch.float32, [Part(0, begin, 0, numel)], accumulator)
     grad = large_gradients()[kind]
     assert grad.is_neg() == ("negated" in kind) and grad._is_zerotensor() == ("nowhere" in kind)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bucketwheel.grads.bucket_slots import BucketSlot, BucketSlots
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 from tests.support.simulated_cuda import Calls, Graph, posing
 
@@ -118,7 +118,7 @@ def test_late_rounds_move_nobody_on(pool: Pool) -> None:
 
 
 def test_the_end_is_behind_the_last_reader(pool: Pool) -> None:
-    slots, reading = BucketSlots(pool, SIZES, 2), native().Stream("reading")
+    slots, reading = BucketSlots(pool, SIZES, 2), core.Stream("reading")
     reading.pause(0.2)
     readers: list[Any] = [FalseHandle(), FalseHandle()]
     for bucket, reader in enumerate(readers):
@@ -138,7 +138,7 @@ def test_a_capture_waits_for_what_it_has_captured() -> None:
     with posing() as library:
         slots = BucketSlots(Pool(device="cuda"), SIZES, 1)
         with Graph(library):
-            reader: Any = CudaHandle(native().current_stream(0).record())
+            reader: Any = CudaHandle(core.current_stream(0).record())
             reader.is_captured = True
             slots.enter(0).release(after=reader)
             calls = Calls()
@@ -160,12 +160,12 @@ class CudaHandle(FalseHandle):
         return bool(self.event.query())
 
     def wait(self) -> None:
-        native().current_stream(0).wait(self.event)
+        core.current_stream(0).wait(self.event)
 
 
 def test_a_capture_does_not_wait_for_what_is_over() -> None:
     with posing() as library:
-        slots, reading = BucketSlots(Pool(device="cuda"), SIZES, 1), native().Stream("reading", 0)
+        slots, reading = BucketSlots(Pool(device="cuda"), SIZES, 1), core.Stream("reading", 0)
         readers: list[Any] = [CudaHandle(reading.record())]
         slots.enter(0).release(after=readers[0])
         reading.synchronize()

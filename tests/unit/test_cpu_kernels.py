@@ -19,14 +19,14 @@ ISAS = ["plain", "avx2", "avx512"]
 def expect_large_copies(generator: torch.Generator) -> None:
     """Of sizes that go past the cache: both ends in the middle of lines, source and target in different places of a
     line, and a last chunk (of 32768 elements) that ends before the first line begins in it. Compares the bytes."""
-    from bucketwheel.native.modules import native
+    from bucketwheel.native import core
 
     source = torch.randint(0, 256, (2**20 + 201,), dtype=torch.uint8, generator=generator)
     for begin, numel in ((0, 2**20), (1, 2**20), (63, 2**20 + 136), (64, 2**20 + 65), (20, 2**20 + 3)):
         for further in (0, 1):
             target, expected = torch.zeros_like(source), torch.zeros_like(source)
             read = source[begin + further : begin + further + numel]
-            native().copy_all([target[begin : begin + numel]], [read])
+            core.copy_all([target[begin : begin + numel]], [read])
             expected[begin : begin + numel] = read
             assert torch.equal(target, expected), (begin, numel, further)
 
@@ -34,7 +34,7 @@ def expect_large_copies(generator: torch.Generator) -> None:
 def digests() -> dict[str, str]:
     """What the kernels of this process make of fixed inputs, by kernel. Runs in the child."""
     from bucketwheel.kernels import ops
-    from bucketwheel.native.modules import native
+    from bucketwheel.native import core
     from tests.support.reference import bits
 
     generator = torch.Generator().manual_seed(11)
@@ -49,7 +49,7 @@ def digests() -> dict[str, str]:
         x[3::101] = 1e-42
         return x
 
-    out = {"isa": native().cpu_isa()}
+    out = {"isa": core.cpu_isa()}
 
     def note(name: str, *tensors: torch.Tensor) -> None:
         out[name] = hashlib.sha256(b"".join(bits(x).numpy().tobytes() for x in tensors)).hexdigest()
@@ -68,10 +68,10 @@ def digests() -> dict[str, str]:
                 note(f"adam {p_dtype} {g_dtype} {decoupled}", p, m, v, *(master or []))
     note_matrix(note, wide, numel)
     finite = torch.nan_to_num(wide(), 0.0, 1.0, 1.0)
-    sums = native().sumsq([finite, finite.bfloat16(), wide(), finite.half(), finite.double() * (1 + 2.0**-40)])
+    sums = core.sumsq([finite, finite.bfloat16(), wide(), finite.half(), finite.double() * (1 + 2.0**-40)])
     out["sumsq"] = repr([(s.hex(), bad) for s, bad in sums])
     shard = torch.zeros(numel)
-    accumulator = native().ShardAccumulator(shard, [(5, 20000)])
+    accumulator = core.ShardAccumulator(shard, [(5, 20000)])
     for add in (False, True):
         accumulator.start(add)
         for begin in range(0, numel, 4096):
@@ -79,21 +79,21 @@ def digests() -> dict[str, str]:
     note("shard", shard)
     out["shard sums"] = repr(accumulator.results())
     narrow, back = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)
-    native().copy_all([narrow, back], [wide(), finite.bfloat16()])
+    core.copy_all([narrow, back], [wide(), finite.bfloat16()])
     note("casts", narrow, back)
     expect_large_copies(generator)
     half, double = torch.empty(numel, dtype=torch.float16), torch.empty(numel, dtype=torch.float64)
-    native().copy_all([half, double], [wide(), finite.half()])
+    core.copy_all([half, double], [wide(), finite.half()])
     note("float16 casts", half, double)
     for world in range(1, 7):
         ranks = [wide() for _ in range(world)]
-        native().reduce_sum(back, ranks)
+        core.reduce_sum(back, ranks)
         note(f"sum of {world}", back)
-        native().reduce_sum(narrow, [x.bfloat16() for x in ranks])
-        native().reduce_sum(back, [x.bfloat16() for x in ranks])
+        core.reduce_sum(narrow, [x.bfloat16() for x in ranks])
+        core.reduce_sum(back, [x.bfloat16() for x in ranks])
         note(f"bfloat16 sum of {world}", narrow, back)
-        native().reduce_sum(half, [x.half() for x in ranks])
-        native().reduce_sum(double, [x.double() for x in ranks])
+        core.reduce_sum(half, [x.half() for x in ranks])
+        core.reduce_sum(double, [x.double() for x in ranks])
         note(f"float16 and float64 sum of {world}", half, double)
     return out
 
@@ -158,13 +158,13 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 LARGE = """
 import torch
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 x = torch.ones(3_000_000)
 {call}
 """
 
 
-@pytest.mark.parametrize("call", ["ops.l2_norm([x])", "native().copy_all([x.bfloat16()], [x])"])
+@pytest.mark.parametrize("call", ["ops.l2_norm([x])", "core.copy_all([x.bfloat16()], [x])"])
 def test_an_unknown_instruction_set_is_refused_before_threads_start(call: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LARGE.format(call=call)],

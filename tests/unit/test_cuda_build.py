@@ -41,7 +41,7 @@ def test_the_modules_do_not_need_each_other(tree: TinyTree) -> None:
     tree.run(LOAD)
     assert len(tree.entries()) == 1 and len(compiles(tree)) == 2
     code = "import sys, bucketwheel; from bucketwheel.native.modules import cuda, native; first = cuda()\n"
-    code += "assert cuda() is first is sys.modules['bucketwheel._cuda'] is bucketwheel._cuda; print(native().answer)"
+    code += "assert cuda() is first is sys.modules['bucketwheel._cuda'] is bucketwheel._cuda; print(core.answer)"
     assert tree.run(code) == ("42", "")
 
 

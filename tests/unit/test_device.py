@@ -11,12 +11,12 @@ import time
 import pytest
 
 from bucketwheel.errors import DeviceError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.forked_code import run_in_child
 
 
 def test_event_completes_behind_its_stream() -> None:
-    stream = native().Stream("python")
+    stream = core.Stream("python")
     assert stream.record().query()
     stream.pause(0.2)
     event = stream.record()
@@ -28,7 +28,7 @@ def test_event_completes_behind_its_stream() -> None:
 
 
 def test_stream_waits_for_another_without_blocking_the_caller() -> None:
-    first, second = native().Stream("first"), native().Stream("second")
+    first, second = core.Stream("first"), core.Stream("second")
     first.pause(0.2)
     start = first.record(timing=True)
     second.wait(start)
@@ -40,7 +40,7 @@ def test_stream_waits_for_another_without_blocking_the_caller() -> None:
 
 
 def test_waiting_leaves_other_python_threads_running() -> None:
-    stream = native().Stream("gil")
+    stream = core.Stream("gil")
     stream.pause(0.3)
     ticks = 0
 
@@ -60,7 +60,7 @@ def test_waiting_leaves_other_python_threads_running() -> None:
 
 
 def test_wrong_arguments_name_themselves() -> None:
-    stream = native().Stream("wrong")
+    stream = core.Stream("wrong")
     with pytest.raises(ValueError, match="timeout must be at least 0"):
         stream.synchronize(timeout=-1)
     with pytest.raises(TypeError):
@@ -70,7 +70,7 @@ def test_wrong_arguments_name_themselves() -> None:
 
 
 def test_a_closed_stream_refuses() -> None:
-    stream = native().Stream("shut")
+    stream = core.Stream("shut")
     stream.pause(0.05)
     event = stream.record()
     stream.close()
@@ -82,7 +82,7 @@ def test_a_closed_stream_refuses() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
-    stream = native().Stream("parent")
+    stream = core.Stream("parent")
     stream.pause(0.5)
     event = stream.record()
 
@@ -91,7 +91,7 @@ def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
         for call in (stream.record, stream.synchronize, event.query, event.synchronize):
             with pytest.raises(DeviceError, match="belongs to the parent process"):
                 call()
-        own = native().Stream("child")
+        own = core.Stream("child")
         own.pause(0.001)
         assert own.record().synchronize(timeout=30)
         del stream, event, own
@@ -102,7 +102,7 @@ def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
 
 
 def test_the_interpreter_ends_with_streams_at_work() -> None:
-    code = "from bucketwheel.native.modules import native; s = native().Stream('late'); s.pause(30); s.pause(30); import os"
+    code = "from bucketwheel.native import core; s = core.Stream('late'); s.pause(30); s.pause(30); import os"
     for ending in ("; import sys; sys.exit(7)", "; raise KeyboardInterrupt"):
         # Kept alive past the interpreter's own cleaning up, like a stream that a cache holds.
         kept = "; import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(s))"

@@ -13,7 +13,7 @@ import torch
 
 from bucketwheel.device import CPU, device_index, index_of, upload
 from bucketwheel.errors import CaptureError, DeviceError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.simulated_cuda import Calls, Graph, posing
 
 
@@ -32,15 +32,15 @@ def held_back(stream: Any, seconds: float = 0.05) -> Any:
 def test_where_tensors_are() -> None:
     assert index_of(torch.zeros(1)) == 0
     assert device_index("cuda") == device_index("cpu") == 0  # posing
-    native().set_posing(False)
+    core.set_posing(False)
     assert index_of(torch.zeros(1)) == device_index(None) == CPU
-    native().set_posing(True)
+    core.set_posing(True)
     with pytest.raises(ValueError, match="cpu and cuda are supported"):
         index_of(torch.zeros(1, device="meta"))
 
 
 def test_events_complete_in_order_and_carry_times() -> None:
-    stream = native().Stream("work", 0)
+    stream = core.Stream("work", 0)
     first = stream.record(timing=True)
     stream.pause(0.02)
     last = stream.record(timing=True)
@@ -53,7 +53,7 @@ def test_events_complete_in_order_and_carry_times() -> None:
 
 
 def test_a_deadline_leaves_the_work_running() -> None:
-    stream = native().Stream("work", 0)
+    stream = core.Stream("work", 0)
     event = held_back(stream, 0.2)
     assert not event.synchronize(0.01)
     assert not stream.synchronize(0.01)
@@ -62,19 +62,19 @@ def test_a_deadline_leaves_the_work_running() -> None:
 
 
 def test_a_stream_waits_for_another_and_the_default_stream_for_both() -> None:
-    slow, other = native().Stream("slow", 0), native().Stream("other", 0)
+    slow, other = core.Stream("slow", 0), core.Stream("other", 0)
     begin = time.monotonic()
     event = held_back(slow, 0.1)
     other.wait(event)
     behind = other.record()
     assert time.monotonic() - begin < 0.08, "wait() must not block the host"
-    current = native().current_stream(0)
+    current = core.current_stream(0)
     current.wait(behind)  # the default stream is this thread
     assert event.query() and behind.query()
 
 
 def test_events_are_recycled() -> None:
-    stream = native().Stream("work", 0)
+    stream = core.Stream("work", 0)
     for _ in range(3):
         stream.record().synchronize()
     calls = Calls()
@@ -85,7 +85,7 @@ def test_events_are_recycled() -> None:
 
 
 def test_an_event_outlives_its_stream_and_a_closed_stream_refuses() -> None:
-    stream = native().Stream("work", 0)
+    stream = core.Stream("work", 0)
     event = held_back(stream, 0.02)
     stream.close()
     stream.close()
@@ -121,7 +121,7 @@ def test_uploads_in_a_captured_graph_are_repeated_by_replays(library: Any) -> No
 
 
 def test_captured_events_have_no_completion_outside(library: Any) -> None:
-    current = native().current_stream(0)
+    current = core.current_stream(0)
     with Graph(library):
         event = current.record()
     for ask in (event.query, event.synchronize):
@@ -132,7 +132,7 @@ def test_captured_events_have_no_completion_outside(library: Any) -> None:
 def test_a_captured_stream_waits_for_nothing_outside(library: Any) -> None:
     """Not even for what is over, with which CUDA would end the capture; what is not over is an error of ours, which leaves
     it."""
-    current, other = native().current_stream(0), native().Stream("other", 0)
+    current, other = core.current_stream(0), core.Stream("other", 0)
     over = other.record()
     assert over.synchronize(10.0)
     other.pause(0.2)
@@ -154,7 +154,7 @@ def test_a_captured_stream_waits_for_nothing_outside(library: Any) -> None:
 
 def test_a_capture_that_leaves_work_unjoined_is_no_graph(library: Any) -> None:
     """What the simulated device says, as CUDA does."""
-    current, other = native().current_stream(0), native().Stream("other", 0)
+    current, other = core.current_stream(0), core.Stream("other", 0)
     data = torch.zeros(4, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="capturing stream has unjoined work"), Graph(library):
         other.wait(current.record())
@@ -163,7 +163,7 @@ def test_a_capture_that_leaves_work_unjoined_is_no_graph(library: Any) -> None:
 
 def test_a_replay_is_as_late_as_its_edges_allow(library: Any) -> None:
     """So that a missing edge shows."""
-    current, other = native().current_stream(0), native().Stream("other", 0)
+    current, other = core.current_stream(0), core.Stream("other", 0)
     data, seen = torch.zeros(4, dtype=torch.uint8), []
     graph = Graph(library)
     with graph:
@@ -177,19 +177,19 @@ def test_a_replay_is_as_late_as_its_edges_allow(library: Any) -> None:
 
 
 def test_calls_that_fail_say_which_and_why() -> None:
-    stream = native().Stream("work", 0)
-    native().plan_cuda_fault("event_record", countdown=2, error=400)
+    stream = core.Stream("work", 0)
+    core.plan_cuda_fault("event_record", countdown=2, error=400)
     stream.record()
     with pytest.raises(DeviceError, match="CUDA call event_record failed: invalid resource handle \\(400\\)"):
         stream.record()
     assert stream.record().synchronize(10.0), "one fault is one failure"
     with pytest.raises(ValueError, match="no CUDA call is named 'nothing'"):
-        native().plan_cuda_fault("nothing")
+        core.plan_cuda_fault("nothing")
 
 
 def test_calls_can_be_late() -> None:
-    stream = native().Stream("work", 0)
-    native().plan_cuda_fault("event_record", delay_us=50_000)
+    stream = core.Stream("work", 0)
+    core.plan_cuda_fault("event_record", delay_us=50_000)
     begin = time.monotonic()
     stream.record()
     assert time.monotonic() - begin > 0.045
@@ -197,18 +197,18 @@ def test_calls_can_be_late() -> None:
 
 def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(DeviceError, match="cuda:3 was asked for; there are 1 CUDA devices"):
-        native().Stream("work", 3)
+        core.Stream("work", 3)
 
 
 def test_a_table_of_another_version_is_refused() -> None:
     with pytest.raises((ValueError, TypeError), match="not a CUDA table|incompatible"):
-        native().install_cuda(object())
+        core.install_cuda(object())
 
 
 ENDING = """
 import ctypes
 from tests.support.simulated_cuda import load
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 module, _ = load()
 api = ctypes.pythonapi
@@ -219,8 +219,8 @@ api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 name = b"bucketwheel.cuda_api"
 abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p)
 table = api.PyCapsule_New(api.PyCapsule_GetPointer(module.api, name), name, abort)
-native().install_cuda(table)
-native().install_cuda(table)
+core.install_cuda(table)
+core.install_cuda(table)
 print("installed", flush=True)
 """
 
@@ -232,6 +232,6 @@ def test_the_table_is_not_freed_when_the_process_ends() -> None:
 
 
 def test_facts() -> None:
-    facts = native().cuda_facts(0)
+    facts = core.cuda_facts(0)
     assert facts["name"] == "simulated"
     assert facts["multiprocessors"] >= 1

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bucketwheel.kernels import ops
+from bucketwheel.native import core
 from bucketwheel.native import toolchain as _toolchain
-from bucketwheel.native.modules import native
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import bits_of, join, split, tensor_of, to_bf16_stochastic
 
@@ -116,6 +116,6 @@ def test_every_float_by_the_processor() -> None:
     to = torch.empty(block, dtype=torch.float16)
     for begin in range(-(2**31), 2**31, block):
         x = torch.arange(begin, begin + block, dtype=torch.int32).view(torch.float32)
-        native().copy_all([to], [x])
+        core.copy_all([to], [x])
         expected = torch.where(x.isnan(), 0x7E00, x.half().view(torch.int16))
         assert torch.equal(to.view(torch.int16), expected), hex(begin)

@@ -14,7 +14,7 @@ from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError
 from bucketwheel.grads.graph_capture import CapturedBlocks, Captures, capture_id, expect_unedited, is_capturing
 from bucketwheel.grads.inflight import Inflight
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.simulated_cuda import Calls, Graph, posing
 
 
@@ -29,7 +29,7 @@ class Ended:
 
     def __init__(self, *, is_captured: bool) -> None:
         self.is_captured = is_captured
-        self.event = native().current_stream(0).record()
+        self.event = core.current_stream(0).record()
         self.waits = 0
 
     def wait(self) -> None:

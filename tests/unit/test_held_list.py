@@ -15,7 +15,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.request import AllGatherRequest
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 HOLD_S, PAUSE_S, DEADLINE_S = 0.4, 0.05, 10.0
 Tensors = list[torch.Tensor]
@@ -41,8 +41,8 @@ def start_request(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
 
 def start_reduction_to_a_sink(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
     """Nobody but the operation has the sink."""
-    accumulator = native().ShardAccumulator(outs[0], [(0, 1000)])
-    return comm.reduce_scatter_into(ins[0], native().ShardSink(accumulator))
+    accumulator = core.ShardAccumulator(outs[0], [(0, 1000)])
+    return comm.reduce_scatter_into(ins[0], core.ShardSink(accumulator))
 
 
 OPERATIONS: list[Callable[[Tensors, Tensors, Communicator], Handle]] = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bucketwheel.kernels import ops
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.reference import fma64, fold, sum_squares, sum_squares_in_order
 
 CHUNK = 32768  # kNormChunkNumel
@@ -26,9 +26,9 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("numel", SIZES)
 def test_the_order_is_the_one_written_down(numel: int) -> None:
     x = values(numel)
-    assert native().sumsq([x]) == [(sum_squares_in_order(x.numpy()), False)]
+    assert core.sumsq([x]) == [(sum_squares_in_order(x.numpy()), False)]
     for y in (x.bfloat16(), (x / 100).half(), x.double() + 1e-9):
-        assert native().sumsq([y]) == [(sum_squares_in_order(y.double().numpy()), False)]
+        assert core.sumsq([y]) == [(sum_squares_in_order(y.double().numpy()), False)]
 
 
 @pytest.mark.parametrize("chunks", [63, 64, 65, 129, 200])
@@ -38,8 +38,8 @@ def test_chunks_are_added_by_groups_of_64(chunks: int) -> None:
     x = torch.zeros(chunks * CHUNK)
     x[::CHUNK] = each
     squares = [value * value for value in each.double().tolist()]
-    assert native().sumsq([x]) == [(fold(squares), False)]
-    accumulator = native().SumsqAccumulator()
+    assert core.sumsq([x]) == [(fold(squares), False)]
+    accumulator = core.SumsqAccumulator()
     for begin in range(0, x.numel(), 10 * CHUNK):
         accumulator.consume(x[begin : begin + 10 * CHUNK])
     assert accumulator.result() == (fold(squares), False)
@@ -50,7 +50,7 @@ def test_chunks_are_added_by_groups_of_64(chunks: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 129, 1000])
 def test_fold(count: int) -> None:
     summands = (values(count, count).double() ** 2).tolist()
-    assert native().fold(summands) == fold(summands)
+    assert core.fold(summands) == fold(summands)
     if count >= 1000:  # the data is such that another order shows
         plain = 0.0
         for summand in summands:
@@ -61,25 +61,25 @@ def test_fold(count: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_company_and_alignment_do_not_change_a_bit(threads: int) -> None:
     tensors = [values(n, seed) for seed, n in enumerate([*SIZES, 7 * CHUNK + 5])]
-    expected = [native().sumsq([x])[0] for x in tensors]
-    assert native().sumsq([]) == []
-    native().set_num_threads(threads)
+    expected = [core.sumsq([x])[0] for x in tensors]
+    assert core.sumsq([]) == []
+    core.set_num_threads(threads)
     try:
-        assert native().sumsq(tensors) == expected
+        assert core.sumsq(tensors) == expected
         room = torch.empty(8 * CHUNK)
         for offset in (1, 2, 3, 7):
             shifted = [room[offset : offset + x.numel()].copy_(x) for x in tensors[-1:]]
-            assert native().sumsq(shifted) == expected[-1:]
-        assert native().sumsq([x for x in tensors for _ in range(300)]) == [e for e in expected for _ in range(300)]
+            assert core.sumsq(shifted) == expected[-1:]
+        assert core.sumsq([x for x in tensors for _ in range(300)]) == [e for e in expected for _ in range(300)]
     finally:
-        native().set_num_threads(1)
+        core.set_num_threads(1)
 
 
 def test_error_against_the_exact_sum() -> None:
     tensors = [values(n, 9) for n in (1000, 5 * CHUNK + 3, 17)]
     exact = [sum_squares(x) for x in tensors]
     chunks = 8
-    for (got, _), want in zip(native().sumsq(tensors), exact, strict=True):
+    for (got, _), want in zip(core.sumsq(tensors), exact, strict=True):
         assert abs(got - want) <= 4e-16 * math.sqrt(chunks) * 40 * want
     assert math.isclose(ops.l2_norm(tensors).item(), math.sqrt(math.fsum(exact)), rel_tol=4e-15)
     per = ops.l2_norm(tensors, per_tensor=True)
@@ -92,7 +92,7 @@ def test_error_against_the_exact_sum() -> None:
 def test_the_root_is_rounded_once() -> None:
     """torch's own root of float64 is not, on the CPU: it is off by the last bit in one case of a hundred."""
     tensors = [values(40, seed) for seed in range(400)]
-    sums = [sumsq for sumsq, _ in native().sumsq(tensors)]
+    sums = [sumsq for sumsq, _ in core.sumsq(tensors)]
     assert ops.l2_norm(tensors, per_tensor=True).tolist() == [math.sqrt(x) for x in sums]
     assert [ops.l2_norm([x]).item() for x in tensors] == [math.sqrt(x) for x in sums]
 
@@ -131,7 +131,7 @@ def test_float64_squares_are_rounded_and_may_overflow() -> None:
         for value in x[:2048:1024].numpy():
             fused = fma64(value, value, fused)
         expected = sum_squares_in_order(x.numpy())
-        assert native().sumsq([x]) == [(expected, False)]
+        assert core.sumsq([x]) == [(expected, False)]
         differ += fused[0] != expected
     assert differ > 5  # an fma, which keeps what the square's rounding cuts off, would show
     huge = torch.tensor([1e200], dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_one_bad_element_anywhere_is_seen(value: float, dtype: torch.dtype) -> N
         x[place] = value
         norms, bad = ops.l2_norm([torch.ones(5), x, torch.ones(0)], per_tensor=True, return_nonfinite=True)
         assert bad.tolist() == [False, True, False]
-        assert [bit for _, bit in native().sumsq([torch.ones(5), x, torch.ones(0)])] == [False, True, False]
+        assert [bit for _, bit in core.sumsq([torch.ones(5), x, torch.ones(0)])] == [False, True, False]
         assert torch.isnan(norms[1]) if math.isnan(value) else torch.isposinf(norms[1])
         norm, any_bad = ops.l2_norm([torch.ones(5), x], return_nonfinite=True)
         assert any_bad.item() is True
@@ -178,12 +178,12 @@ def test_empty_lists_and_layouts() -> None:
 @pytest.mark.parametrize("blocks", [[4096] * 30, [CHUNK, 1, 1023, 5000, 70000], [1] * 40 + [4096] * 20])
 def test_streamed_blocks_give_the_same_bits(blocks: list[int]) -> None:
     x = values(sum(blocks), 4)
-    accumulator = native().SumsqAccumulator()
+    accumulator = core.SumsqAccumulator()
     begin = 0
     for numel in blocks:
         accumulator.consume(x[begin : begin + numel])
         begin += numel
-        assert accumulator.result() == native().sumsq([x[:begin]])[0]
+        assert accumulator.result() == core.sumsq([x[:begin]])[0]
 
 
 def cut(numel: int, block: int) -> list[tuple[int, int]]:
@@ -197,13 +197,13 @@ def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(block: int, numel
     segments = [(3, 50), (50, 50), (51, 51 + CHUNK), (CHUNK + 2000, CHUNK + 2001), (CHUNK + 2001, numel - 77)]
     first, second = values(numel, 1), values(numel, 2)
     shard = torch.full((numel,), 1e9)
-    accumulator = native().ShardAccumulator(shard, segments)
+    accumulator = core.ShardAccumulator(shard, segments)
     for add, source, expected in ((False, first, first), (True, second, first + second)):
         accumulator.start(add)
         for begin, n in cut(numel, block):
             accumulator.consume(begin, source[begin : begin + n])
         assert torch.equal(shard, expected)
-        assert accumulator.results() == native().sumsq([expected[a:b] for a, b in segments])
+        assert accumulator.results() == core.sumsq([expected[a:b] for a, b in segments])
     accumulator.start(False)  # overwrites again, and forgets the sums
     assert accumulator.results() == [(0.0, False)] * len(segments)
     first[60] = float("nan")
@@ -223,7 +223,7 @@ def test_a_shard_of_another_dtype_rounds_once_a_pass(dtype: torch.dtype) -> None
     first = values(numel, 1).to(like) * (1 + 2.0**-40 if dtype == torch.float64 else 1)
     second = values(numel, 2).to(like)
     shard = torch.full((numel,), 1e9, dtype=dtype)
-    accumulator = native().ShardAccumulator(shard, segments)
+    accumulator = core.ShardAccumulator(shard, segments)
     for add, source, expected in (
         (False, first, first.to(dtype)),
         (True, second, (first.to(dtype) + second).to(dtype)),
@@ -232,7 +232,7 @@ def test_a_shard_of_another_dtype_rounds_once_a_pass(dtype: torch.dtype) -> None
         for begin, n in cut(numel, 4096):
             accumulator.consume(begin, source[begin : begin + n])
         assert torch.equal(shard, expected)
-        assert accumulator.results() == native().sumsq([expected[a:b] for a, b in segments])
+        assert accumulator.results() == core.sumsq([expected[a:b] for a, b in segments])
     with pytest.raises(TypeError, match="expected float"):
         accumulator.consume(numel, torch.zeros(0, dtype=torch.float32 if dtype == torch.float64 else torch.float64))
 
@@ -241,7 +241,7 @@ def test_a_shard_of_another_dtype_rounds_once_a_pass(dtype: torch.dtype) -> None
 def test_a_shard_without_segments_is_stored(dtype: torch.dtype) -> None:
     shard = torch.zeros(100, dtype=dtype)
     ones = torch.ones(100, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    accumulator = native().ShardAccumulator(shard, [])
+    accumulator = core.ShardAccumulator(shard, [])
     accumulator.start(False)
     accumulator.consume(0, ones)
     accumulator.start(True)
@@ -254,10 +254,10 @@ def test_a_shard_refuses_bad_segments_and_blocks_out_of_order() -> None:
     shard = torch.zeros(100)
     for segments in ([(-1, 5)], [(5, 4)], [(0, 101)], [(0, 10), (9, 20)], [(20, 30), (0, 10)]):
         with pytest.raises(ValueError, match="segment"):
-            native().ShardAccumulator(shard, segments)
+            core.ShardAccumulator(shard, segments)
     with pytest.raises(TypeError, match="a gradient shard of float16: float32, bfloat16 and float64"):
-        native().ShardAccumulator(shard.half(), [])
-    accumulator = native().ShardAccumulator(shard, [(0, 100)])
+        core.ShardAccumulator(shard.half(), [])
+    accumulator = core.ShardAccumulator(shard, [(0, 100)])
     accumulator.start(False)
     accumulator.consume(0, torch.ones(40))
     for begin, numel in ((0, 10), (41, 10), (40, 61)):
@@ -281,5 +281,5 @@ def test_more_than_2_to_the_31_elements() -> None:
     places = {0: 1.0, 2**31 - 1: 2.0, 2**31: 4.0, 2**31 + CHUNK: 8.0, numel - 1: 16.0}
     for place, value in places.items():
         x[place] = value
-    assert native().sumsq([x]) == [(1.0 + 4.0 + 16.0 + 64.0 + 256.0, False)]
-    assert native().sumsq([x[1:], x[2**31 + 1 :]]) == [(4.0 + 16.0 + 64.0 + 256.0, False), (64.0 + 256.0, False)]
+    assert core.sumsq([x]) == [(1.0 + 4.0 + 16.0 + 64.0 + 256.0, False)]
+    assert core.sumsq([x[1:], x[2**31 + 1 :]]) == [(4.0 + 16.0 + 64.0 + 256.0, False), (64.0 + 256.0, False)]

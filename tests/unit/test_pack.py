@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from tests.support.reference import bits, from_bf16, to_bf16
 from tests.support.reference_rows import to_fp16
 
@@ -17,9 +17,9 @@ CHUNK = 32768
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    native().set_num_threads(2)
+    core.set_num_threads(2)
     yield
-    native().set_num_threads(1)
+    core.set_num_threads(1)
 
 
 def bf16(array: np.ndarray) -> torch.Tensor:
@@ -32,7 +32,7 @@ def fp16(array: np.ndarray) -> torch.Tensor:
 
 def copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=dtype)
-    native().copy_all([out], [x])
+    core.copy_all([out], [x])
     return out
 
 
@@ -74,7 +74,7 @@ def test_bfloat16_rounds_to_nearest_even_at_every_pattern() -> None:
     for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = (upper | np.uint32(lower)).view(np.float32)
         out = torch.empty(x.size, dtype=torch.bfloat16)
-        native().copy_all([out], [torch.from_numpy(x)])
+        core.copy_all([out], [torch.from_numpy(x)])
         got = out.view(torch.int16).numpy().view(np.uint16)
         assert np.array_equal(got, to_bf16(x)), hex(lower)
         assert (got[np.isnan(x)] == 0x7FC0).all()
@@ -85,7 +85,7 @@ def test_bfloat16_rounds_to_nearest_even_at_every_pattern() -> None:
 def test_bfloat16_widens_exactly() -> None:
     source = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
     out = torch.empty(2**16)
-    native().copy_all([out], [bf16(source)])
+    core.copy_all([out], [bf16(source)])
     assert np.array_equal(out.numpy().view(np.uint32), from_bf16(source).view(np.uint32))
 
 
@@ -104,7 +104,7 @@ def test_many_tensors_into_a_bucket_and_back(to: torch.dtype, source: torch.dtyp
     for n in SIZES:
         slots.append(bucket[begin : begin + n])
         begin += n + 1
-    native().copy_all(slots, [t.reshape(-1, 1) for t in tensors])
+    core.copy_all(slots, [t.reshape(-1, 1) for t in tensors])
     for slot, tensor in zip(slots, tensors, strict=True):
         assert torch.equal(slot, tensor.to(to))
     inside = torch.zeros(bucket.numel(), dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_many_tensors_into_a_bucket_and_back(to: torch.dtype, source: torch.dtyp
         begin += n + 1
     assert (bucket[~inside] == 77).all()
     back = [torch.empty_like(t) for t in tensors]
-    native().copy_all(back, slots)
+    core.copy_all(back, slots)
     for a, b in zip(back, tensors, strict=True):
         assert torch.equal(a, b.to(to).to(source))
 
@@ -131,9 +131,9 @@ def test_copy_refuses_and_changes_nothing() -> None:
         (TypeError, r"inputs\[1\]: expected a torch.Tensor, got NoneType", [ok, ok], [x, None]),
     ):
         with pytest.raises(error, match=message):
-            native().copy_all(to, source)
+            core.copy_all(to, source)
         assert torch.equal(ok, torch.zeros(4))
-    native().copy_all([], [])
+    core.copy_all([], [])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
@@ -156,14 +156,14 @@ def test_sums_go_in_rank_order_with_one_rounding(world: int, numel: int, dtype: 
             backward = backward + x.to(accumulate)
         assert not torch.equal(backward, expected)
     out = torch.full((numel,), float("nan"), dtype=accumulate)
-    native().reduce_sum(out, inputs)
+    core.reduce_sum(out, inputs)
     assert torch.equal(bits(out), bits(expected))
     rounded = torch.full((numel,), float("nan"), dtype=dtype)
-    native().reduce_sum(rounded, inputs)
+    core.reduce_sum(rounded, inputs)
     assert torch.equal(bits(rounded), bits(expected.to(dtype)))
     for place in range(world):  # in place of any rank
         copies = [x.clone() for x in inputs]
-        native().reduce_sum(copies[place], copies)
+        core.reduce_sum(copies[place], copies)
         assert torch.equal(bits(copies[place]), bits(expected.to(dtype)))
         for other in range(world):
             assert other == place or torch.equal(copies[other], inputs[other])
@@ -180,15 +180,15 @@ def test_integers_wrap_around(dtype: torch.dtype, world: int) -> None:
             for _ in range(world)
         ]
         out = torch.zeros(numel, dtype=dtype)
-        native().reduce_sum(out, inputs)
+        core.reduce_sum(out, inputs)
         assert torch.equal(out, torch.stack(inputs).sum(0, dtype=torch.int64).to(dtype))
 
 
 def test_sum_refuses_other_dtypes() -> None:
     with pytest.raises(TypeError, match="cannot sum into float32 float64: float32, bfloat16 and float16 are supported"):
-        native().reduce_sum(torch.zeros(3), [torch.zeros(3).double()] * 2)
+        core.reduce_sum(torch.zeros(3), [torch.zeros(3).double()] * 2)
     with pytest.raises(TypeError, match=r"output\[0\] is bfloat16, expected float32"):
-        native().reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)
+        core.reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 17])
@@ -197,6 +197,6 @@ def test_copies_past_the_cache_are_whole_and_no_longer(offset: int, dtype: torch
     numel = (1 << 20) + 5
     memory = torch.arange(numel + offset + 40).to(dtype)
     out = torch.full((numel + offset + 40,), -1, dtype=dtype)
-    native().copy_all([out[offset : offset + numel]], [memory[7 : 7 + numel]])
+    core.copy_all([out[offset : offset + numel]], [memory[7 : 7 + numel]])
     assert torch.equal(out[offset : offset + numel], memory[7 : 7 + numel])
     assert (out[:offset] == -1).all() and (out[offset + numel :] == -1).all()

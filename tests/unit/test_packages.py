@@ -60,7 +60,7 @@ def test_the_sdist(sdist: Path) -> None:
     wanted |= {"README.md", "LICENSE", "CHANGELOG.md"}
     assert {name for name in names if ".egg-info/" not in name} == wanted
     assert {"csrc/sources.txt", "csrc/sources_cuda.txt", "csrc/base/platform.h"} <= names
-    assert {"python/bucketwheel/py.typed", "python/bucketwheel/_cpu.pyi"} <= names
+    assert {"python/bucketwheel/py.typed", "python/bucketwheel/native/core.pyi"} <= names
 
 
 def make_wheel(sdist: Path, folder: Path, aot: str) -> Path:

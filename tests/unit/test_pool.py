@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 from tests.support.forked_code import run_in_child
 
@@ -140,7 +140,7 @@ def test_bad_options_are_refused() -> None:
 
 def test_the_stream_waits_for_the_last_use() -> None:
     pool = Pool("host")
-    busy, user = native().Stream("busy"), native().Stream("user")
+    busy, user = core.Stream("busy"), core.Stream("user")
     lease = pool.acquire("first", 1 << 16)
     place = lease.place
     busy.pause(0.3)
@@ -158,7 +158,7 @@ def test_the_stream_waits_for_the_last_use() -> None:
 
 def test_without_a_stream_the_caller_waits_for_the_last_use() -> None:
     pool = Pool("host")
-    busy = native().Stream("busy")
+    busy = core.Stream("busy")
     lease = pool.acquire("first", 100)
     busy.pause(0.1)
     used = busy.record()
@@ -210,7 +210,7 @@ def test_poison_shows_reads_of_what_was_released() -> None:
 
 def test_same_calls_give_the_same_places_whatever_the_timing() -> None:
     def places(pool: Pool, pause_s: float) -> list[tuple[int, int]]:
-        stream = native().Stream("timing")
+        stream = core.Stream("timing")
         out, live = [], []
         for i, size in enumerate(itertools.islice(itertools.cycle([100, 70_000, 4096, 9_000_000, 1]), 200)):
             lease = pool.acquire(f"key/{i}", size + 13 * i, stream=stream)
@@ -298,10 +298,10 @@ def test_a_forked_child_may_read_but_not_lease() -> None:
 def test_the_interpreter_ends_with_leases_live() -> None:
     code = """
 import atexit, torch
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 pool = Pool("shm")
-stream = native().Stream("late")
+stream = core.Stream("late")
 lease = pool.acquire("x", 4096)
 tensor = lease.tensor(torch.float32, 1024)
 stream.pause(0.2)
@@ -314,7 +314,7 @@ torch.kept = tensor, pool, stream  # outlives this module
 
 def test_nothing_grows_in_a_long_run() -> None:
     pool = Pool("shm", min_slab_bytes=1 << 16)
-    stream = native().Stream("long")
+    stream = core.Stream("long")
 
     def step() -> None:
         leases = [pool.acquire(f"k{i}", 10_000 * i, stream) for i in range(8)]

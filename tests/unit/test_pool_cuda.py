@@ -11,7 +11,7 @@ import torch
 
 from bucketwheel.device import keep_as_cache
 from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 from tests.support.simulated_cuda import Calls, Graph, posing
 
@@ -48,7 +48,7 @@ def test_memory_is_zeroed_aligned_and_reused(pool: Pool) -> None:
 
 def test_the_next_owner_waits_for_the_last_use(pool: Pool) -> None:
     """A late write of the first owner must not hit the second one, which is the calling thread."""
-    stream = native().Stream("late", 0)
+    stream = core.Stream("late", 0)
     for turn in range(20):
         first = pool.acquire("first", 4096)
         late = first.tensor(torch.uint8, 4096)
@@ -67,7 +67,7 @@ def test_the_next_owner_waits_for_the_last_use(pool: Pool) -> None:
 
 
 def test_a_dropped_lease_counts_as_used_in_its_stream(pool: Pool) -> None:
-    stream = native().Stream("user", 0)
+    stream = core.Stream("user", 0)
     lease = pool.acquire("dropped", 4096, stream)
     stream.pause(0.05)
     del lease
@@ -79,7 +79,7 @@ def test_a_dropped_lease_counts_as_used_in_its_stream(pool: Pool) -> None:
 
 def test_release_without_an_event_fences_the_current_stream(pool: Pool) -> None:
     pool.acquire("a", 4096).release()
-    other = native().Stream("other", 0)
+    other = core.Stream("other", 0)
     lease = pool.acquire("b", 4096, other)
     calls = Calls()
     lease.release()
@@ -100,7 +100,7 @@ def test_a_lease_ends_behind_what_stays_what_it_is(pool: Pool, monkeypatch: pyte
             raise AssertionError("recorded")
 
     monkeypatch.setattr(torch.cuda, "Event", TorchEvent)
-    stream = native().Stream("last", 0)
+    stream = core.Stream("last", 0)
     lease = pool.acquire("a", 4096)
     with pytest.raises(TypeError, match=r"got .*TorchEvent: pass the stream in which it was recorded"):
         lease.release(after=TorchEvent())
@@ -127,7 +127,7 @@ def test_acquire_and_release_neither_wait_nor_allocate(pool: Pool) -> None:
 
 def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
     """Nothing has changed then; memory that is there and not in use can be had."""
-    elsewhere = native().Stream("elsewhere", 0)
+    elsewhere = core.Stream("elsewhere", 0)
     graph, calls, before = Graph(library), Calls(), pool.stats()
     with graph:
         with pytest.raises(CaptureError, match=r"acquire of key 'x' \(4096 bytes\) while .* would have to grow"):
@@ -145,7 +145,7 @@ def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
 
 def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any) -> None:
     """torch's memory would belong to the graph; ours does not."""
-    beside = native().Stream("beside", 0)
+    beside = core.Stream("beside", 0)
     ours, torchs = Pool("cuda"), Pool("torch")
     with Graph(library):
         lease = ours.acquire("x", 4096, beside)
@@ -158,7 +158,7 @@ def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any) -> None:
 
 
 def test_a_capture_cannot_wait_for_the_last_users(pool: Pool, library: Any) -> None:
-    late = native().Stream("late", 0)
+    late = core.Stream("late", 0)
     lease = pool.acquire("first", 4096)
     late.pause(0.2)
     lease.release(after=late)
@@ -175,7 +175,7 @@ def test_a_capture_cannot_wait_for_the_last_users(pool: Pool, library: Any) -> N
 def test_a_capture_and_poison_exclude_each_other(library: Any) -> None:
     pool = Pool("cuda", poison=True)
     pool.acquire("x", 4096).release()
-    native().current_stream(0).synchronize()
+    core.current_stream(0).synchronize()
     before = pool.stats()
     with Graph(library), pytest.raises(CaptureError, match="every replay would write the poison again"):
         pool.acquire("x", 4096)
@@ -185,7 +185,7 @@ def test_a_capture_and_poison_exclude_each_other(library: Any) -> None:
 
 def test_a_lease_is_not_released_in_a_capture_but_after_it(pool: Pool, library: Any) -> None:
     """A captured event would never complete for the next owner."""
-    current = native().current_stream(0)
+    current = core.current_stream(0)
     lease, other = pool.acquire("x", 4096), pool.acquire("y", 4096)
     place, done = lease.place, current.record()
     with Graph(library):
@@ -273,7 +273,7 @@ def test_a_cache_that_cannot_give_back_does_not_hide_the_error(library: Any) -> 
 
 def test_other_failures_of_an_allocation_are_named() -> None:
     pool = Pool("cuda")
-    native().plan_cuda_fault("malloc_device", error=719)
+    core.plan_cuda_fault("malloc_device", error=719)
     with pytest.raises(DeviceError, match="malloc_device failed: unspecified launch failure"):
         pool.acquire("x", 100)
     pool.acquire("x", 100).release()
@@ -292,9 +292,9 @@ def test_memory_goes_back_to_the_device(library: Any) -> None:
 
 
 def test_upstreams_belong_to_devices() -> None:
-    native().set_posing(False)
+    core.set_posing(False)
     with pytest.raises(ValueError, match="'torch' and 'cuda' for cuda devices"):
         Pool("torch", device="cpu")
-    native().set_posing(True)
+    core.set_posing(True)
     with pytest.raises(ValueError, match="'host' and 'shm' are for the cpu"):
         Pool("host", device="cuda")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
-Launch, Schedule, Store = native().Launch, native().Schedule, native().Store
+Launch, Schedule, Store = core.Launch, core.Schedule, core.Store
 
 
 def doubles(values: Sequence[float]) -> bytes:

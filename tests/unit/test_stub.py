@@ -1,4 +1,4 @@
-"""python/bucketwheel/_cpu.pyi says what the native module binds: every name, argument and type, and nothing else."""
+"""python/bucketwheel/native/core.pyi says what the native module binds: every name, argument and type, and nothing else."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bucketwheel.comm.nccl import Making, NcclChoices
 from bucketwheel.comm.rendezvous import Meeting
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.errors import CommError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["LocalRank", "LocalWorld", "Place"]
@@ -44,7 +44,7 @@ class LocalWorld:
     """
 
     def __init__(self, size: int, *, stages_inputs: bool = False) -> None:
-        self._native = native().LocalWorld(size, stages_inputs)
+        self._native = core.LocalWorld(size, stages_inputs)
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ class Place:
         if backend == "c10d":
             return c10d.make(self.meeting, self.wire, agreed, self.timeout_s)
         if self.meeting is None:
-            return native().make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
+            return core.make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
         try:
             return shm.connect(self.meeting, agreed, self.timeout_s)
         except shm.CannotShare as error:

@@ -21,7 +21,7 @@ from bucketwheel.comm import background, gloo
 from bucketwheel.comm import peers as agreement
 from bucketwheel.comm.rendezvous import Meeting
 from bucketwheel.errors import CommError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["backend_of", "make"]
 
@@ -43,8 +43,8 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
 def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks that meet, on all of them or on none: `CommError`, `CommTimeout`."""
     if meeting is None:
-        alone = native().LocalWorld(1).join(0, name, timeout_s)
-        return native().make_c10d_comm(native().peers_of(alone), _no_wire, _no_wire)
+        alone = core.LocalWorld(1).join(0, name, timeout_s)
+        return core.make_c10d_comm(core.peers_of(alone), _no_wire, _no_wire)
 
     def connect() -> Any:
         wire = _wire_of(meeting, backend)
@@ -53,7 +53,7 @@ def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> 
             background.start(_end, peers, wire)
             if isinstance(wire, _RegisteredWire):
                 background.start(_await_messages, wire)
-            return native().make_c10d_comm(peers, wire.start, wire.wait)
+            return core.make_c10d_comm(peers, wire.start, wire.wait)
         except BaseException:
             peers.leave(0.0)  # else threads wait for it
             raise

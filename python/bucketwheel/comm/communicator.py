@@ -22,6 +22,7 @@ from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import Making, NcclChoices
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import Error
+from bucketwheel.native import core
 from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
 
@@ -292,7 +293,7 @@ class Communicator:
     @property
     def max_payload_bytes(self) -> int:
         """Most bytes that `post` takes."""
-        return native().MAX_PAYLOAD_BYTES
+        return core.MAX_PAYLOAD_BYTES
 
     def post(self, payload: bytes) -> None:
         """Give this rank's payload of one round of agreement between the hosts; lengths may differ between ranks.
@@ -412,7 +413,7 @@ def _close_all() -> None:
     Ctrl-C ends the waiting, not the closing.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(native().stop_freeing)
+        stack.callback(core.stop_freeing)
         stack.callback(_close_open, 0.0)
         _close_open(_EXIT_GRACE_S)
 

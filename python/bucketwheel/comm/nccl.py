@@ -19,8 +19,7 @@ from bucketwheel.comm import peers as agreement
 from bucketwheel.comm.rendezvous import Meeting, has_keys, undo
 from bucketwheel.device import torch_device
 from bucketwheel.errors import CommError, DeviceError, Error
-from bucketwheel.native import env
-from bucketwheel.native.modules import native
+from bucketwheel.native import core, env
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["Making", "NcclChoices", "borrow", "features", "is_launch_order_kept", "make", "pair", "split"]
@@ -111,7 +110,7 @@ class Making:
     def options(self, *, serialises: bool = False) -> Any:
         config, net_name = self.choices.config()
         pool = Pool(device=torch_device(self.device))
-        return native().NcclOptions(config, net_name, self.choices.registered, pool._native, serialises)
+        return core.NcclOptions(config, net_name, self.choices.registered, pool._native, serialises)
 
 
 class _Check:
@@ -154,9 +153,9 @@ def _make_peers(making: Making) -> Any:
     """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo."""
     meeting, name, timeout_s = making.meeting, making.name, making.timeout_s
     if meeting is None or meeting.size == 1:
-        return native().peers_of(native().LocalWorld(1).join(0, name, timeout_s))
+        return core.peers_of(core.LocalWorld(1).join(0, name, timeout_s))
     try:
-        return native().peers_of(shm.connect(meeting, name, timeout_s))
+        return core.peers_of(shm.connect(meeting, name, timeout_s))
     except shm.CannotShare:
         pass
     made: list[Any] = []
@@ -187,7 +186,7 @@ def make(making: Making) -> Any:
         options = _agreed_options(making, peers)
 
         def one(left_s: float) -> list[Any]:
-            return [native().make_nccl_comm(peers, making.device, unique_id, options, left_s)]
+            return [core.make_nccl_comm(peers, making.device, unique_id, options, left_s)]
 
         return _all_or_none(making, one)[0]
 
@@ -207,7 +206,7 @@ def pair(making: Making) -> tuple[list[Any], bool]:
         options = _agreed_options(making, peers, serialises=bool(without_order))
 
         def two(left_s: float) -> list[Any]:
-            return list(native().make_nccl_pair(peers, making.device, unique_id, options, left_s))
+            return list(core.make_nccl_pair(peers, making.device, unique_id, options, left_s))
 
         shares = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") not in ("", "0")  # NCCL heeds it before options
         return _all_or_none(making, two), not (without_order or shares)
@@ -335,7 +334,7 @@ def borrow(making: Making, group: dist.ProcessGroup) -> Any:
         options = _agreed_options(making, peers)
 
         def borrowed(_: float) -> list[Any]:
-            return [native().borrow_nccl_comm(peers, making.device, backend._comm_ptr(), options)]
+            return [core.borrow_nccl_comm(peers, making.device, backend._comm_ptr(), options)]
 
         return _all_or_none(making, borrowed)[0]
 

@@ -16,7 +16,7 @@ from bucketwheel.native.modules import native
 __all__ = [
     "LAUNCH_ORDER",
     "NcclInfo",
-    "core",
+    "with_folders",
     "error_string",
     "folders",
     "info",
@@ -52,7 +52,7 @@ def folders() -> list[str]:
 
 
 @functools.cache
-def core() -> ModuleType:
+def with_folders() -> ModuleType:
     """The native module, which knows from here on where to look for NCCL."""
     module = native()
     module.set_nccl_folders(folders())
@@ -61,17 +61,17 @@ def core() -> ModuleType:
 
 def info() -> NcclInfo:
     """Loads NCCL if that has not been done. `DeviceError` where there is none that can be used."""
-    return NcclInfo(**core().nccl_info())
+    return NcclInfo(**with_folders().nccl_info())
 
 
 def unique_id() -> bytes:
     """128 bytes that one rank makes and all ranks of a new communicator start from."""
-    made: bytes = core().nccl_unique_id()
+    made: bytes = with_folders().nccl_unique_id()
     return made
 
 
 def error_string(code: int) -> str:
-    text: str = core().nccl_error_string(code)
+    text: str = with_folders().nccl_error_string(code)
     return text
 
 

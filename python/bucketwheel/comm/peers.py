@@ -30,7 +30,7 @@ from bucketwheel.comm.background import start
 from bucketwheel.comm.gloo import NO_TIMEOUT, connect, give_up, receive, send
 from bucketwheel.comm.rendezvous import Meeting
 from bucketwheel.errors import CommTimeout, Error
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["make_peers"]
 
@@ -77,7 +77,7 @@ class _Agreement:
         self._group = connect(meeting, "gloo")
         store = meeting.ask(lambda _: _own_connection(meeting.store))
         ring = _Ring(self._group, self._rank, self._size)
-        self.peers = native().StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
+        self.peers = core.StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
         try:
             start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
             start(_watch, self.peers, ring, hurry=ring.stop_receiving)

@@ -37,7 +37,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle, wait_all
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.errors import Error
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 
 __all__ = ["GRID_MARK", "Grid", "GridReduction", "grid_of"]
@@ -73,7 +73,7 @@ class Grid:
         self._tie: Any = None
         with self._failing_as_one():
             self._takes_turns = not self._expect_grid()
-        self._tie = native().Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/peers/tie.h
+        self._tie = core.Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/peers/tie.h
 
     def _expect_grid(self) -> bool:
         """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
@@ -391,6 +391,6 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _storing_sink(to: Tensor, device: int) -> Any:
     """Stores the sums of a reduce-scatter in ``to``."""
     if device == CPU:
-        return native().StoringSink(to)
-    sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
-    return native().ShardSinkCuda(native().ShardAccumulatorCuda(to, [], sums))
+        return core.StoringSink(to)
+    sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
+    return core.ShardSinkCuda(core.ShardAccumulatorCuda(to, [], sums))

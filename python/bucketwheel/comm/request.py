@@ -19,7 +19,7 @@ from bucketwheel.comm.collectives import (
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import native_stream
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["AllGatherRequest", "ReduceScatterRequest"]
 
@@ -59,9 +59,9 @@ class AllGatherRequest(_Request):
         outs, ins = listed(outputs), listed(inputs)
         warn_of_many(comm, outs)
         try:
-            request = native().all_gather_request(comm._native, outs, ins)
+            request = core.all_gather_request(comm._native, outs, ins)
         except TypeError:
-            request = native().all_gather_request(comm._native, *by_bytes(outs, ins))
+            request = core.all_gather_request(comm._native, *by_bytes(outs, ins))
         super().__init__(request, outs, comm)
 
 
@@ -76,4 +76,4 @@ class ReduceScatterRequest(_Request):
         warn_of_many(comm, outs)
         if op == "avg":
             warn_of_rounded_average(comm, outs)
-        super().__init__(native().reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)
+        super().__init__(core.reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)

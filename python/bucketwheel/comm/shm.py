@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from bucketwheel.comm.rendezvous import STEP_S, Meeting
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
 
@@ -52,13 +52,13 @@ def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
         listeners: list[socket.socket] = []
 
         def prepare() -> None:
-            native().expect_shared_memory(meeting.size)
+            core.expect_shared_memory(meeting.size)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0bucketwheel-{secrets.token_hex(16)}")
             listener.listen()
             listeners.append(listener)
 
-        failures, seals = meeting.outcome(meeting.attempt(prepare), native().seals_memfds())
+        failures, seals = meeting.outcome(meeting.attempt(prepare), core.seals_memfds())
         if not failures and any(seals):  # then those ranks refuse the memory of ranks that do not
             unsealed = [rank for rank, is_sealed in enumerate(seals) if not is_sealed]
             failures = "".join(f"\n  rank {rank}: memfds cannot be sealed, as on other ranks" for rank in unsealed)
@@ -107,7 +107,7 @@ class _Links:
         left_s = max(self.until - time.monotonic(), STEP_S)
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
-        return native().make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)
+        return core.make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)
 
     def _expect_connected(self, failure: str) -> None:
         failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bucketwheel.grads.bucket_slots import BucketSlot
 from bucketwheel.grads.graph_capture import CapturedBlock
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 
 __all__ = ["Acquire", "GradBucket", "Memory", "Part", "join", "stream_of"]
@@ -55,8 +55,8 @@ class GradBucket:
     """
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
-        is_on_cpu = isinstance(accumulator, native().ShardAccumulator)
-        self.sink = (native().ShardSink if is_on_cpu else native().ShardSinkCuda)(accumulator)
+        is_on_cpu = isinstance(accumulator, core.ShardAccumulator)
+        self.sink = (core.ShardSink if is_on_cpu else core.ShardSinkCuda)(accumulator)
         self.index = index
         self.numel = numel
         self.dtype = dtype
@@ -155,9 +155,9 @@ class GradBucket:
 def _copy(to: Tensor, source: Tensor) -> None:
     """``to.copy_(source)``; past the cache where that is worth it, for the peers read it next."""
     is_like = type(source) is Tensor and (source.dtype, source.device) == (to.dtype, to.device)
-    if not is_like or to.device.type != "cpu" or to.nbytes < native().PAST_CACHE_BYTES:
+    if not is_like or to.device.type != "cpu" or to.nbytes < core.PAST_CACHE_BYTES:
         to.copy_(source)
     elif not source.is_contiguous() or source.is_neg() or source._is_zerotensor():  # not in memory as it reads
         to.copy_(source)
     else:
-        native().copy_all([to], [source])
+        core.copy_all([to], [source])

@@ -28,14 +28,14 @@ from torch import Tensor
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.errors import CaptureError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "capture_id", "expect_unedited", "is_capturing"]
 
 
 def capture_id(device: int) -> int:
     """Which CUDA graph capture the current stream of ``device`` is part of, a number that no other has; 0: of none."""
-    return 0 if device == CPU else int(native().capture_id(device))
+    return 0 if device == CPU else int(core.capture_id(device))
 
 
 def is_capturing(device: int) -> bool:
@@ -79,7 +79,7 @@ class CapturedBlock:
     def enter(self) -> CapturedBlock:
         """The current stream waits for the last bucket's use."""
         if self.last_use is not None:
-            native().current_stream(self._device).wait(self.last_use)
+            core.current_stream(self._device).wait(self.last_use)
         return self
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -88,7 +88,7 @@ class CapturedBlock:
 
     def release(self, after: Handle | None = None) -> None:
         """The next bucket may have it, behind ``after``, or what the current stream holds."""
-        self.last_use = native().current_stream(self._device).record() if after is None else after.event
+        self.last_use = core.current_stream(self._device).record() if after is None else after.event
         self._free.append(self)
 
 

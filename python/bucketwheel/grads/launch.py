@@ -16,7 +16,7 @@ from bucketwheel.grads.bucket import GradBucket, Memory, join
 from bucketwheel.grads.bucket_slots import BucketSlots
 from bucketwheel.grads.graph_capture import CapturedBlocks, is_capturing
 from bucketwheel.grads.inflight import Inflight
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["Launcher"]
@@ -51,7 +51,7 @@ class Launcher:
         """What follows from the gradient ``flat`` (1-D, in memory order)."""
         for action in sorted([*stores, *launches], key=lambda action: action.bucket) if launches else stores:
             # A bucket is launched before a later one of the same parameter needs memory, or its slot.
-            if isinstance(action, native().Launch):
+            if isinstance(action, core.Launch):
                 self.launch(action)
                 continue
             bucket = self._buckets[action.bucket]

@@ -23,7 +23,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
 from bucketwheel.layout.precision import norm_dtype_of
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
 
@@ -69,7 +69,7 @@ class ReducedGrads:
         self._edited = bytearray()  # since its last reduce-scatter: the sums of squares made on arrival no longer hold
         self._factors = array.array("d")
         self._ones = b""
-        self._arrival_sums = native().ParamSums() if comm.device < 0 else None
+        self._arrival_sums = core.ParamSums() if comm.device < 0 else None
         self._sums: Tensor | None = None
 
     def add_param(self, info: ParamInfo, packing: Packing, packed: int, pieces: list[ShardPiece]) -> None:
@@ -241,7 +241,7 @@ class ReducedGrads:
         local = array.array("d", sums)
         for index, param in enumerate(self._params):
             if self._edited[index] and self._content[index]:
-                again = native().sumsq([piece.grad for piece in param.pieces])
+                again = core.sumsq([piece.grad for piece in param.pieces])
                 local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
         return local.tobytes()
 
@@ -293,7 +293,7 @@ class ReducedGrads:
         if ord == 2.0:  # from the sums, not from rounded roots
             seen = self.sums_of_squares() * self.pending_factors().square()
             chosen = torch.where(self._chosen(indices), seen, 0.0)
-            return math.sqrt(total) * self.average if (total := native().fold(chosen.tolist())) >= 0 else math.nan
+            return math.sqrt(total) * self.average if (total := core.fold(chosen.tolist())) >= 0 else math.nan
         norms = self.norms(indices, ord)
         if math.isinf(ord):
             return float(norms.amax() if ord > 0 else norms.amin())

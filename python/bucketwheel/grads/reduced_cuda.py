@@ -17,7 +17,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import Uploads, torch_device
 from bucketwheel.grads.graph_capture import capture_id, is_capturing
 from bucketwheel.grads.reduced import ReducedGrads
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["ReducedGradsCuda"]
 
@@ -180,7 +180,7 @@ class ReducedGradsCuda(ReducedGrads):
         self._edited[:] = bytes(len(self._edited))
         if edited:
             again = self._new(len(edited))
-            native().sumsq_cuda(self._device, [piece.grad for piece in edited], again)
+            core.sumsq_cuda(self._device, [piece.grad for piece in edited], again)
             rows = self._uploads.numbers("edited", [piece.row for piece in edited])
             self.row_sums.index_copy_(0, rows, again)
 
@@ -191,7 +191,7 @@ class ReducedGradsCuda(ReducedGrads):
             has_content = (i for i, has in enumerate(self._content) if has)
             held = self._uploads.mask("held", len(self._params), has_content)
             own = self._new(len(self._params))
-            native().param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
+            core.param_sums_cuda(self._device, self.row_sums, *self._row_tables(), held, own)
             self._sums = self._added(self._gather(own))
         return self._sums
 
@@ -200,7 +200,7 @@ class ReducedGradsCuda(ReducedGrads):
         if len(by_rank) == 1:
             return by_rank[0]
         sums = self._new(by_rank.shape[1])
-        native().rank_sums_cuda(self._device, by_rank, sums)
+        core.rank_sums_cuda(self._device, by_rank, sums)
         return sums
 
     def _gather(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
@@ -214,7 +214,7 @@ class ReducedGradsCuda(ReducedGrads):
         """The norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
         self._absorb()
         norm = self._new(1, dtype=self.norm_dtype)
-        native().clip_cuda(
+        core.clip_cuda(
             self._device,
             self.sums_of_squares(),
             self._on_device,

@@ -35,7 +35,7 @@ from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import add_hook
 from bucketwheel.layout.flat_params import ParamInfo, expect_gradient_of, in_memory_order
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 if TYPE_CHECKING:
     from bucketwheel.grads.placeholder_owner import GradOwner
@@ -84,11 +84,11 @@ class GradWindow:
         for bucket in self.buckets:
             for index in bucket.parts:
                 buckets_of[index].append(bucket.index)
-        self._schedule = native().Schedule(buckets_of, len(self.buckets), is_static)
+        self._schedule = core.Schedule(buckets_of, len(self.buckets), is_static)
         self._placeholders = [
             ShardedGrad(info.param, cast("GradOwner", self), info.index, info.name) for info in self.infos
         ]
-        self._arrivals = native().Arrivals(self._schedule, len(self.buckets), weakref.ref(self))
+        self._arrivals = core.Arrivals(self._schedule, len(self.buckets), weakref.ref(self))
         for param, placeholder, holding in zip(self._params, self._placeholders, buckets_of, strict=True):
             parts = [self.buckets[b].parts[placeholder.param_index] for b in holding]
             self._arrivals.add_param(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["AdamRows", "expect_uniform_flags", "native_flags", "native_group"]
 
@@ -25,9 +25,10 @@ def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{key} must be the same in all parameter groups, got {given}")
 
 
-def native_group(group: dict[str, Any], lr: float) -> Any:
+def native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
     """A parameter group with the learning rate ``lr``, as the kernel takes it."""
-    return native().AdamGroup(lr, *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+    beta1, beta2 = map(float, group["betas"])
+    return core.AdamGroup(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
 
 def native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[str, bool]:
@@ -64,7 +65,7 @@ class AdamRows:
         amsgrad: bool = False,
         table: Any = None,
     ) -> None:
-        self.table = native().AdamTable() if table is None else table
+        self.table: Any = core.AdamTable() if table is None else table
         self.steps = steps
         self._amsgrad = amsgrad
         self._param_of_row: list[int] = []
@@ -122,7 +123,7 @@ class AdamRows:
         """
         flags = native_flags(param_groups, self._amsgrad)
         groups = [native_group(group, float(group["lr"])) for group in param_groups]  # may raise: before steps count
-        native().use_torch_threads(torch.get_num_threads())
+        core.use_torch_threads(torch.get_num_threads())
         if self._index is None:
             self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
         is_used = torch.tensor(list(used), dtype=torch.uint8)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bucketwheel.device import CPU, index_of
 from bucketwheel.errors import CaptureError
 from bucketwheel.kernels.adam_rows import AdamRows, native_flags, native_group
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["AdamRowsCuda"]
 
@@ -25,7 +25,7 @@ class AdamRowsCuda(AdamRows):
     """The native `AdamCudaTable`. ``steps``: int64, one a parameter, on the device, counted up there."""
 
     def __init__(self, steps: Tensor, device: int, **rounding: Any) -> None:
-        super().__init__(steps, table=native().AdamCudaTable(device), **rounding)
+        super().__init__(steps, table=core.AdamCudaTable(device), **rounding)
         self._device = device
 
     def begin_step(  # type: ignore[override]  # factors are on the device
@@ -46,7 +46,7 @@ class AdamRowsCuda(AdamRows):
             native_group(group, 0.0 if lr is not None else float(group["lr"]))
             for group, lr in zip(param_groups, on_device, strict=True)
         ]
-        arguments = native().AdamCudaArguments(
+        arguments = core.AdamCudaArguments(
             self.steps,
             used=bytes(used),
             factors=factors,
@@ -67,7 +67,7 @@ class AdamRowsCuda(AdamRows):
             return None
         if index_of(lr) != CPU:
             return lr.detach().to(torch.float32).reshape(1)
-        if native().is_capturing(self._device):
+        if core.is_capturing(self._device):
             raise CaptureError(
                 "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give one on the parameters' "
                 "device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it is in the graph"

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from bucketwheel.comm.collectives import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.device import CPU
 from bucketwheel.kernels.ops_cuda import adam_step_cuda, device_of, sums_of_squares_cuda
+from bucketwheel.native import core
 from bucketwheel.native.modules import native
 
 __all__ = ["PreMulSum", "adam_step", "all_gather", "l2_norm", "reduce_scatter"]
@@ -221,12 +222,11 @@ def l2_norm(
         squared = each if per_tensor else total[0]
         norm = squared.sqrt()
         return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
-    native().use_torch_threads(torch.get_num_threads())
-    sums = [sumsq for sumsq, _ in native().sumsq(tensors)]
+    core.use_torch_threads(torch.get_num_threads())
+    sums = [sumsq for sumsq, _ in core.sumsq(tensors)]
     like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
     if per_tensor:
         norm = torch.tensor([math.sqrt(x) for x in sums], **like)
     else:
-        sums = native().fold(sums)
-        norm = torch.scalar_tensor(math.sqrt(sums), **like)
-    return (norm, ~torch.isfinite(torch.tensor(sums, **like))) if return_nonfinite else norm
+        norm = torch.scalar_tensor(math.sqrt(core.fold(sums)), **like)
+    return (norm, ~torch.isfinite(norm)) if return_nonfinite else norm

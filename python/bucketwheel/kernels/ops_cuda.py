@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.device import CPU, index_of, torch_device, upload
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["adam_step_cuda", "device_of", "sums_of_squares_cuda"]
 
@@ -24,7 +24,7 @@ def sums_of_squares_cuda(device: int, tensors: Sequence[Tensor]) -> tuple[Tensor
     """The sum of squares of each tensor (float64, [n]) and of all (float64, [1])."""
     options: Any = {"dtype": torch.float64, "device": torch_device(device)}
     sums, total = torch.empty(len(tensors), **options), torch.zeros(1, **options)
-    native().sumsq_cuda(device, tensors, sums, total)
+    core.sumsq_cuda(device, tensors, sums, total)
     return sums, total
 
 
@@ -64,8 +64,8 @@ def adam_step_cuda(
     else:
         average = grad_scale
     lr_on_device = isinstance(lr, Tensor) and index_of(lr) == device
-    group = native().AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
-    arguments = native().AdamCudaArguments(
+    group = core.AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
+    arguments = core.AdamCudaArguments(
         count.taken,
         factors=factors,
         noop=on_device,
@@ -73,7 +73,7 @@ def adam_step_cuda(
         average=average,
         **flags,
     )
-    native().adam_step_cuda(device, *lists, param_ids, group, arguments)
+    core.adam_step_cuda(device, *lists, param_ids, group, arguments)  # type: ignore[arg-type, call-arg]
     count.advance(on_device)
 
 

@@ -1,5 +1,4 @@
-"""What the native module binds (csrc/bindings), as `python tests/stub.py` has written it down. Built by `bucketwheel.native.modules`,
-which `native()` returns."""
+"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

@@ -17,7 +17,7 @@ from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.kernels.adam_rows_cuda import AdamRowsCuda
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.optim.local_engine import LocalEngine, widened
 
 __all__ = ["LocalEngineCuda"]
@@ -41,7 +41,7 @@ class LocalEngineCuda(LocalEngine):
         self._torch_device = device
         # The clip factor of each gradient, where `_clips` says that it was clipped; else 1, or left over.
         self._factors = torch.ones(0, dtype=torch.float64, device=device)
-        self._sums_table = native().SumsqCudaTable(self._device)
+        self._sums_table = core.SumsqCudaTable(self._device)
         self._uploads = Uploads(self._device)
         super().__init__(infos, precision=precision, is_static=is_static, on_external_update=on_external_update)
 
@@ -66,11 +66,11 @@ class LocalEngineCuda(LocalEngine):
 
     def _begin_capture(self) -> None:
         """A clip that is captured starts from gradients that nobody has clipped: each replay brings new ones."""
-        if native().is_capturing(self._device):
+        if core.is_capturing(self._device):
             self._clips.clear()
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        if not self._is_capturable and native().is_capturing(self._device):
+        if not self._is_capturable and core.is_capturing(self._device):
             raise CaptureError(
                 "step under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
             )
@@ -94,7 +94,7 @@ class LocalEngineCuda(LocalEngine):
         """[parameters], float64: the sums of squares of the gradients of ``held``, 0 for the others."""
         grads = [self._grad(self.infos[i]) for i in held]
         sums = torch.empty(len(held), dtype=torch.float64, device=self._torch_device)
-        native().sumsq_cuda(self._device, grads, sums, None, self._sums_table)
+        core.sumsq_cuda(self._device, grads, sums, None, self._sums_table)
         if len(held) == len(self.infos):
             return sums
         places = self._uploads.numbers("held", held)
@@ -105,9 +105,7 @@ class LocalEngineCuda(LocalEngine):
         has_clips = self._drop_stale_clips()
         norm = torch.empty(1, dtype=self.norm_dtype, device=self._torch_device)
         chosen = self._uploads.mask("chosen", len(self.infos), held)
-        native().clip_cuda(
-            self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm, resets=not has_clips
-        )
+        core.clip_cuda(self._device, self._sums(held), self._factors, chosen, 1.0, max_norm, norm, resets=not has_clips)
         return norm[0]
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:

@@ -22,7 +22,7 @@ from bucketwheel.grads.reduced import ShardPiece
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.packing import BucketPlan, plan_buckets
 from bucketwheel.layout.shards import Space
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["Cut", "StepBucket", "cut_buckets", "lease_slots"]
 
@@ -78,17 +78,17 @@ class _Accumulators:
         self._begin = 0  # of the next one's spans in row_sums
         self.row_sums: Tensor | None = None
         if device != CPU:
-            spans = sum(native().ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans)
+            spans = sum(core.ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans)
             self.row_sums = torch.zeros(spans, dtype=torch.float64, device=torch_device(device))
 
     def make(self, shard: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
         """The accumulator of one bucket's shard, and the place of each range's sum of squares: `ShardPiece.row`."""
         if self.row_sums is None:
-            return native().ShardAccumulator(shard, ranges), list(range(len(ranges)))
+            return core.ShardAccumulator(shard, ranges), list(range(len(ranges)))
         begin = self._begin
-        count = native().ShardAccumulatorCuda.max_spans(len(ranges))
+        count = core.ShardAccumulatorCuda.max_spans(len(ranges))
         self._begin += count
-        accumulator = native().ShardAccumulatorCuda(shard, ranges, self.row_sums.narrow(0, begin, count))
+        accumulator = core.ShardAccumulatorCuda(shard, ranges, self.row_sums.narrow(0, begin, count))
         return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
 
 

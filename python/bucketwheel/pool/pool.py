@@ -17,7 +17,7 @@ import torch
 
 from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
 from bucketwheel.errors import CaptureError, PoolError
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 
 __all__ = ["Lease", "Pool", "PoolStats"]
 
@@ -148,7 +148,7 @@ class Pool:
         index = device_index(device)
         if upstream is None:
             upstream = "host" if index == CPU else "torch"
-        self._native = native().Pool(
+        self._native = core.Pool(
             upstream,
             align_bytes,
             min_slab_bytes,
@@ -213,10 +213,10 @@ def _event_of(after: Any) -> Any:
     if after is None:
         return None
     after = native_stream(after)
-    if isinstance(after, native().Stream):
+    if isinstance(after, core.Stream):
         return after.record()
     event = getattr(after, "event", after)
-    if isinstance(event, native().Event):
+    if isinstance(event, core.Event):
         return event
     # torch's event is one that others may record again, so it says nothing for good.
     hint = ": pass the stream in which it was recorded" if isinstance(after, torch.cuda.Event) else ""
@@ -228,7 +228,7 @@ def _event_of(after: Any) -> Any:
 
 def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
     """Zeroed bytes on a device, allocated by torch."""
-    if native().is_capturing(index):  # the memory and its zeros would belong to the graph
+    if core.is_capturing(index):  # the memory and its zeros would belong to the graph
         raise CaptureError(
             f"a slab of {nbytes} bytes while a CUDA graph is captured in the current stream; acquire it before the capture"
         )

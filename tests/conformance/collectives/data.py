@@ -8,7 +8,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.gathers.gathers import broadcast_flat
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.comm_cases import (
     MEMORIES,
@@ -155,12 +155,12 @@ def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
     numel = 4099
     shard = filled(comm, numel).to(kept)
     if comm.device >= 0:
-        sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
-        sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+        sink = core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, [(0, numel)], sums))
         sum_of_squares = lambda: float(sums.sum())  # noqa: E731
     else:
-        accumulator = native().ShardAccumulator(shard, [(0, numel)])
-        sink = native().ShardSink(accumulator)
+        accumulator = core.ShardAccumulator(shard, [(0, numel)])
+        sink = core.ShardSink(accumulator)
         sum_of_squares = lambda: accumulator.results()[0][0]  # noqa: E731
     total = torch.zeros(numel, dtype=F64)
     for turn in range(3):
@@ -183,10 +183,10 @@ def gathered_to_a_sink(comm: Communicator) -> None:
     for numel in (1, 4096, 12_301):
         shard = filled(comm, numel)
         if comm.device >= 0:
-            sums = torch.zeros(native().ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
-            sink = native().ShardSinkCuda(native().ShardAccumulatorCuda(shard, [(0, numel)], sums))
+            sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
+            sink = core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, [(0, numel)], sums))
         else:
-            sink = native().ShardSink(native().ShardAccumulator(shard, [(0, numel)]))
+            sink = core.ShardSink(core.ShardAccumulator(shard, [(0, numel)]))
         part = -(-numel // comm.size)
         for dtype in (F32, BF16):
             for in_pool in (True, False):

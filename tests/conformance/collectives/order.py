@@ -14,7 +14,7 @@ from bucketwheel.comm.handle import wait_all
 from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import ClosedError, CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
 from tests.gpu.device import Device, SimulatedDevice
 from tests.support.comm_cases import (
@@ -33,7 +33,7 @@ HOLD_S = 0.01
 
 def device_of(comm: Communicator) -> Device:
     """CPU ranks have no streams of torch's either."""
-    return Device() if comm.device >= 0 and not native().is_posing() else SimulatedDevice()
+    return Device() if comm.device >= 0 and not core.is_posing() else SimulatedDevice()
 
 
 def by_rank(comm: Communicator, numel: int, first: float = 0.0) -> torch.Tensor:
@@ -103,15 +103,15 @@ def streams(comm: Communicator) -> None:
     ``after`` orders it behind another's. And a stream of torch."""
     if comm.backend == "local" and comm.device >= 0:
         with pytest.raises(ValueError, match="one stream for all ranks"):
-            one = native().Stream("one", comm.device)
+            one = core.Stream("one", comm.device)
             all_gather(filled(comm, comm.size), filled(comm, 1), comm, stream=one)
         return
     numel = 1000
-    sides = [native().Stream(name, comm.device) for name in ("one", "two")]
+    sides = [core.Stream(name, comm.device) for name in ("one", "two")]
     start = filled(comm, comm.size * numel, comm.rank + 1.0)
     outs = [torch.zeros_like(start) for _ in range(24)]
     if comm.device >= 0:
-        written = native().current_stream(comm.device).record()
+        written = core.current_stream(comm.device).record()
         for side in sides:
             side.wait(written)
     before, kept = start, []

@@ -22,7 +22,7 @@ from bucketwheel.comm import c10d, shm
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.stock.test_train_shm import Job, train_ddp, train_sharded
@@ -220,7 +220,7 @@ def interrupted(rank: int, size: int) -> str:
         wait(wire, work)
 
     with mock.patch.object(c10d._GlooWire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
-        stream = native().Stream("the caller's")
+        stream = core.Stream("the caller's")
         for given in (None, stream):
             full = torch.empty(size)
             handle = all_gather(full, torch.full((1,), float(rank)), comm, stream=given)

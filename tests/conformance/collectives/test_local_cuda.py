@@ -14,7 +14,7 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, ClosedError, CommError, CommTimeout, DeviceError, MismatchError, PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 from bucketwheel.testing import run_threads
 from tests.support.simulated_cuda import Calls, Graph, posing
@@ -70,14 +70,14 @@ def test_an_operation_runs_behind_the_work_that_each_rank_has_enqueued() -> None
     """Inputs that a slow stream still writes: the wait is an edge between streams, the host goes on."""
 
     def body(comm: Communicator) -> None:
-        stream = native().Stream("producer", 0)
+        stream = core.Stream("producer", 0)
         for turn in range(5):
             pool = comm.pool
             lease = pool.acquire("in", 64, stream)
             full = lease.tensor(torch.uint8, 64)
             stream.pause(0.01 * (comm.rank + 1))
             stream.fill(full, turn + 1)
-            current = native().current_stream(0)
+            current = core.current_stream(0)
             current.wait(stream.record())
             out = torch.zeros(comm.size * 64, dtype=torch.uint8)
             handle = all_gather(out, full, comm)
@@ -229,7 +229,7 @@ def test_a_launch_that_fails_fails_on_every_rank(call: str) -> None:
     def body(comm: Communicator) -> None:
         comm.exchange(b"")
         if comm.rank == 0:
-            native().plan_cuda_fault(call, error=719)
+            core.plan_cuda_fault(call, error=719)
         comm.exchange(b"")
         if call == "memcpy_async":
             handle = all_gather(torch.zeros(8), torch.zeros(4), comm)
@@ -275,11 +275,11 @@ def test_a_cpu_sink_is_refused() -> None:
     """The accumulator of host memory cannot take sums that are on the device, and says so on every rank."""
 
     def body(comm: Communicator) -> None:
-        native().set_posing(False)
-        accumulator = native().ShardAccumulator(torch.zeros(4), [(0, 4)])
-        native().set_posing(True)
+        core.set_posing(False)
+        accumulator = core.ShardAccumulator(torch.zeros(4), [(0, 4)])
+        core.set_posing(True)
         comm.exchange(b"")
-        handle = comm.reduce_scatter_into(torch.zeros(4), native().ShardSink(accumulator))
+        handle = comm.reduce_scatter_into(torch.zeros(4), core.ShardSink(accumulator))
         with pytest.raises(CommError, match="the sink takes sums in host memory"):
             handle.synchronize(10.0)
 
@@ -290,8 +290,8 @@ def test_a_sink_has_its_memory_before_its_first_operation() -> None:
     """Operations are enqueued under a lock, and emptying caches for memory may wait for operations that need it."""
 
     def sink_of(shard: torch.Tensor) -> Any:
-        accumulator = native().ShardAccumulatorCuda(shard, [(0, 4)], torch.zeros(3, dtype=torch.float64))
-        return native().ShardSinkCuda(accumulator)
+        accumulator = core.ShardAccumulatorCuda(shard, [(0, 4)], torch.zeros(3, dtype=torch.float64))
+        return core.ShardSinkCuda(accumulator)
 
     def body(comm: Communicator) -> None:
         shard = torch.zeros(4)
@@ -308,7 +308,7 @@ def test_a_sink_has_its_memory_before_its_first_operation() -> None:
         assert shard.tolist() == [2.0] * 4
         if comm.rank == 0:
             for nth in (1, 2):  # again after the caches were emptied
-                native().plan_cuda_fault("malloc_device", countdown=nth, error=2)
+                core.plan_cuda_fault("malloc_device", countdown=nth, error=2)
             with pytest.raises(DeviceError, match="out of memory .*; pools gave back"):
                 sink_of(shard)
 

@@ -17,7 +17,7 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchError
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.testing import RankPool
 from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
 from tests.support import simulated_nccl
@@ -241,7 +241,7 @@ def device_fails(rank: int, world: int) -> None:
         handle = gather(comm)
         torch.distributed.barrier()  # a failure before the other's call would be told there
         if rank == 0:
-            native().plan_cuda_fault("event_query", 1, 700)
+            core.plan_cuda_fault("event_query", 1, 700)
             comm.close(10)
             with pytest.raises(CommError, match="event_query"):
                 handle.synchronize(1)

@@ -24,6 +24,7 @@ import torch, torch.distributed as dist
 from bucketwheel.comm import peers
 from bucketwheel.comm import shm
 from bucketwheel.native.modules import native
+from bucketwheel.native import core
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather
 from tests.support import simulated_nccl
@@ -43,7 +44,7 @@ class SlowToGo:
 def run(rank, port, apart):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     simulated_nccl.install()
-    native().set_posing(True)
+    core.set_posing(True)
     dist.init_process_group("gloo")
     with contextlib.ExitStack() as stack:
         if apart:

@@ -191,7 +191,7 @@ def borrows_nothing(rank: int, size: int) -> tuple[str, str, float]:
         mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: Backend()),
         mock.patch.object(nccl_library, "info", lambda: ours),
         mock.patch.object(nccl_library, "version_of_torch", lambda: None),
-        mock.patch.object(comm_nccl, "native", lambda: comm_nccl_of(rank)),
+        mock.patch.object(comm_nccl, "core", comm_nccl_of(rank)),
         pytest.raises((ValueError, AnyError)) as caught,
     ):
         Communicator.borrow(dist.group.WORLD, timeout_s=20)
