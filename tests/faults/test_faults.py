@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bucketwheel.testing import RankPool
-from tests.faults.plans.plans import ACTIONS, Plan, Story, expect, live
+from tests.faults.plans import ACTIONS, Plan, Story, expect, live
 from tests.support.held import expect_gone, traces_in_the_system
 from tests.support.requirements import slow_case
 

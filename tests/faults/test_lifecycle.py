@@ -17,13 +17,13 @@ from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist
 SCRIPT = Path(lifecycle.__file__)
-ROOT = SCRIPT.parents[1]
+ROOT = SCRIPT.parents[2]
 SOME_EXITS = {"shm": ["in_flight", "raises"], "c10d": ["group_goes_before_all_is_dropped"]}
 
 
 def run(*words: str, launcher: tuple[str, ...] = (), timeout_s: float = 100) -> list[Any]:
     """The answers of the script, which has to end with 0."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     # Else torch's process groups find the addresses of the processes that were ended, with or without us.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [sys.executable, *launcher, str(SCRIPT), *words]

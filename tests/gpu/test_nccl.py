@@ -20,7 +20,7 @@ from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import CaptureError, CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, GRAPHS, Case
+from tests.conformance.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.gpu.device import DEVICE, Calls, Tell
 from tests.gpu.nccl_ranks import HOLD_S, TIMEOUT_S, overlap_ms, timed, times_ms
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained

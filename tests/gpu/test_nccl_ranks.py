@@ -23,7 +23,7 @@ from bucketwheel.comm.handle import Handle
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool, assert_bitwise_equal
-from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, GRAPHS, Case
+from tests.conformance.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, on_cpu_ranks
 from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, on_the_last, route, timed, times_ms, unfit

@@ -10,7 +10,7 @@ import torch
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import batch, in_world, model_of
+from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of
 from tests.support.simulated_cuda import HostReads, posing
 
 

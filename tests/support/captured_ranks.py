@@ -19,7 +19,7 @@ from torch import Tensor
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
+from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support.grid_ranks import torch_groups
 from tests.support.simulated_cuda import Graph, load
 

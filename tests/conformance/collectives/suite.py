@@ -1,8 +1,8 @@
 """The conformance suite of collectives: what must hold on every backend, in memory of every kind, with any number of ranks.
 
-Each case is a function of the communicator, which may have run operations before. dist/test_conformance.py runs all of
+Each case is a function of the communicator, which may have run operations before. test_conformance.py runs all of
 them over every backend that needs no GPU, with one to four ranks and a communicator for each; on a GPU
-gpu/test_nccl.py (one rank) and gpu/test_nccl_ranks.py (two) run the same over NCCL.
+tests/gpu/test_nccl.py (one rank) and tests/gpu/test_nccl_ranks.py (two) run the same over NCCL.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bucketwheel.comm.communicator import Communicator
-from tests.conformance.collectives.suite.collectives import data as conformance_data
-from tests.conformance.collectives.suite.collectives import order as conformance_order
-from tests.conformance.collectives.suite.collectives import requests as conformance_requests
+from tests.conformance.collectives import data as conformance_data
+from tests.conformance.collectives import order as conformance_order
+from tests.conformance.collectives import requests as conformance_requests
 
 Case = Callable[[Communicator], None]
 

@@ -14,7 +14,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommTimeout
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import RankPool
-from tests.conformance.collectives.suite.collectives import data as conformance_data
+from tests.conformance.collectives import data as conformance_data
 from tests.support.comm_cases import (
     MEMORIES,
     check_all_gather,

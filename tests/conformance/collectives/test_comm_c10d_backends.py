@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bucketwheel.comm import background, c10d
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import RankPool
-from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, Case
+from tests.conformance.collectives.suite import CASES, ENDS, Case
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
 from tests.support.requirements import slow_case

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conformance.collectives.suite.collectives.suite import CASES, ENDS, GRAPHS, Case
+from tests.conformance.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.support.comm_cases import on_nccl
 
 pytestmark = pytest.mark.dist

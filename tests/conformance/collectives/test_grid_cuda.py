@@ -16,7 +16,7 @@ from bucketwheel.errors import Error
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.pool.pool import Lease
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import trained
+from tests.conformance.optimizer.test_optim_cuda import trained
 from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import TINY, Run, make_params
 from tests.support.simulated_cuda import posing

@@ -14,9 +14,9 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.collectives.test_grid_cuda import CUDA_CASES, trained_on_grid
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import model_of, trained
-from tests.conformance.collectives.suite.optimizer.test_optim_nccl import expect_free_running_steps, simulated
+from tests.conformance.collectives.test_grid_cuda import CUDA_CASES, trained_on_grid
+from tests.conformance.optimizer.test_optim_cuda import model_of, trained
+from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps, simulated
 from tests.support.grid_ranks import in_grid, on_flat, torch_groups, windows
 from tests.support.optim_twins import TINY, Run, make_params
 

@@ -19,7 +19,7 @@ from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchErr
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.native import core
 from bucketwheel.testing import RankPool
-from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
+from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support import simulated_nccl
 from tests.support.nccl_failure_cases import hosts_apart
 from tests.support.simulated_cuda import Graph, posing

@@ -13,7 +13,7 @@ import pytest
 from tests.support import simulated_nccl
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXIT_S = 1.5  # a rank that waits for another in vain sleeps for 2 seconds each time
 
 # Forks the ranks, which then end as any process does: that takes no time for imports.

@@ -17,7 +17,7 @@ import torch
 from bucketwheel.comm import nccl_library
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
-from tests.conformance.collectives.suite.collectives.test_simulated_nccl import new_comm
+from tests.conformance.collectives.test_simulated_nccl import new_comm
 from tests.support import simulated_nccl
 from tests.support.comm_cases import check_usable, on_nccl
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
@@ -26,7 +26,7 @@ from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 # ------------------------------------------------------------------------------------------------------- ends of a life

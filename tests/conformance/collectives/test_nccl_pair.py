@@ -13,7 +13,7 @@ import torch
 from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from tests.conformance.collectives.suite.optimizer.test_optim_nccl import simulated
+from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support.forked_code import run_code
 
 pytestmark = pytest.mark.dist

@@ -22,7 +22,7 @@ import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import in_world
+from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
 from tests.support.failure_cases import error_of
 from tests.support.nccl_failure_cases import GONE_S

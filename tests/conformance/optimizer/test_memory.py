@@ -24,7 +24,7 @@ from bucketwheel.optim import memory
 from bucketwheel.optim.report import ShardedParts
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import run_threads
-from tests.conformance.collectives.suite.optimizer.test_bucket_slots import pair
+from tests.conformance.optimizer.test_bucket_slots import pair
 from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import SHAPES, make_params, run_local
 from tests.support.requirements import slow_case

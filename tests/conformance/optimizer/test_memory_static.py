@@ -12,7 +12,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim import memory
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from tests.conformance.collectives.suite.optimizer.test_memory import PARAMS, params_of, parts_of, slow_reductions
+from tests.conformance.optimizer.test_memory import PARAMS, params_of, parts_of, slow_reductions
 from tests.support.optim_twins import run_local
 
 pytestmark = pytest.mark.dist

@@ -17,7 +17,7 @@ import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import batch, in_world, model_of, trained
+from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of, trained
 from tests.support import simulated_nccl
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import Calls, posing

@@ -18,7 +18,7 @@ from torch import Tensor
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import in_world
+from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support.optim_twins import TINY, dyadic, make_params
 from tests.support.simulated_streams import SideStream, current, on, streams_are_simulated, torchs_streams
 

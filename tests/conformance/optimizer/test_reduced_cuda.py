@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bucketwheel as bw
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from tests.conformance.collectives.suite.optimizer.test_optim_cuda import batch, in_world, model_of
+from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of
 from tests.support.simulated_cuda import posing
 
 
