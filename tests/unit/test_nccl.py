@@ -18,7 +18,7 @@ from tests.support.requirements import need_nccl, slow_case
 LIBRARY = "lib/libnccl.so.2"
 PRINT = "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
 EMPTY = "int nothing;\n"
-NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl_api.h"
+NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl" / "api.h"
 
 
 def run(code: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
