@@ -3,7 +3,7 @@
 
     python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|nccl|all [--quick] [--json PATH]
 
-`make gpu` runs it; docs/testing.md holds the predictions. --quick: tiny sizes, to see that it works (with
+`make gpu` runs it; docs/performance.md holds the predictions. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
 """
 
