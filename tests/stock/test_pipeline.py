@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import TINY, Run, make_params, run_local
+from tests.support.replica_ranks import with_replicas
 
 MICRO, ROWS, WIDTH, DATA_RANKS = 4, 2, 6, 2
 Event = tuple[str, int]  # "B begins" or "B ends" and the micro-batch, or "launch" and the bucket
@@ -117,7 +117,7 @@ def pipeline(schedule: str, steps: int, activation: Callable[[], nn.Module], sta
         opt.close()
         return out, every
 
-    return in_grid(DATA_RANKS, 2, body)
+    return with_replicas(DATA_RANKS, 2, body)
 
 
 def in_one_process(steps: int, activation: Callable[[], nn.Module], is_whole: bool) -> list[list[Tensor]]:

@@ -20,7 +20,7 @@ import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_nccl import simulated
-from tests.support.grid_ranks import torch_groups
+from tests.support.replica_ranks import torch_groups
 from tests.support.simulated_cuda import Graph, load
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -125,7 +125,7 @@ class Trainer:
 @dataclass(frozen=True)
 class Setup:
     registered: bool = False
-    shards: int = 0  # of a grid, 0: no grid
+    shards: int = 0  # of HSDP, 0: no replicas
     timeout_s: float = 20.0
 
 

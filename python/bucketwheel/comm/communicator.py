@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -349,6 +349,31 @@ class Communicator:
         """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
         comm = self.gathers
         return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
+
+    # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
+
+    @property
+    def comms(self) -> list[Communicator]:
+        return [self]
+
+    @property
+    def replicate(self) -> Communicator | None:
+        return None
+
+    @property
+    def partial_bytes(self) -> int:
+        return 0
+
+    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+        """Sums are whole after one operation: there is nothing to prepare."""
+
+    def begin_capture(self) -> None:
+        """Operations wait for none of another CUDA graph."""
+
+    def release(self) -> None:
+        """The communicator stays open: the optimizer has no memory of its own in it."""
+
+    # --- its end -----------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others

@@ -1,19 +1,19 @@
-"""Grid: ranks that shard over one group and replicate over another (HSDP), and what they all do together.
+"""HSDP: gradients and states are sharded over one group of ranks and replicated over another.
 
 A rank's *shard group* are the ranks among which its gradients and states are sharded; its *replicas* are the ranks of
-other shard groups that own the same shard. A bucket is reduced in three operations, [Note: over a grid]:
+other shard groups that own the same shard. A bucket is reduced in three operations, [Note: reducing with replicas]:
 
 1. reduce-scatter over the shard group: the *partial sum* of this rank's shard, in fp32 (fp64 of fp64), into a buffer
-   for such;
-2. reduce-scatter over the replicas, in place: each of the R sums an R-th of it;
-3. all-gather over the replicas, in place, whose sink is the gradient shard: it takes the whole sum and its norm.
+   of its own;
+2. reduce-scatter over the R replicas, in place: each sums an R-th of the shard;
+3. all-gather over the replicas, in place. Its sink is the gradient shard, which takes the whole sum and its norm.
 
-So every element is summed by one rank, in rank order, and the replicas receive its bits: they cannot drift apart,
-whatever order NCCL adds in. An all-gather of partial sums, added up on every rank, would save an operation, but has
-each rank receive R - 1 of them instead of 2 (R - 1) / R: as much for two replicas, and more for every other number.
-Partial sums travel in fp32 though buckets may have 16 bits: only gradients are rounded, never sums.
+Every element is summed by one rank, in rank order, and the replicas receive its bits, so replicas stay bitwise equal
+whatever order NCCL adds in. Adding up gathered partial sums on every rank would save an operation, but each rank would
+receive R - 1 of them instead of 2 (R - 1) / R: as much for two replicas, more for every other number.
+Partial sums travel in fp32 although buckets may have 16 bits: gradients are rounded, sums are not.
 
-What is agreed between hosts is exchanged within the shard group and then among the replicas.
+What hosts agree on is exchanged within the shard group and then among the replicas.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import json
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,16 +40,60 @@ from bucketwheel.errors import Error
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 
-__all__ = ["GRID_MARK", "Grid", "GridReduction", "grid_of"]
+__all__ = ["REPLICAS_MARK", "Reducer", "ReplicaReduction", "Replicas", "reducer_of"]
 
 
-class Grid:
-    """All ranks of a grid, one shard group after the other; ``rank`` is ``replicate.rank * shard.size + shard.rank``.
+class Reducer(Protocol):
+    """All ranks over which gradients are summed: a `Communicator`, or with `Replicas` the ranks of two of them."""
 
-    It stands where a `Communicator` of all of them would, in the methods that it has. Made by all of them together:
-    ValueError on every rank unless each shard group meets each group of replicas in one rank, which has the same number
-    in its shard group as its replicas have in theirs, and the other way round. What fails one of its communicators
-    fails both, until `close`.
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def sees_peers(self) -> bool: ...
+    @property
+    def max_payload_bytes(self) -> int: ...
+    @property
+    def pool(self) -> Pool:
+        """Where the buckets of `reduce_scatter_into` lie."""
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """The communicator that gradients are sharded over, then that of the replicas if there are any."""
+
+    @property
+    def replicate(self) -> Communicator | None: ...
+    @property
+    def partial_bytes(self) -> int:
+        """Memory for partial sums."""
+
+    def exchange(self, payload: bytes) -> list[bytes]: ...
+    def broadcast_into(self, tensor: Tensor, root: int) -> Handle: ...
+    def reduce_scatter_into(self, full: Tensor, sink: Any) -> Handle: ...
+    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+        """Make memory for the partial sums of ``count`` buckets at once. ``buckets``: the elements of a shard and the
+        dtype of each bucket that there is."""
+
+    def begin_capture(self) -> None:
+        """The next bucket belongs to another CUDA graph, or to none: it waits for no operation of those before."""
+
+    def release(self) -> None:
+        """Give the memory of partial sums back. From now on the communicators fail apart again."""
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Replicas:
+    """The `Reducer` of HSDP: ``rank`` is ``replicate.rank * shard.size + shard.rank``.
+
+    Made by all its ranks together. ValueError on every rank unless each shard group meets each group of replicas in
+    exactly one rank, which has the same number in its shard group as its replicas have in theirs, and the other way
+    round. Until `release`, a failure of one of the two communicators fails the other.
     """
 
     def __init__(self, shard: Communicator, replicate: Communicator) -> None:
@@ -61,55 +105,71 @@ class Grid:
                 )
         self.shard = shard
         self.replicate = replicate
+        self.comms = [shard, replicate]
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
+        # Buffers, the one that has been in use for longest first. Made by prepare_sums, and where all are busy.
         self._partials: list[_Partial] = []
-        self._waiting: collections.deque[GridReduction] = collections.deque()  # not yet issued to the end, in order
-        self._last: Handle | None = None
+        # Reductions whose second or third operation is not issued, in the order of the buckets.
+        self._waiting: collections.deque[ReplicaReduction] = collections.deque()
+        self._last: Handle | None = None  # the last operation issued, for _takes_turns; None in a new graph
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
-        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
-        self._tie: Any = None
+        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in self.comms)
+        self._tie: Any = None  # core.Tie from the end of the checks until release
         with self._failing_as_one():
-            self._takes_turns = not self._expect_grid()
+            # NCCL may start the kernels of the two in another order than that of the calls on some rank.
+            self._takes_turns = not self._expect_equal_groups()
         self._tie = core.Tie(shard._native, replicate._native)  # [Note: failing together], csrc/comm/peers/tie.h
 
-    def _expect_grid(self) -> bool:
-        """Whether all ranks have NCCL start kernels in the order of the calls ([Note: two communicators], comm_nccl.h)."""
+    # --- that the two groups fit -------------------------------------------------------------------------------------
+
+    def _expect_equal_groups(self) -> bool:
+        """Three rounds: what ranks say of themselves, within and then between shard groups; what they find wrong; and
+        the ValueError. Whether NCCL starts kernels in the order of the calls on all ranks."""
+        table, problem = self._gather_table()
+        everyone = self._exchange_verdicts(table, problem)
+        self._raise_if_any(everyone)
+        return all(has_order for group in table for *_, has_order in group)
+
+    def _gather_table(self) -> tuple[_Table, str]:
+        """What the ranks of all shard groups say, by shard group, and what this rank finds wrong with it."""
         shard, replicate = self.shard, self.replicate
         has_order = nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
         mine = [secrets.token_hex(8), shard.rank, replicate.rank, has_order]
-        said = shard.exchange(GRID_MARK + json.dumps(mine).encode())
-        group = [json.loads(one[len(GRID_MARK) :]) for one in said if one.startswith(GRID_MARK)]
+        said = shard.exchange(REPLICAS_MARK + json.dumps(mine).encode())
+        group = [json.loads(one[len(REPLICAS_MARK) :]) for one in said if one.startswith(REPLICAS_MARK)]
         replicas = [json.loads(one) for one in self._among_replicas(json.dumps([shard.rank, group]).encode())]
-        table = [of_peer for _, of_peer in replicas]  # by shard groups
-        problem = self._problem([place for place, _ in replicas], table)
-        # Who finds all in order, and those of its groups with the same table, is in a grid of that table, and everybody
-        # in it hears what anybody has found.
-        digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
-        verdict = json.dumps([problem, digest]).encode()
+        table = [of_peer for _, of_peer in replicas]
+        return table, self._problem([place for place, _ in replicas], table)
+
+    def _exchange_verdicts(self, table: _Table, problem: str) -> list[tuple[str, str]]:
+        """Of every rank what it found wrong, and a digest of its table: equal tables are of one set of ranks."""
+        mine = (problem, hashlib.sha256(json.dumps(table).encode()).hexdigest())
+        payload = json.dumps(mine).encode()
         try:
-            verdicts = (
-                [verdict] if len(group) < shard.size else shard.exchange(verdict)
-            )  # those without a grid are gone
-            everyone = [json.loads(one) for one in self._spread(verdicts)]
-        except Error:  # and others went with them
+            is_whole = len(table[self.replicate.rank]) == self.shard.size
+            # Where ranks of the shard group pass no replicate_group, they do not take part in this round.
+            verdicts = self.shard.exchange(payload) if is_whole else [payload]
+            return [json.loads(one) for one in self._spread(verdicts)]
+        except Error:  # others have raised, and have closed their communicators
             if not problem:
                 raise
-            everyone = [(problem, digest)]
+            return [mine]
+
+    def _raise_if_any(self, everyone: Sequence[tuple[str, str]]) -> None:
         problems = [found for found, _ in everyone if found]
-        if not problems and len({theirs for _, theirs in everyone}) > 1:
+        if not problems and len({digest for _, digest in everyone}) > 1:
             problems.append("ranks of one process_group have replicas in different ones")
         if problems:
             raise ValueError(
-                f"process_group and replicate_group are not a grid: {problems[0]}. With S ranks to shard over and R replicas, "
+                f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R replicas, "
                 "rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of the replicate_group "
                 "[s, S + s, ..., (R - 1) * S + s]"
             )
-        return all(has_order for group in table for *_, has_order in group)
 
-    def _problem(self, places: list[int], table: list[list[list[Any]]]) -> str:
+    def _problem(self, places: list[int], table: _Table) -> str:
         """What this rank sees to be wrong with its replicas' shard groups, in which these have ``places``; empty if
         nothing is."""
         s, r = self.shard.rank, self.replicate.rank
@@ -129,10 +189,10 @@ class Grid:
                     )
         tokens = {token for group in table for token, *_ in group}
         if len(tokens) != self.size:
-            return f"{self.size} places of the grid are taken by {len(tokens)} ranks"
+            return f"{self.size} places are taken by {len(tokens)} ranks"
         return ""
 
-    # --- what a communicator has -------------------------------------------------------------------------------------
+    # --- as one communicator would -----------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -153,7 +213,7 @@ class Grid:
         return self.shard.max_payload_bytes
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """`Communicator.exchange`, of all ranks of the grid."""
+        """`Communicator.exchange`, of all ranks of both groups."""
         with self._failing_as_one():
             return self._spread(self.shard.exchange(payload))
 
@@ -172,20 +232,20 @@ class Grid:
                 own += other
         return [bytes(own) for own in everyone]
 
-    def broadcast_into(self, tensor: Tensor, root: int) -> GridBroadcast:
+    def broadcast_into(self, tensor: Tensor, root: int) -> Handle:
         """Makes ``tensor`` on every rank what it is on rank 0, the only root there is."""
         assert root == 0
-        first = self.shard.broadcast_into(tensor, 0)  # in every shard group; then the first one's is everybody's
-        return GridBroadcast([first, self.replicate.broadcast_into(tensor, 0, after=[first])])
+        self.shard.broadcast_into(tensor, 0).wait()  # in every shard group; then the first group's is everybody's
+        return self.replicate.broadcast_into(tensor, 0)
 
     def abort(self, reason: str) -> None:
-        """Fails both communicators, and so, rank by rank, all of the grid's."""
+        """Fails both communicators, and so, rank by rank, those of all ranks."""
         self.shard.abort(reason)
         self.replicate.abort(reason)
 
     @contextlib.contextmanager
     def _failing_as_one(self) -> Iterator[None]:
-        """Where one communicator fails the other one's ranks hear of it at once, and not when the watchdog looks."""
+        """Tells the ranks of the other communicator at once of a failure, before the watchdog looks."""
         try:
             yield
         except ValueError:
@@ -193,13 +253,13 @@ class Grid:
         except BaseException as error:
             if (tie := self._tie) is not None:
                 tie.look()  # what a peer has failed is a PeerError in both, and not an abort of this rank's
-            self.abort(f"{type(error).__name__} in the other direction of the grid: {error}")
+            self.abort(f"{type(error).__name__} in the other group of replicate_group: {error}")
             raise
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
-        """Memory for ``count`` buckets on their way at once; of each that there is the elements of a shard, and its dtype."""
+    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+        self._free_sums()
         self._kinds = sorted({(_sum_dtype(dtype), numel) for numel, dtype in buckets}, key=str)
         self._partials = [self._new_partial() for _ in range(count)] if self._kinds else []
 
@@ -225,8 +285,8 @@ class Grid:
         self._partials.append(partial)
         return partial
 
-    def reduce_scatter_into(self, full: Tensor, sink: Any) -> GridReduction:
-        """Sums ``full`` over all ranks of the grid and feeds this rank's part to ``sink``; [Note: over a grid]."""
+    def reduce_scatter_into(self, full: Tensor, sink: Any) -> ReplicaReduction:
+        """Sums ``full`` over all ranks and feeds this rank's part to ``sink``; [Note: reducing with replicas]."""
         numel = full.numel() // self.shard.size
         partial = self._free_partial()
         partial.is_busy = True
@@ -235,12 +295,12 @@ class Grid:
         with self._failing_as_one():
             kind = (_sum_dtype(full.dtype), numel)
             first = self.shard.reduce_scatter_into(full, partial.sinks[kind], after=after)
-            reduction = GridReduction(self, first, partial, sink, kind)
+            reduction = ReplicaReduction(self, first, partial, sink, kind)
             self._waiting.append(reduction)
             self._advance()
         return reduction
 
-    def _advance(self, until: GridReduction | None = None) -> None:
+    def _advance(self, until: ReplicaReduction | None = None) -> None:
         """Issues what can be, and, by waiting where it must, all of ``until``; in the order of the buckets."""
         while self._waiting:
             reduction = self._waiting[0]
@@ -254,18 +314,17 @@ class Grid:
                 self._waiting.popleft()
 
     @property
-    def partial_sum_bytes(self) -> int:
-        """Of the memory for partial sums."""
+    def partial_bytes(self) -> int:
         return sum(partial.lease.nbytes for partial in self._partials)
 
-    def forget_uses(self) -> None:
-        """The next bucket is of another CUDA graph, or of none, and is not to wait for those before: [Note: captured windows]."""
+    def begin_capture(self) -> None:
+        """[Note: captured windows]"""
         self._last = None
         for partial in self._partials:
             partial.used_by = None
 
-    def release(self) -> None:
-        """Gives the memory of partial sums back. What is not issued to the end never will be."""
+    def _free_sums(self) -> None:
+        """What is not issued to the end never will be."""
         for reduction in self._waiting:
             reduction._partial.used_by = reduction.steps[-1]
         self._waiting.clear()
@@ -273,12 +332,13 @@ class Grid:
             partial.lease.release(after=partial.used_by)
         self._partials.clear()
 
-    def close(self) -> None:
-        """`release`; what fails one communicator from now on does not fail the other. Local."""
-        self.release()
+    def release(self) -> None:
+        """Local."""
+        self._free_sums()
         self._tie = None
 
 
+_Table = list[list[list[Any]]]  # by shard group, by rank of it: a token, the rank in both groups, whether it has order
 _Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has
 
 
@@ -293,21 +353,23 @@ class _Partial:
     is_busy: bool = False  # its reduction is not issued to the end
 
 
-def grid_of(shard: Communicator, replicate: Communicator) -> Communicator | Grid:
-    """All ranks of both; ``shard`` itself where no rank has replicas."""
-    grid = Grid(shard, replicate)
-    return shard if replicate.size == 1 else grid
+def reducer_of(shard: Communicator, replicate: Communicator | None) -> Reducer:
+    """All ranks of both; ``shard`` itself where no rank has replicas. Collective."""
+    if replicate is None:
+        return shard
+    replicas = Replicas(shard, replicate)  # checks the groups, of one replica too
+    return shard if replicate.size == 1 else replicas
 
 
-class GridReduction(Handle):
+class ReplicaReduction(Handle):
     """The handle of one bucket's three operations, and its way from one to the next."""
 
-    __slots__ = ("_grid", "_kind", "_partial", "_sink", "steps")
+    __slots__ = ("_replicas", "_kind", "_partial", "_sink", "steps")
 
-    def __init__(self, grid: Grid, first: Handle, partial: _Partial, sink: Any, kind: _Kind) -> None:
-        super().__init__(first._native, grid.shard)  # `event`: when the bucket's memory is nobody's any more
+    def __init__(self, replicas: Replicas, first: Handle, partial: _Partial, sink: Any, kind: _Kind) -> None:
+        super().__init__(first._native, replicas.shard)  # `event`: when the bucket's memory is nobody's any more
         self.steps = [first]
-        self._grid = grid
+        self._replicas = replicas
         self._partial = partial
         self._sink = sink
         self._kind = kind
@@ -317,7 +379,7 @@ class GridReduction(Handle):
         return len(self.steps) == 3
 
     def _issue_next(self) -> None:
-        replicate, partial = self._grid.replicate, self._partial
+        replicate, partial = self._replicas.replicate, self._partial
         full = partial.memory[self._kind]
         after = [self.steps[-1]]  # in: the sums are there; out: by `used_by`, which the next bucket in it waits for
         if len(self.steps) == 1:
@@ -327,29 +389,29 @@ class GridReduction(Handle):
             self.steps.append(replicate.all_gather_to_sink(full, self._sink, self._kind[1], after=after))
             partial.used_by, partial.is_busy = self.steps[-1], False
 
-    def wait(self, stream: Any = None) -> GridReduction:
+    def wait(self, stream: Any = None) -> ReplicaReduction:
         """`Handle.wait`, of all three."""
-        with self._grid._failing_as_one():
-            self._grid._advance(self)
+        with self._replicas._failing_as_one():
+            self._replicas._advance(self)
             wait_all(self.steps, stream)
         return self
 
-    def synchronize(self, timeout: float | None = None) -> GridReduction:
+    def synchronize(self, timeout: float | None = None) -> ReplicaReduction:
         """`Handle.synchronize`, of all three, each within ``timeout``."""
-        with self._grid._failing_as_one() if timeout is None else contextlib.nullcontext():
-            self._grid._advance(self)
+        with self._replicas._failing_as_one() if timeout is None else contextlib.nullcontext():
+            self._replicas._advance(self)
             for step in self.steps:
                 step.synchronize(timeout)
         return self
 
     def query(self) -> bool:
         """`Handle.query`, of all three."""
-        self._grid._advance()
+        self._replicas._advance()
         return self.is_issued and all(step.query() for step in self.steps)
 
     def is_ordered(self) -> bool:
         """`Handle.is_ordered`, of all three."""
-        self._grid._advance()
+        self._replicas._advance()
         return self.is_issued and self.steps[-1].is_ordered()
 
     def await_order(self, timeout: float) -> bool:
@@ -357,15 +419,7 @@ class GridReduction(Handle):
         return self.steps[-1].await_order(timeout) if self.is_issued else self.is_ordered()
 
 
-@dataclass(frozen=True)
-class GridBroadcast:
-    steps: list[Handle] = field(default_factory=list)
-
-    def wait(self) -> None:
-        wait_all(self.steps)
-
-
-GRID_MARK = b"replicate_group:"  # how the first thing begins that ranks of a grid tell each other
+REPLICAS_MARK = b"replicate_group:"  # begins the first payload that ranks with replicas exchange
 _LENGTH = struct.Struct("<q")
 
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from bucketwheel.comm import handle
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.replicas import GRID_MARK, Grid
+from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
 from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.gathers.module_hooks import CompileWatch, Prefetch, watch_compilations
 from bucketwheel.gathers.pending_param import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
@@ -32,9 +32,7 @@ from bucketwheel.layout.packing import Packing
 __all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
 
 
-def expect_equal_layout(
-    comm: Communicator | Grid, infos: Sequence[ParamInfo], groups: Sequence[str], options: object
-) -> None:
+def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
     """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
     lines = [f"the optimizer's options: {options}"]
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
@@ -49,7 +47,7 @@ def expect_equal_layout(
     everyone = comm.exchange(payload)
     if all(other == payload for other in everyone):
         return
-    if any(other.startswith(GRID_MARK) for other in everyone):
+    if any(other.startswith(REPLICAS_MARK) for other in everyone):
         raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
     numbers = [struct.unpack_from("<qq", other) for other in everyone]
     if len(set(numbers)) > 1:
@@ -65,7 +63,7 @@ def expect_equal_layout(
     )
 
 
-def expect_equal_packings(comm: Communicator | Grid, packings: Sequence[Packing]) -> None:
+def expect_equal_packings(comm: Reducer, packings: Sequence[Packing]) -> None:
     """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
     digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
     if len(set(digests)) > 1:
@@ -89,7 +87,7 @@ def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -
         )
 
 
-def broadcast_flat(comm: Communicator | Grid, flat: Tensor) -> None:
+def broadcast_flat(comm: Reducer, flat: Tensor) -> None:
     """Makes ``flat`` on every rank what it is on rank 0. Collective."""
     comm.broadcast_into(flat, 0).wait()
 

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid
+from bucketwheel.comm.replicas import Reducer
 from bucketwheel.grads.graph_capture import Captures
 from bucketwheel.layout.flat_params import ParamInfo
 
@@ -21,9 +20,7 @@ _NEED_GRADIENTS = ("step", "norm", "norms", "grad_sync")  # what a step of a sta
 class GradAgreement:
     """One rank's side. ``schedule``: the native one, which makes and reads the notes. Every method is collective."""
 
-    def __init__(
-        self, comm: Communicator | Grid, infos: Sequence[ParamInfo], schedule: Any, captures: Captures
-    ) -> None:
+    def __init__(self, comm: Reducer, infos: Sequence[ParamInfo], schedule: Any, captures: Captures) -> None:
         self._captures = captures
         self._comm = comm
         self._infos = infos

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid
+from bucketwheel.comm.replicas import Reducer
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.grads.bucket import GradBucket, Memory, join
 from bucketwheel.grads.bucket_slots import BucketSlots
@@ -31,7 +30,7 @@ class Launcher:
 
     def __init__(
         self,
-        comm: Communicator | Grid,
+        comm: Reducer,
         buckets: Sequence[GradBucket],
         arrivals: Any,
         *,
@@ -96,8 +95,7 @@ class Launcher:
     def _forget_uses(self) -> None:
         if self._slots is not None:
             self._slots.forget()
-        if isinstance(self._comm, Grid):
-            self._comm.forget_uses()
+        self._comm.begin_capture()
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for the others that the reduce-scatter must be behind; autograd may use

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid
+from bucketwheel.comm.replicas import Reducer
 from bucketwheel.device import CPU
 from bucketwheel.grads.agreement import GradAgreement, warn_of_late_round
 from bucketwheel.grads.bucket import GradBucket, stream_of
@@ -57,7 +56,7 @@ class GradWindow:
 
     def __init__(
         self,
-        comm: Communicator | Grid,
+        comm: Reducer,
         infos: Sequence[ParamInfo],
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid
+from bucketwheel.comm.replicas import Reducer
 from bucketwheel.grads.answers import GradSync
 from bucketwheel.grads.bucket import GradBucket
 from bucketwheel.grads.reduced import ReducedGrads
@@ -44,7 +44,7 @@ class ShardedParts:
     """What a sharded engine is made of. ``options``: `ShardedOptions`."""
 
     comm: Communicator
-    grid: Communicator | Grid
+    grid: Reducer
     options: Any
     infos: Sequence[ParamInfo]
     spaces: Sequence[Space]
@@ -56,7 +56,7 @@ class ShardedParts:
 
     @property
     def replicas(self) -> int:
-        return self.grid.replicate.size if isinstance(self.grid, Grid) else 1
+        return self.grid.replicate.size if self.grid.replicate is not None else 1
 
     @property
     def bucket_sizes(self) -> list[memory.BucketSize]:
@@ -81,10 +81,9 @@ def memory_of(parts: ShardedParts) -> dict[str, int]:
             found["states"] += shard.nbytes
             found[name] += shard.nbytes
     found.update(parts.grads.launcher.memory())
-    found["partial_sums"] = parts.grid.partial_sum_bytes if isinstance(parts.grid, Grid) else 0
+    found["partial_sums"] = parts.grid.partial_bytes
     # Two of one pair have one pool, unless each registers its own.
-    shard_comms = [parts.grid.shard, parts.grid.replicate] if isinstance(parts.grid, Grid) else [parts.comm]
-    comms = [each for comm in shard_comms for each in (comm, comm.gathers)]
+    comms = [each for comm in parts.grid.comms for each in (comm, comm.gathers)]
     pools = {pool._native: pool for pool in (parts.grads.launcher.pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
     found["bookkeeping"] = parts.steps.nbytes + parts.reduced.bookkeeping_bytes
@@ -132,7 +131,7 @@ def expected_peak(parts: ShardedParts) -> dict[str, int]:
     kinds = {name: total[name] for name in ("params", "grads", "states")}
     kinds["buckets"] = window.peak_bytes
     kinds["slots"] = memory.slot_bytes([size.nbytes for size in sizes], limit) if slots else 0
-    if isinstance(parts.grid, Grid):
+    if parts.grid.replicate is not None:
         kinds["partial_sums"] = memory.partial_sum_bytes(parts.partial_sums(), parts.replicas, limit)
     kinds["autograd"] = max((_bytes_of([info.param]) for info in parts.infos), default=0)
     return {name: nbytes for name, nbytes in kinds.items() if nbytes}
@@ -145,7 +144,7 @@ def describe(parts: ShardedParts) -> str:
     """`ShardedAdamW.describe` of a sharded optimizer; the same on all ranks."""
     comm, grid, options = parts.comm, parts.grid, parts.options
     ranks = f"sharded over {comm.size} {'rank' if comm.size == 1 else 'ranks'} ({comm.backend})"
-    if isinstance(grid, Grid):
+    if grid.replicate is not None:
         ranks += f", replicated {grid.replicate.size} times ({grid.replicate.backend})"
     said = [f"{name}={getattr(options, name)}" for name, usual in _USUAL.items() if getattr(options, name) != usual]
     said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(parts.bucket_cap_bytes)}"]

@@ -64,9 +64,9 @@ class ShardedAdamW(Scope, Optimizer):
             R ranks that are at this rank's place in theirs. Gradients are reduced over the ``process_group`` first,
             and only this rank's part of them over the ``replicate_group``; parameters are gathered within the
             ``process_group``. Collective calls are those of all S x R ranks. ValueError on all ranks unless the groups
-            are a grid.
+            fit.
         gradient_average: mean over all ranks (True) or sum.
-        broadcast_params: take rank 0's parameters at construction; of a grid, those of its first rank.
+        broadcast_params: take rank 0's parameters at construction; with replicas, those of the first rank of all.
         master_weights: where the precise weights of bfloat16 and float16 parameters are kept. ``"auto"``, ``"fp32"``: in
             an fp32 master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of
             12 bytes; ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own

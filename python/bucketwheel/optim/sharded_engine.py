@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid, grid_of
+from bucketwheel.comm.replicas import reducer_of
 from bucketwheel.device import CPU, index_of, torch_device
 from bucketwheel.gathers import gathers
 from bucketwheel.grads.answers import GradSync
@@ -72,7 +72,7 @@ class ShardedEngine:
     ) -> None:
         self.comm = comm
         self._comms = [comm] if replicate is None else [comm, replicate]
-        self.grid = comm if replicate is None else grid_of(comm, replicate)
+        self.grid = reducer_of(comm, replicate)
         self.world = comm.size
         self.infos = list(infos)
         self.options = options
@@ -92,8 +92,7 @@ class ShardedEngine:
             self._take_in(self.infos)
             self._assemble()
         except BaseException:  # whose traceback keeps this object alive
-            if isinstance(self.grid, Grid):
-                self.grid.close()
+            self.grid.release()
             give_back(self._comms, self.infos)
             raise
 
@@ -122,7 +121,7 @@ class ShardedEngine:
 
     def _assemble(self) -> None:
         """Makes what works on the flat memory: rows, buckets, hooks and gathers, of all parameters that there are."""
-        replicate = self._comms[1] if isinstance(self.grid, Grid) else None
+        replicate = self.grid.replicate
         average = 1.0 / self.grid.size if self.options.gradient_average else 1.0
         amsgrad = self.options.precision.amsgrad
         self._rows: AdamRows | AdamRowsCuda
@@ -145,9 +144,8 @@ class ShardedEngine:
         slots = None
         if self.comm.is_registered:
             slots = lease_slots(self.comm, self._spaces, self._buckets, self.options.max_inflight_buckets)
-        if isinstance(self.grid, Grid):
-            kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets)
-            self.grid.prepare(kinds, self.options.max_inflight_buckets)
+        kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in self._buckets)
+        self.grid.prepare_sums(kinds, self.options.max_inflight_buckets)
         self.grads = GradSync(
             self.grid,
             self.infos,
@@ -178,8 +176,6 @@ class ShardedEngine:
         self._newcomers.give_back([info.param for info in infos])
         held, reduced, versions = self.grads.held, self.reduced, self._versions
         self.grads.remove()
-        if isinstance(self.grid, Grid):
-            self.grid.release()
         self.infos += infos
         self._take_in(infos)
         self._assemble()
@@ -380,8 +376,7 @@ class ShardedEngine:
             self._gathers.detach()
             for space in self._spaces:
                 space.flat.release()
-            if isinstance(self.grid, Grid):
-                self.grid.close()
+            self.grid.release()
             give_back(self._comms, self.infos)
 
 

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim import report
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
+from tests.support.replica_ranks import with_replicas
 
 pytestmark = pytest.mark.dist
 
@@ -68,7 +68,7 @@ def test_the_table_of_a_sharded_optimizer() -> None:
         assert text == TABLE
 
 
-def test_the_table_of_a_grid_and_of_one_process() -> None:
+def test_the_table_with_replicas_and_of_one_process() -> None:
     def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
         groups: dict[str, Any] = {"process_group": shard, "replicate_group": replicate}
         opt = ShardedAdamW(named(), **groups, gradient_average=False, static_graph=True)
@@ -76,7 +76,7 @@ def test_the_table_of_a_grid_and_of_one_process() -> None:
         opt.close()
         return text
 
-    texts = in_grid(2, 3, body)
+    texts = with_replicas(2, 3, body)
     assert len(set(texts)) == 1
     lines = texts[0].splitlines()
     assert lines[0] == "sharded over 2 ranks (local), replicated 3 times (local)"

@@ -25,8 +25,8 @@ from bucketwheel.optim.report import ShardedParts
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_bucket_slots import pair
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import SHAPES, make_params, run_local
+from tests.support.replica_ranks import with_replicas
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing
 from tests.support.slow_reductions import slow_reductions
@@ -205,7 +205,7 @@ def test_processes_take_what_the_formula_says(world: int, rank_pool: Any) -> Non
     assert sum(rank_pool(world).run(on_shm, range(20, 28))) > 0
 
 
-def on_grid(rank: int, shard: Communicator, replicate: Communicator, seed: int) -> int:
+def run_with_replicas(rank: int, shard: Communicator, replicate: Communicator, seed: int) -> int:
     dtypes, precision, options = options_of(seed)
     params = params_of(dtypes)
     before = replicate.pool.stats()
@@ -224,10 +224,10 @@ def on_grid(rank: int, shard: Communicator, replicate: Communicator, seed: int) 
 
 @_POISON
 @pytest.mark.parametrize("grid", [(2, 2), (1, 3)], ids=str)
-def test_grids_take_what_the_formula_says(grid: tuple[int, int]) -> None:
+def test_replicas_take_what_the_formula_says(grid: tuple[int, int]) -> None:
     """Partial sums have memory of their own; the rest is as in one group."""
     with slow_reductions():
-        assert sum(sum(in_grid(*grid, on_grid, seed)) for seed in range(30, 36)) > 0
+        assert sum(sum(with_replicas(*grid, run_with_replicas, seed)) for seed in range(30, 36)) > 0
 
 
 @_POISON

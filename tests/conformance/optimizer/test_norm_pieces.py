@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import TINY, Run, assert_as_local_and_torch, dyadic, loss_of, make_params, run_local
+from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import Calls, posing
 
 
@@ -65,7 +65,7 @@ def test_clips_on_cuda_as_on_the_cpu_and_waits_for_nothing(world: int) -> None:
         if world == 1:
             return [play(None, 0, poses)]
         device = "cuda" if poses else None
-        return in_grid(world, 1, lambda rank, comm, _: play(comm, rank, False), device=device)
+        return with_replicas(world, 1, lambda rank, comm, _: play(comm, rank, False), device=device)
 
     expected = everywhere(False)
     with posing():
@@ -168,7 +168,7 @@ def test_a_tensor_parallel_model_clips_as_a_whole(poses: bool, data_ranks: int, 
         theirs.step()
 
     with posing() if poses else contextlib.nullcontext():
-        ranks = in_grid(data_ranks, 2, spread, ord, device="cuda" if poses else None)
+        ranks = with_replicas(data_ranks, 2, spread, ord, device="cuda" if poses else None)
     for rank, (params, norms) in enumerate(ranks):
         assert_bitwise_equal(norms, ranks[0][1], f"norms of rank {rank}")
         assert_bitwise_equal(params[2], ranks[0][0][2], f"the copy on rank {rank}")

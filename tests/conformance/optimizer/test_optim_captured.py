@@ -42,7 +42,7 @@ def test_in_registered_memory(rank_pool):
     expect_eager(rank_pool, 2, Setup(registered=True), LONG, optimizers=OPTIMIZERS[:2])
 
 
-def test_over_a_grid(rank_pool):
+def test_with_replicas(rank_pool):
     """Partial sums too are memory that graphs write: those of the replicas."""
     expect_eager(rank_pool, 4, Setup(shards=2), LONG)
 

@@ -21,8 +21,8 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads import inflight
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local, share
+from tests.support.replica_ranks import with_replicas
 from tests.support.requirements import slow_case
 
 
@@ -180,11 +180,11 @@ def test_equal_steps_without_growth(steps: int, options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
 @mock.patch.multiple(**PATIENT)
-def test_steps_of_a_grid_without_growth(steps: int) -> None:
+def test_steps_with_replicas_without_growth(steps: int) -> None:
     def body(rank: int, shard: Communicator, replicate: Communicator) -> Growth:
         return equal_steps(shard, steps, {"replicate_group": replicate}, replicate)
 
-    in_grid(2, 2, body, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
+    with_replicas(2, 2, body, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
 
 
 @pytest.mark.parametrize("world", [2])

@@ -1,4 +1,4 @@
-"""Ranks of a grid for tests: rows that shard, columns that replicate; and a script that they leave equal bits of."""
+"""Ranks of HSDP for tests: rows that shard, columns that replicate; and a script that they leave equal bits of."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bucketwheel.testing import assert_bitwise_equal, run_threads
 from tests.support.cores import one_core
 from tests.support.optim_twins import Run, joined_states, make_params, run_local
 
-GRIDS = [(2, 2), (2, 1), (1, 2), (2, 3), (3, 2)]  # ranks that shard, times replicas
+SHAPES = [(2, 2), (2, 1), (1, 2), (2, 3), (3, 2)]  # ranks that shard, times replicas
 Groups = dict[str, Communicator]  # what makes an optimizer one of these ranks
 
 
-def in_grid(
+def with_replicas(
     shards: int, replicas: int, body: Callable[..., Any], *args: Any, device: str | None = None, timeout_s: float = 60
 ) -> list[Any]:
     """``body(rank, shard, replicate, *args)`` on threads; rank = replicate.rank * shards + shard.rank."""
@@ -79,12 +79,12 @@ def play(script: Callable[[Run], None], rank: int, world: int, options: dict[str
     return [p.detach().clone() for p in params], run.seen, saved
 
 
-def on_grid(shards: int, replicas: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
+def run_with_replicas(shards: int, replicas: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
     def body(rank: int, shard: Communicator, replicate: Communicator) -> Any:
         groups = {"process_group": shard, "replicate_group": replicate}
         return play(script, rank, shards * replicas, dict(options), groups)
 
-    return in_grid(shards, replicas, body)
+    return with_replicas(shards, replicas, body)
 
 
 def on_flat(world: int, script: Callable[[Run], None], **options: Any) -> list[Any]:
@@ -102,7 +102,7 @@ def assert_equal_ranks(got: list[Any], expected: list[Any], shards: int, dtype: 
 
 
 def torch_groups(rank: int, world: int, shards: int, backend: str = "gloo") -> dict[str, Any]:
-    """This rank's process groups of a grid, as a training script makes them."""
+    """This rank's process groups of HSDP, as a training script makes them."""
     mine: dict[str, Any] = {}
     for name, every in (
         ("process_group", [list(range(first, first + shards)) for first in range(0, world, shards)]),

@@ -1,4 +1,4 @@
-"""A grid whose ranks are processes: by torch's process groups over shared memory, and over NCCL, the library being the fake one."""
+"""HSDP whose ranks are processes: by torch's process groups over shared memory, and over NCCL, the library being the fake one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.collectives.test_grid_cuda import CUDA_CASES, trained_on_grid
+from tests.conformance.collectives.test_replicas_cuda import CUDA_CASES, trained_with_replicas
 from tests.conformance.optimizer.test_optim_cuda import model_of, trained
 from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps, simulated
-from tests.support.grid_ranks import in_grid, on_flat, torch_groups, windows
 from tests.support.optim_twins import TINY, Run, make_params
+from tests.support.replica_ranks import on_flat, torch_groups, windows, with_replicas
 
 
 def by_process_groups(rank: int, world: int, shards: int) -> list[Tensor]:
@@ -53,7 +53,7 @@ def over_nccl(rank: int, world: int, dtype: torch.dtype, clip: str, options: dic
 @pytest.mark.dist
 @pytest.mark.parametrize(("dtype", "clip", "options"), [CUDA_CASES[0], CUDA_CASES[1], CUDA_CASES[3]], ids=str)
 def test_over_nccl(rank_pool: Callable[[int], Any], dtype: torch.dtype, clip: str, options: dict[str, Any]) -> None:
-    expected = in_grid(2, 2, trained_on_grid, dtype, clip, options)
+    expected = with_replicas(2, 2, trained_with_replicas, dtype, clip, options)
     for rank, got in enumerate(rank_pool(4).run(over_nccl, dtype, clip, options)):
         assert_bitwise_equal(got, expected[rank], f"rank {rank}")
 

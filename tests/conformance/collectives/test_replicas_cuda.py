@@ -1,4 +1,4 @@
-"""A grid whose ranks are threads that share one simulated CUDA device: the bits of the CPU."""
+"""HSDP whose ranks are threads that share one simulated CUDA device: the bits of the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.pool.pool import Lease
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import trained
-from tests.support.grid_ranks import in_grid
 from tests.support.optim_twins import TINY, Run, make_params
+from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing
 
 CUDA_CASES = [
@@ -29,7 +29,7 @@ CUDA_CASES = [
 ]
 
 
-def trained_on_grid(
+def trained_with_replicas(
     rank: int, shard: Communicator, replicate: Communicator, dtype: torch.dtype, clip: str, options: dict[str, Any]
 ) -> list[Tensor]:
     return trained(rank, shard, dtype, clip, replicate_group=replicate, **options)
@@ -43,9 +43,9 @@ def trained_on_grid(
 def test_ranks_on_one_device_have_the_bits_of_the_cpu(
     shape: tuple[int, int], dtype: torch.dtype, clip: str, options: dict[str, Any]
 ) -> None:
-    expected = in_grid(*shape, trained_on_grid, dtype, clip, options)
+    expected = with_replicas(*shape, trained_with_replicas, dtype, clip, options)
     with posing():
-        got = in_grid(*shape, trained_on_grid, dtype, clip, options, device="cuda")
+        got = with_replicas(*shape, trained_with_replicas, dtype, clip, options, device="cuda")
     for rank, tensors in enumerate(got):
         assert_bitwise_equal(tensors, expected[rank], f"rank {rank}")
 
@@ -68,8 +68,8 @@ def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
         opt.close()
 
     with posing():
-        in_grid(2, 2, body, device="cuda", timeout_s=30)
-    in_grid(2, 2, body, timeout_s=30)
+        with_replicas(2, 2, body, device="cuda", timeout_s=30)
+    with_replicas(2, 2, body, timeout_s=30)
 
 
 class RecordedLease:
@@ -94,19 +94,19 @@ def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> N
         run = Run(opt, params, rank, 4)
         if rank != 3:
             run.backward(0)
-        grid: Any = opt._engine.grid
-        last = [reduction.steps[-1] for reduction in grid._waiting]
+        replicas: Any = opt._engine.grid
+        last = [reduction.steps[-1] for reduction in replicas._waiting]
         ends: list[Handle | None] = []
-        for partial in grid._partials:
+        for partial in replicas._partials:
             partial.lease = RecordedLease(partial.lease, ends)
-        grid.release()
+        replicas.release()
         assert set(last) <= set(ends)
         all_have_looked.wait(20)
-        grid.abort("the test is over")
+        replicas.abort("the test is over")
         with contextlib.suppress(Error):
             opt.close()
         return len(last)
 
     with posing():
-        waiting = in_grid(2, 2, body, device="cuda", timeout_s=30)
+        waiting = with_replicas(2, 2, body, device="cuda", timeout_s=30)
     assert waiting[2] > 0 and waiting[3] == 0

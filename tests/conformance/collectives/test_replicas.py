@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.replicas import Grid
+from bucketwheel.comm.replicas import Replicas
 from bucketwheel.errors import CommError, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal, run_threads
-from tests.support.grid_ranks import GRIDS, assert_equal_ranks, in_grid, on_flat, on_grid, windows
 from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params
+from tests.support.replica_ranks import SHAPES, assert_equal_ranks, on_flat, run_with_replicas, windows, with_replicas
 from tests.support.simulated_cuda import posing
 
 OPTIONS: list[dict[str, Any]] = [
@@ -30,12 +30,12 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [*((shape, TINY) for shape in GRIDS), *(((2, 2), one) for one in OPTIONS[1:])], ids=str
+    ("shape", "options"), [*((shape, TINY) for shape in SHAPES), *(((2, 2), one) for one in OPTIONS[1:])], ids=str
 )
 def test_the_bits_of_all_ranks_in_one_group(shape: tuple[int, int], options: dict[str, Any]) -> None:
     shards, replicas = shape
     expected = on_flat(shards * replicas, windows, **options)
-    assert_equal_ranks(on_grid(shards, replicas, windows, **options), expected, shards)
+    assert_equal_ranks(run_with_replicas(shards, replicas, windows, **options), expected, shards)
 
 
 def test_bfloat16_is_not_rounded_on_its_way() -> None:
@@ -49,7 +49,7 @@ def test_bfloat16_is_not_rounded_on_its_way() -> None:
             run.step()
 
     options: dict[str, Any] = {**TINY, "dtype": torch.bfloat16}
-    assert_equal_ranks(on_grid(2, 2, script, **options), on_flat(4, script, **options), 2, torch.bfloat16)
+    assert_equal_ranks(run_with_replicas(2, 2, script, **options), on_flat(4, script, **options), 2, torch.bfloat16)
 
 
 def test_float64_stays_float64() -> None:
@@ -66,7 +66,7 @@ def test_float64_stays_float64() -> None:
 
     options: dict[str, Any] = {**TINY, "dtype": torch.float64}
     expected = on_flat(4, script, **options)
-    for rank, (params, seen, _) in enumerate(on_grid(2, 2, script, **options)):
+    for rank, (params, seen, _) in enumerate(run_with_replicas(2, 2, script, **options)):
         assert_bitwise_equal(params, expected[0][0], f"parameters of rank {rank}")
         assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
 
@@ -84,7 +84,7 @@ def test_ranks_that_use_other_parameters_in_other_orders() -> None:
             run.step()
 
     for options in (TINY, {"bucket_cap_mb": 3e-3}):
-        assert_equal_ranks(on_grid(2, 2, script, **options), on_flat(4, script, **options), 2)
+        assert_equal_ranks(run_with_replicas(2, 2, script, **options), on_flat(4, script, **options), 2)
 
 
 def test_buckets_leave_during_backward() -> None:
@@ -105,7 +105,7 @@ def test_buckets_leave_during_backward() -> None:
         opt.grad_sync()
         return during, len(log) - len(during)
 
-    for during, after in in_grid(2, 2, body):
+    for during, after in with_replicas(2, 2, body):
         assert len(during) >= 20 and during == ["reduce_scatter_into", "all_gather_to_sink"] * (len(during) // 2)
         assert after <= 2, "only buckets of padding and parameters without elements are left"
 
@@ -121,7 +121,7 @@ def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
             ShardedAdamW(params, lr=lr, process_group=shard, replicate_group=replicate)
         return str(raised.value)
 
-    assert all("lr 0." in message for message in in_grid(2, 2, body))
+    assert all("lr 0." in message for message in with_replicas(2, 2, body))
 
 
 def test_replicas_that_do_different_things_are_told() -> None:
@@ -132,7 +132,7 @@ def test_replicas_that_do_different_things_are_told() -> None:
         with pytest.raises(RuntimeError, match="ranks did different things"):
             opt.step() if replicate.rank else opt.clip_grad_norm_(1.0)
 
-    in_grid(2, 2, body)
+    with_replicas(2, 2, body)
 
 
 @pytest.mark.parametrize("poses", [False, True])
@@ -151,9 +151,9 @@ def test_what_one_rank_says_is_not_finite_all_skip(poses: bool) -> None:
 
     if poses:
         with posing():
-            assert in_grid(2, 2, body, device="cuda") == [1.0] * 4
+            assert with_replicas(2, 2, body, device="cuda") == [1.0] * 4
     else:
-        assert in_grid(2, 2, body) == [1.0] * 4
+        assert with_replicas(2, 2, body) == [1.0] * 4
 
 
 def wired(rows: list[list[int]], columns: list[list[int]], body: Callable[..., Any]) -> list[Any]:
@@ -170,7 +170,7 @@ def wired(rows: list[list[int]], columns: list[list[int]], body: Callable[..., A
     )
 
 
-NOT_GRIDS = {
+UNEQUAL_GROUPS = {
     "columns are rows": ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
     "other places": ([[0, 1], [2, 3]], [[0, 3], [1, 2]]),
     "other order of a column": ([[0, 1], [2, 3]], [[0, 2], [3, 1]]),
@@ -180,19 +180,19 @@ NOT_GRIDS = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_GRIDS)
-def test_what_is_not_a_grid_is_refused_on_every_rank(case: str) -> None:
+@pytest.mark.parametrize("case", UNEQUAL_GROUPS)
+def test_what_is_does_not_fit_is_refused_on_every_rank(case: str) -> None:
     def body(shard: Communicator, replicate: Communicator) -> str:
         param = torch.nn.Parameter(torch.ones(3))
         try:
-            with pytest.raises(ValueError, match="are not a grid") as raised:
+            with pytest.raises(ValueError, match="do not fit") as raised:
                 ShardedAdamW([param], process_group=shard, replicate_group=replicate)
             return str(raised.value)
         finally:
             shard.close()
             replicate.close()
 
-    for message in wired(*NOT_GRIDS[case], body):
+    for message in wired(*UNEQUAL_GROUPS[case], body):
         assert "rank r * S + s" in message
 
 
@@ -206,7 +206,7 @@ def test_a_replicate_group_on_some_ranks_is_refused_on_every_rank() -> None:
         return str(raised.value)
 
     began = time.monotonic()
-    messages = in_grid(2, 2, body, timeout_s=60)
+    messages = with_replicas(2, 2, body, timeout_s=60)
     assert time.monotonic() - began < 15
     assert "this one does not" in messages[1]
     assert "1 ranks of the process_group of rank 0 have a replicate_group" in messages[0]
@@ -217,7 +217,7 @@ def test_registered_memory_is_refused() -> None:
         is_registered, name = True, "x"
 
     with pytest.raises(ValueError, match="registered=True"):
-        Grid(Registered(), Registered())  # type: ignore[arg-type]
+        Replicas(Registered(), Registered())  # type: ignore[arg-type]
 
 
 def test_a_replicate_group_alone_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_a_replicate_group_alone_is_refused() -> None:
             ShardedAdamW([torch.nn.Parameter(torch.ones(3))], replicate_group=comm)
 
 
-# --- what a grid is beside its steps ----------------------------------------------------------------------------------
+# --- beside their steps ----------------------------------------------------------------------------------
 
 
 def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
@@ -252,7 +252,7 @@ def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
         everyone.wait()
         return message
 
-    messages = in_grid(2, 3, body, timeout_s=60)
+    messages = with_replicas(2, 3, body, timeout_s=60)
     assert "on fire" in messages[1] and all("on fire" in message for message in messages[1:])
 
 
@@ -261,18 +261,18 @@ def test_whoever_passes_a_failure_of_a_peer_on_it_stays_one() -> None:
     everyone = threading.Barrier(4, timeout=15)
 
     def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
-        grid = Grid(shard, replicate)
+        replicas = Replicas(shard, replicate)
         everyone.wait()
         if rank == 3:
             shard.abort("on fire")
         elif rank == 2:
             with pytest.raises(PeerError, match="on fire"):
-                grid.exchange(b"")
+                replicas.exchange(b"")
             with pytest.raises(PeerError, match="on fire"):
                 replicate.exchange(b"")
         everyone.wait()
 
-    in_grid(2, 2, body)
+    with_replicas(2, 2, body)
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
@@ -281,11 +281,11 @@ def test_a_failure_reaches_ranks_that_wait_in_their_other_group(device: str | No
     everyone = threading.Barrier(4, timeout=15)
 
     def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[str, str]:
-        grid = Grid(shard, replicate)
+        replicas = Replicas(shard, replicate)
         everyone.wait()
         if rank == 3:
             shard.abort("on fire")
-        waited_for = {0: grid.shard, 1: grid.replicate, 2: grid.replicate, 3: None}[rank]
+        waited_for = {0: replicas.shard, 1: replicas.replicate, 2: replicas.replicate, 3: None}[rank]
         begin = time.monotonic()
         if waited_for is not None:
             with pytest.raises(PeerError, match="on fire"):
@@ -301,20 +301,20 @@ def test_a_failure_reaches_ranks_that_wait_in_their_other_group(device: str | No
         return tuple(errors)
 
     with posing() if device else contextlib.nullcontext():
-        kinds = in_grid(2, 2, body, device=device)
+        kinds = with_replicas(2, 2, body, device=device)
     assert kinds == [("PeerError", "PeerError")] * 3 + [("CommError", "CommError")]
 
 
 def test_a_communicator_that_is_closed_fails_nobody() -> None:
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> Grid:
-        grid = Grid(shard, replicate)
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> Replicas:
+        replicas = Replicas(shard, replicate)
         time.sleep(0.1 * rank)
         shard.close()
         time.sleep(0.4)  # the watchdog looks
         replicate.exchange(b"")
-        return grid
+        return replicas
 
-    in_grid(2, 2, body)
+    with_replicas(2, 2, body)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -339,7 +339,7 @@ def test_groups_of_a_closed_optimizer_fail_alone(is_refused: bool) -> None:
         assert replicate.exchange(b"") == [b""] * 2
         return kept
 
-    in_grid(2, 2, body)
+    with_replicas(2, 2, body)
 
 
 def test_a_state_dict_loads_on_any_replica() -> None:
@@ -364,7 +364,7 @@ def test_a_state_dict_loads_on_any_replica() -> None:
             replicate.exchange(b"")
         return out[0], out[1]
 
-    ranks = in_grid(2, 2, body)
+    ranks = with_replicas(2, 2, body)
     assert_bitwise_equal(saved_by[0], saved_by[2])
     assert_bitwise_equal(saved_by[1], saved_by[3])
     for once, again in ranks:
@@ -388,6 +388,6 @@ def test_it_describes_itself_and_counts_its_memory() -> None:
         ShardedAdamW(params, **groups).close()  # the groups are free again
         return described, found["pool"] + found["params"], sum(reserved)
 
-    for described, found, reserved in in_grid(2, 2, body):
+    for described, found, reserved in with_replicas(2, 2, body):
         assert found == reserved
         assert described.startswith("sharded over 2 ranks (local), replicated 2 times (local)\n")
