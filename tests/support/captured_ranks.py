@@ -19,9 +19,9 @@ from torch import Tensor
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support.replica_ranks import torch_groups
 from tests.support.simulated_cuda import Graph, load
+from tests.support.simulated_nccl import simulated
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(33, 5), (64,), (), (3, 0), (700,), (40, 7), (500,)]

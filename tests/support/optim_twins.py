@@ -65,12 +65,14 @@ def share(grads: list[Tensor], rank: int, world: int) -> list[Tensor]:
     return [g + (2 * rank - (world - 1)) / 16 for g in grads]
 
 
-def run_local(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_local(
+    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, device: str | None = None
+) -> list[Any]:
     """fn(comm, *args) on ``world`` ranks that are threads."""
     local = LocalWorld(world)
 
     def body(rank: int, _: int) -> Any:
-        with Communicator(local.rank(rank), backend="local", timeout_s=timeout_s / 2) as comm:
+        with Communicator(local.rank(rank), backend="local", timeout_s=timeout_s / 2, device=device) as comm:
             return fn(comm, *args)
 
     with one_core():
@@ -127,6 +129,24 @@ class Run:
     seen: list[Any] = field(default_factory=list)
     clips: bool = False
     clips_by_torch: bool = False  # `clip` is torch.nn.utils.clip_grad_norm_, not the optimizer's method
+    is_reference: bool = False  # a twin that others are compared with: it need not be interrupted
+    make_optimizer: Callable[[list[Parameter]], Any] | None = None  # another like ``opt``, for other parameters
+
+    @property
+    def is_ours(self) -> bool:
+        return isinstance(self.opt, ShardedAdamW)
+
+    def restart(self, seed: int = 11) -> None:
+        """As a new process begins: other values in parameters of its own, and a new optimizer for them."""
+        assert self.make_optimizer is not None
+        self.opt.close()
+        generator = torch.Generator().manual_seed(seed)
+        fresh = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.params]
+        self.params = [
+            Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(f), p.requires_grad)
+            for p, f in zip(self.params, fresh, strict=True)
+        ]
+        self.opt = self.make_optimizer(self.params)
 
     def loss(self, seed: int, used: Collection[int] | None = None, on: Collection[int] | None = None) -> Tensor:
         """A loss whose mean gradient over the ranks is ``dyadic(params, seed)`` for the parameters ``used`` (None:

@@ -82,6 +82,15 @@ def install() -> ctypes.CDLL:
 
 
 @contextmanager
+def simulated() -> Iterator[ctypes.CDLL]:
+    """Inside, CPU tensors pose as CUDA's and NCCL is the fake, which is as new; yields its script."""
+    script = install()
+    script.fake_nccl_reset()
+    with simulated_cuda.posing():
+        yield script
+
+
+@contextmanager
 def counting() -> Iterator[None]:
     """Inside, NCCL and the device check and count what they are called with and do none of it: what a call costs is the
     library's own time. Outputs are left as they are; nothing may be in flight at either end."""

@@ -19,10 +19,10 @@ from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchErr
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.native import core
 from bucketwheel.testing import RankPool
-from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support import simulated_nccl
 from tests.support.nccl_failure_cases import hosts_apart
 from tests.support.simulated_cuda import Graph, posing
+from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
 

@@ -13,8 +13,8 @@ import torch
 from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support.forked_code import run_code
+from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
 F32 = torch.float32

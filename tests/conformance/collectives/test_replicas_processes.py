@@ -16,9 +16,10 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.collectives.test_replicas_cuda import CUDA_CASES, trained_with_replicas
 from tests.conformance.optimizer.test_optim_cuda import model_of, trained
-from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps, simulated
+from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps
 from tests.support.optim_twins import TINY, Run, make_params
 from tests.support.replica_ranks import on_flat, torch_groups, windows, with_replicas
+from tests.support.simulated_nccl import simulated
 
 
 def by_process_groups(rank: int, world: int, shards: int) -> list[Tensor]:

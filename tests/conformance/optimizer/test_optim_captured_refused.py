@@ -17,10 +17,10 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError, CommError, CommTimeout
 from bucketwheel.kernels import adam_rows_cuda
-from tests.conformance.optimizer.test_optim_nccl import simulated
 from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, trainer
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import Graph, load
+from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
 

@@ -6,8 +6,6 @@ float32. In bfloat16 NCCL rounds the sum, and the others do not.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,19 +16,11 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of, trained
-from tests.support import simulated_nccl
 from tests.support.requirements import slow_case
-from tests.support.simulated_cuda import Calls, posing
+from tests.support.simulated_cuda import Calls
+from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
-
-
-@contextlib.contextmanager
-def simulated() -> Iterator[Any]:
-    script = simulated_nccl.install()
-    script.fake_nccl_reset()
-    with posing():
-        yield script
 
 
 def over_pair(rank: int, world: int, dtype: torch.dtype, clip: str, options: dict[str, Any]) -> list[torch.Tensor]:
