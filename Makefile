@@ -3,7 +3,8 @@
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
-# make mutants     what the tests of the kernels notice: one line broken at a time, half an hour
+# make mutants     what the tests of kernels and optimizer notice: one place broken at a time, hours; what is known of the
+#                  optimizer's is not run again (build/mutants_optim.jsonl)
 # make matrix      other Pythons and torches, minutes for each pair; MATRIX=--cuda-builds runs all, of many GB in all,
 #                  MATRIX='--cell 3.12:2.13.0' one
 #
@@ -45,6 +46,7 @@ test-all: setup
 mutants: setup
 	$(BIN)/python tests/mutate_kernels.py
 	$(BIN)/python tests/mutate_cuda_kernels.py
+	$(BIN)/python tests/mutate_optim.py
 
 gpu:
 	@$(PYTHON) tests/gpu/run_all.py --out '$(OUT)'

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import mutate_cuda_kernels
-import mutate_kernels
+import ast
+
+from tests import mutate_cuda_kernels, mutate_kernels, mutate_optim
 
 
 def test_every_mutant_of_the_cuda_kernels_has_one_line_and_changes_it() -> None:
@@ -21,3 +22,11 @@ def test_every_mutant_of_the_kernels_has_its_lines_and_changes_them() -> None:
         assert text != replacement, name
         assert all((mutate_kernels.ROOT / test).is_file() for test in tests), name
     assert set(mutate_kernels.MUTANTS) >= mutate_kernels.EQUIVALENT
+
+
+def test_mutants_of_the_optimizer_are_python_and_the_same_for_a_seed() -> None:
+    mutants = mutate_optim.sample(list(mutate_optim.FOLDERS), 180, 0)
+    assert len(set(mutants)) >= 150 and mutants == mutate_optim.sample(list(mutate_optim.FOLDERS), 180, 0)
+    for mutant in mutants:
+        source = (mutate_optim.ROOT / mutate_optim.PACKAGE / mutant.path).read_text()
+        assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source)), mutant
