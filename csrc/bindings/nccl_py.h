@@ -327,12 +327,6 @@ inline void bind_nccl(py::module_& m) {
         return std::pair(released_without_gil(std::move(gathers)), released_without_gil(std::move(reduces)));
       },
       py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
-  m.def(
-      "borrow_nccl_comm",
-      [](const PeersRef& peers, int device, uintptr_t comm, const NcclOptions& options) {
-        return released_without_gil(NcclComm::borrow(peers, device, reinterpret_cast<NcclCommRef>(comm), options));
-      },
-      py::arg("peers"), py::arg("device"), py::arg("comm"), py::arg("options"), Unlocked());
 }
 
 }  // namespace bucketwheel

@@ -18,13 +18,17 @@ namespace {
 constexpr std::chrono::milliseconds kPeerPatience{800};
 constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other ranks of this host
 constexpr std::chrono::seconds kDestructorGrace{5};
-constexpr std::chrono::microseconds kPollClose{100};
+constexpr std::chrono::microseconds kPoll{100};
 constexpr std::chrono::milliseconds kLookPeriod{20};
 // How many operations issue() lets pass before it takes those that are over. The watchdog does it too, but from another
 // thread, where freeing costs more.
 constexpr size_t kReapEvery = 4;
 
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
+
+NcclSettings settings_of(const NcclOptions& options, const std::string& name) {
+  return {options.config, "bw/" + name, options.net_name, options.poll};
+}
 
 }  // namespace
 
@@ -106,6 +110,81 @@ size_t NcclComm::register_pool() {
   return *granted;
 }
 
+// ---- making
+
+NcclComm::Ref NcclComm::around(const PeersRef& peers, const std::shared_ptr<NcclSession>& session,
+                               const std::string& part, const NcclOptions& options, std::shared_ptr<Turn> turn) {
+  try {
+    return Ref(new NcclComm(peers, session, part, options, std::move(turn)));
+  } catch (...) {
+    session->abort();
+    throw;
+  }
+}
+
+NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
+                             Deadline deadline) {
+  const Health& health = peers->health();
+  auto session = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
+                                   settings_of(options, health.name()), {}, deadline);
+  return around(peers, session, "", options, nullptr);
+}
+
+std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
+                                                       const NcclOptions& options, Deadline deadline) {
+  const Health& health = peers->health();
+  // Shared resources would put the two in one order; NCCL asks the parent's config, not the child's.
+  NcclOptions unshared = options;
+  unshared.config.split_share = 0;
+  const auto gathers = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
+                                         settings_of(unshared, health.name() + "/ag"), {true, false}, deadline);
+  std::shared_ptr<NcclSession> reduces;
+  try {
+    reduces = gathers->split(0, health.rank(), settings_of(unshared, health.name() + "/rs"), {false, true}, deadline);
+  } catch (...) {
+    gathers->abort();
+    throw;
+  }
+  auto turn = options.serialises ? std::make_shared<Turn>() : nullptr;
+  try {
+    auto first = around(peers, gathers, "/ag", options, turn);
+    return {std::move(first), around(peers, reduces, "/rs", options, turn)};
+  } catch (...) {
+    reduces->abort();
+    throw;
+  }
+}
+
+NcclComm::Ref NcclComm::split(const PeersRef& peers, int color, int key, const NcclOptions& options,
+                              Deadline deadline) {
+  const Inside inside(inside_);
+  expect_usable();
+  const std::string name = peers == nullptr ? "" : peers->health().name();
+  while (!inflight_.take_finished().empty() || !inflight_.is_settled()) {  // NCCL wants to have nothing else to do
+    expect_usable();
+    if (has_passed(deadline)) {
+      throw CommTimeout(
+          peers_->health().prefix(issued_, part_) + "split: operations were still running at its deadline",
+          {.seq = issued_});
+    }
+    if (options.poll) {
+      options.poll();
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  std::shared_ptr<NcclSession> session;
+  try {
+    session = session_->split(color, key, settings_of(options, name), {}, deadline);
+  } catch (const CommError& error) {  // ranks of any color may wait for this one inside NCCL
+    Failure failure = failure_of_call(error);
+    failure.text = "split: " + failure.text;
+    const std::exception_ptr failed_with = fail(std::move(failure));
+    give_up(failed_with);
+    std::rethrow_exception(failed_with);
+  }
+  return session == nullptr ? nullptr : around(peers, session, "", options, nullptr);
+}
+
 // ---- issuing
 
 void NcclComm::expect_usable() const {
@@ -131,7 +210,6 @@ std::shared_ptr<Handle::State> NcclComm::new_state(const Operation& op, bool is_
   state->who = who_;
   state->size_bytes = op.size_bytes;
   state->device = device();
-  state->has_fate = true;
   if (peers_->sees_issued() && !is_captured) {
     state->is_met = [peers = std::weak_ptr<Peers>(peers_), path = path_of(part_), seq = &state->seq] {
       const PeersRef alive = peers.lock();
@@ -161,7 +239,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   expect_on_device(stream, session_->device(), "an operation of NCCL");
   const bool is_captured = is_capturing(options.stream != nullptr ? stream : *options.caller);
   auto state = new_state(*op, is_captured);
-  Inflight::Item item{op, {}, nullptr, {state, &state->fate}, std::move(options.keepalive)};
+  Inflight::Item item{op, {}, nullptr, {state, &state->outcome}, std::move(options.keepalive)};
   std::vector<Inflight::Item> finished;  // destroyed without the locks
   expect_usable();                       // before the lock: another thread may be inside NCCL, or the parent process
   CudaGuard guard(session_->device());
@@ -185,7 +263,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
     state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {
     error = fail(failure_of(failure, rank(), op->seq), state->op);
-    item.fate->fail(error);
+    item.outcome->fail(error);
     flight_.finished(op->seq, false);
     item.done = is_captured ? nullptr : try_record(stream);  // of a group, a part may be running
   }
@@ -366,7 +444,7 @@ Failure NcclComm::failure_of_call(const CommError& error) {
   Failure failure = failure_of(error, rank(), issued_);
   while (failure.kind == FailureKind::kTimeout && failure.last_seqs.empty()) {
     failure.last_seqs = peers_->last_seqs(path_of(part_)).value_or(LastSeqs());
-    std::this_thread::sleep_for(kPollClose);
+    std::this_thread::sleep_for(kPoll);
   }
   return failure;
 }
@@ -402,7 +480,7 @@ void NcclComm::close(Deadline deadline) {
         give_up(fail({FailureKind::kClosed, "closed while operations were in flight", -1, issued_}));
         break;
       }
-      std::this_thread::sleep_for(kPollClose);
+      std::this_thread::sleep_for(kPoll);
     }
   } catch (const DeviceError& error) {  // nothing of this device ends any more; the peers are to hear of it
     give_up(fail(failure_of(error, rank(), issued_)));

@@ -21,10 +21,10 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/flight.h"
 #include "comm/nccl/inflight.h"
 #include "comm/nccl/session.h"
 #include "comm/operation.h"
-#include "comm/peers/flight.h"
 #include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 #include "device/device_cuda.h"
@@ -34,7 +34,7 @@ namespace bucketwheel {
 struct NcclOptions {
   NcclConfig config;
   std::string net_name;
-  bool registers_memory = false;  // pools are of registered memory (nccl_memory.h); else `pool`
+  bool registers_memory = false;  // pools are of registered memory (memory.h); else `pool`
   PoolRef pool;
   bool serialises = false;  // [Note: two communicators]
   std::function<void()>
@@ -49,7 +49,7 @@ class NcclMemory;
 class NcclComm final : public Comm {
  public:
   using Ref = std::shared_ptr<NcclComm>;
-  // All three are collective, and fail as NcclSession says, or with the error of `peers`.
+  // All are collective, and fail as NcclSession says, or with the error of `peers`.
   static Ref make(const PeersRef& peers, int device, const NcclUniqueId& id, const NcclOptions& options,
                   Deadline deadline);
   // The first for all-gathers, the second for reduce-scatters; their names end in "/ag" and "/rs".
@@ -58,8 +58,6 @@ class NcclComm final : public Comm {
   // Called by all ranks of this communicator; `peers` is that of the new one, null with a color < 0 (then null comes
   // back). New ranks are in the order of `key`, then of the old ranks. Where it fails on a rank, this communicator does.
   Ref split(const PeersRef& peers, int color, int key, const NcclOptions& options, Deadline deadline);
-  // Around a communicator that somebody else owns, who also has to abort it.
-  static Ref borrow(const PeersRef& peers, int device, NcclCommRef comm, const NcclOptions& options);
 
   ~NcclComm() override;
 

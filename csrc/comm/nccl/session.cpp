@@ -2,15 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <exception>
-#include <map>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
-#include "comm/run_until.h"
 #include "device/cuda_buffer.h"
 #include "device/device_cuda.h"
 
@@ -20,6 +21,7 @@ namespace {
 // How long abort() waits for a thread that is inside NCCL, before it aborts under that thread's feet.
 constexpr std::chrono::seconds kAbortPatience{1};
 constexpr std::chrono::microseconds kSessionPoll{100};
+constexpr std::chrono::milliseconds kRunSlice{50};
 
 // [Note: warm-up] NCCL connects ranks at the first collective that needs it, algorithm by algorithm, and may hang there
 // when a peer has gone. So each communicator runs what it will be used for while it is made, where a deadline is
@@ -35,21 +37,46 @@ std::mutex& issue_mutex_of(int device) {
   return mutexes[device];
 }
 
-// Of a communicator that somebody else owns: the same for all sessions around it.
-std::shared_ptr<std::mutex> mutex_of(NcclCommRef comm) {
-  struct All {
+// Runs `task` in a thread of its own. False when it has not ended at the deadline: it goes on, so it owns what it uses.
+// Rethrows what it threw. `poll`, if given, is called meanwhile and may throw, which ends the waiting likewise.
+bool run_until(Deadline deadline, std::function<void()> task, const std::function<void()>& poll = {}) {
+  struct Run {
     std::mutex mutex;
-    std::map<NcclCommRef, std::weak_ptr<std::mutex>> by_comm;
+    std::condition_variable changed;
+    bool is_over = false;
+    std::exception_ptr error;
   };
-  static auto* const all = new All();  // never freed: sessions may go while the process ends
-  std::lock_guard lock(all->mutex);
-  std::erase_if(all->by_comm, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<std::mutex>& known = all->by_comm[comm];
-  std::shared_ptr<std::mutex> found = known.lock();
-  if (found == nullptr) {
-    known = found = std::make_shared<std::mutex>();
+  auto run = std::make_shared<Run>();
+  std::thread([run, task = std::move(task)]() mutable {
+    own_cuda_thread();
+    std::exception_ptr error;
+    try {
+      task();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task = nullptr;  // what it holds goes before anybody hears of the end
+    std::lock_guard lock(run->mutex);
+    run->error = std::move(error);
+    run->is_over = true;
+    run->changed.notify_all();
+  }).detach();
+  std::unique_lock lock(run->mutex);
+  const auto is_over = [&] { return run->is_over; };
+  while (!run->changed.wait_until(lock, earlier(deadline, Clock::now() + kRunSlice), is_over)) {
+    if (has_passed(deadline)) {
+      return false;
+    }
+    if (poll) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
   }
-  return found;
+  if (run->error) {
+    std::rethrow_exception(run->error);
+  }
+  return true;
 }
 
 // The making of a session, which may be given up while it goes on.
@@ -164,7 +191,6 @@ NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int r
       rank_(rank),
       world_(world),
       settings_(std::move(settings)),
-      mutex_(settings_ == nullptr ? mutex_of(comm) : std::make_shared<std::mutex>()),
       issue_mutex_(issue_mutex_of(device)),
       fork_generation_(fork_generation()),
       comm_(comm) {}
@@ -198,7 +224,7 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> place;
     {
-      std::lock_guard lock(*self->mutex_);
+      std::lock_guard lock(self->mutex_);
       if (self->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
@@ -219,29 +245,13 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
   });
 }
 
-std::shared_ptr<NcclSession> NcclSession::borrow(const NcclApi& api, int device, NcclCommRef comm, int rank,
-                                                 int world) {
-  BW_EXPECTS(comm != nullptr, "the process group has no NCCL communicator yet: run a collective of it on this device");
-  int count = 0;
-  int user_rank = 0;
-  int cu_device = 0;
-  BW_NCCL_TRY(api, comm_count, comm, &count);
-  BW_NCCL_TRY(api, comm_user_rank, comm, &user_rank);
-  BW_NCCL_TRY(api, comm_cu_device, comm, &cu_device);
-  BW_EXPECTS(count == world && user_rank == rank && cu_device == device,
-             "the borrowed communicator is rank " + std::to_string(user_rank) + "/" + std::to_string(count) +
-                 " on cuda:" + std::to_string(cu_device) + ", its process group rank " + std::to_string(rank) + "/" +
-                 std::to_string(world) + " on cuda:" + std::to_string(device));
-  return std::shared_ptr<NcclSession>(new NcclSession(api, device, comm, rank, world, nullptr));
-}
-
 std::unique_lock<std::mutex> NcclSession::lock_for(std::chrono::nanoseconds patience) const {
-  return try_lock_until(*mutex_, Clock::now() + patience);
+  return try_lock_until(mutex_, Clock::now() + patience);
 }
 
 NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds patience) const {
   const Clock::time_point deadline = Clock::now() + patience;
-  IssueLock lock{try_lock_until(*mutex_, deadline), {}};
+  IssueLock lock{try_lock_until(mutex_, deadline), {}};
   if (lock.comm) {
     lock.device = try_lock_until(issue_mutex_, deadline);
   }
@@ -260,7 +270,7 @@ void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) c
 
 void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
   const auto locked_look = [this] {
-    std::lock_guard lock(*mutex_);
+    std::lock_guard lock(mutex_);
     return look();
   };
   expect_ended(api_, call, settle_by(locked_look, result, deadline));
@@ -269,7 +279,7 @@ void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline de
 int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
 
 std::optional<NcclError> NcclSession::async_error() const {
-  std::unique_lock lock(*mutex_, std::try_to_lock);
+  std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
   }
@@ -297,7 +307,7 @@ void NcclSession::run_blocking(const char* what, Deadline deadline, std::functio
 
 void NcclSession::abort() noexcept {
   NcclCommRef const comm = comm_.exchange(nullptr);
-  if (comm == nullptr || settings_ == nullptr) {
+  if (comm == nullptr) {
     return;
   }
   try {
@@ -319,7 +329,7 @@ void NcclSession::abort() noexcept {
 
 void NcclSession::destroy(Deadline deadline) noexcept {
   NcclCommRef const comm = comm_.exchange(nullptr);
-  if (comm == nullptr || settings_ == nullptr) {
+  if (comm == nullptr) {
     return;
   }
   try {
@@ -363,7 +373,7 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
   CudaDevice::at(device_).fill(full, 0, world * shard_bytes, &stream);
   std::byte* const own = full + static_cast<size_t>(rank_) * shard_bytes;
   const size_t count = shard_bytes / sizeof(float);
-  std::unique_lock own_lock(*mutex_);
+  std::unique_lock own_lock(mutex_);
   std::unique_lock lock(issue_mutex_);
   const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
   if (comm() != nullptr && uses.gathers) {

@@ -65,9 +65,6 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
                                            NcclSettings settings, const NcclUses& uses, Deadline deadline);
   std::shared_ptr<NcclSession> split(int color, int key, NcclSettings settings, const NcclUses& uses,
                                      Deadline deadline);
-  // A communicator of somebody else, of the same library: neither destroyed nor aborted here. `rank` and `world` are
-  // what its owner says; ValueError when the communicator says otherwise.
-  static std::shared_ptr<NcclSession> borrow(const NcclApi& api, int device, NcclCommRef comm, int rank, int world);
 
   const NcclApi& api() const { return api_; }
   int device() const { return device_; }
@@ -78,7 +75,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those
   // are to be issued by one thread at a time per device, in one order. What waits for peers and issues nothing, as
   // split(), holds the first alone: other communicators go on, whose operations the peers may need first.
-  std::mutex& mutex() const { return *mutex_; }
+  std::mutex& mutex() const { return mutex_; }
   struct IssueLock {
     std::unique_lock<std::mutex> comm;  // taken first
     std::unique_lock<std::mutex> device;
@@ -120,9 +117,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   const int device_;
   int rank_;  // known once split() has ended, like the next
   int world_;
-  const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings; null: not ours to end
-  const std::shared_ptr<std::mutex> mutex_;  // several sessions may be around a communicator of somebody else
-  std::mutex& issue_mutex_;                  // of the device
+  const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings
+  mutable std::mutex mutex_;
+  std::mutex& issue_mutex_;  // of the device
   const uint64_t fork_generation_;
   std::atomic<NcclCommRef> comm_;
 };

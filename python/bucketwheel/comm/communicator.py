@@ -152,30 +152,6 @@ class Communicator:
         gathers._overlaps = reduces._overlaps = overlaps
         return gathers, reduces
 
-    @classmethod
-    def borrow(
-        cls,
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device | str | int = "cuda",
-        timeout_s: float = 600.0,
-        name: str | None = None,
-    ) -> Communicator:
-        """A communicator around the NCCL communicator that the process group ``group`` has for the device.
-
-        It costs no second initialisation and no memory. But its operations and the group's own run one after the other,
-        the group must have run a collective on this device before, its NCCL must be the one that bucketwheel uses, its
-        watchdog may abort under our operations, and a failure here leaves the aborting to it: `abort` and time-outs end
-        waiting on the host, while kernels stay until the group is aborted.
-        """
-        with Place.coming(group):
-            timeout_s = _expect_arguments(group, "nccl", timeout_s)
-            index = device_index(device)
-            _expect_cuda(index)
-            place = Place.of(group, "nccl", timeout_s)
-        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s)
-        return cls.__new__(cls)._finish(nccl.borrow(making, group), place, making.choices)
-
     def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
         """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
 

@@ -22,7 +22,7 @@ from bucketwheel.errors import CommError, DeviceError, Error
 from bucketwheel.native import core, env
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["Making", "NcclChoices", "borrow", "features", "is_launch_order_kept", "make", "pair", "split"]
+__all__ = ["Making", "NcclChoices", "features", "is_launch_order_kept", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
 _CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
@@ -319,39 +319,6 @@ def split(parent: Any, making: Making, color: int, key: int) -> Any:
     with _peers_to_keep(making) as peers:
         options = _agreed_options(making, peers)
         return _all_or_none(making, lambda _: [parent.split(peers, color, key, options, making.timeout_s)])[0]
-
-
-def borrow(making: Making, group: dist.ProcessGroup) -> Any:
-    """A native communicator around the one that ``group`` has for the device."""
-    meeting = making.meeting
-    if meeting is None:
-        raise ValueError("borrow takes a process group of several ranks")
-    backend: Any = group._get_backend(torch_device(making.device))
-    failures = meeting.failures(meeting.attempt(nccl_library.info) or _why_not_to_borrow(backend, making.device))
-    if failures:
-        raise ValueError(f"the process group has no NCCL communicator that can be borrowed{failures}")
-    with _peers_to_keep(making) as peers:
-        options = _agreed_options(making, peers)
-
-        def borrowed(_: float) -> list[Any]:
-            return [core.borrow_nccl_comm(peers, making.device, backend._comm_ptr(), options)]
-
-        return _all_or_none(making, borrowed)[0]
-
-
-def _why_not_to_borrow(backend: Any, device: int) -> str:
-    """A communicator is a pointer into the library that made it: no other copy of NCCL can use it."""
-    if not hasattr(backend, "_comm_ptr"):
-        return f"there is none on {torch_device(device)}: {backend}"
-    found, of_torch = nccl_library.info(), nccl_library.version_of_torch()
-    if found.found != "loaded already":
-        remedy = "; unset it" if found.found == "BW_NCCL_LIB" else ""
-        return (
-            f"bucketwheel uses {found.path} ({found.found}), which need not be the copy that torch has loaded{remedy}"
-        )
-    if of_torch not in (None, nccl_library.version_text(found.version)):
-        return f"torch has NCCL {of_torch}, and bucketwheel {nccl_library.version_text(found.version)} ({found.path})"
-    return ""
 
 
 def features(

@@ -1,25 +1,20 @@
-"""The life of communicators: what outlives them, pairs, parts, borrowed ones, forks, the end of the process."""
+"""The life of communicators: what outlives them, pairs, parts, forks, the end of the process."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from bucketwheel.comm import nccl_library
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
-from tests.conformance.collectives.test_simulated_nccl import new_comm
 from tests.support import simulated_nccl
-from tests.support.comm_cases import check_usable, on_nccl
+from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
 from tests.support.nccl_failure_cases import die, expect_gone, flights, fresh_ranks, nccl_comm, read_flight, script
 from tests.support.requirements import slow_case
@@ -300,48 +295,6 @@ def splits(comm: Communicator) -> None:
 
 def test_split(run):
     run(splits)
-
-
-# ------------------------------------------------------------------------------------------------------------ borrowed
-
-
-def borrows(comm: Communicator) -> None:
-    library = simulated_nccl.install()
-    mine = nccl_library.unique_id() if comm.rank == 0 else b""
-    theirs = new_comm(library, comm.rank, comm.size, comm.exchange(mine)[0])
-
-    class Backend:
-        def _comm_ptr(self) -> int:
-            return theirs.value or 0
-
-    whole = torch.distributed.group.WORLD
-    borrow = lambda: Communicator.borrow(whole, name="lent", timeout_s=20)  # noqa: E731
-    with mock.patch.object(type(whole), "_get_backend", lambda *_: Backend()):
-        ours = nccl_library.info()
-        with pytest.raises(ValueError, match=r"rank 0: bucketwheel uses .*\(BW_NCCL_LIB\).*unset it"):
-            borrow()
-        loaded = replace(ours, found="loaded already")
-        # Of one rank alone: all refuse.
-        with mock.patch.object(nccl_library, "info", lambda: replace(loaded, version=22701) if comm.rank else loaded):
-            with mock.patch.object(nccl_library, "version_of_torch", lambda: nccl_library.version_text(ours.version)):
-                with pytest.raises(ValueError, match=r"\n  rank 1: torch has NCCL \S+, and bucketwheel 2.27.1 "):
-                    borrow()
-        with mock.patch.object(nccl_library, "info", lambda: loaded):
-            with mock.patch.object(nccl_library, "version_of_torch", lambda: None):
-                borrowed = borrow()
-    check_usable(borrowed)
-    live = library.fake_nccl_live_comms()
-    borrowed.close()
-    assert library.fake_nccl_live_comms() == live and library.fake_nccl_calls(b"ncclCommAbort") == 0
-    comm.exchange(b"")
-    again_failed = error_of(lambda: gather(borrowed))[0]
-    assert again_failed == "ClosedError"
-    assert library.ncclCommDestroy(ctypes.c_void_p(theirs.value)) == 0
-
-
-@pytest.mark.parametrize("world", [2])
-def test_a_borrowed_communicator(world, rank_pool):
-    rank_pool(world).run(on_nccl, borrows, timeout_s=30)
 
 
 # -------------------------------------------------------------------------------------------------------------- flight

@@ -9,14 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bucketwheel.comm import nccl as comm_nccl
 from bucketwheel.comm import nccl_library
@@ -24,7 +22,6 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, DeviceError
 from bucketwheel.errors import Error as AnyError
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
 from tests.support import simulated_nccl
 from tests.support.comm_cases import check_usable
@@ -175,40 +172,6 @@ def test_a_rank_without_its_device_tells_the_others(way, rank_pool):
     assert [kind for kind, _, _ in results] == ["CommError", "DeviceError", "CommError"]
     assert all("cuda:9 was asked for" in text and took_s < SOON_S for _, text, took_s in results), results
     assert "rank 1: DeviceError" in results[0][1]
-
-
-def borrows_nothing(rank: int, size: int) -> tuple[str, str, float]:
-    script()
-
-    class Backend:
-        def _comm_ptr(self) -> int:
-            return 0
-
-    ours = replace(nccl_library.info(), found="loaded already")
-    begin = time.monotonic()
-    with (
-        posing(),
-        mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *_: Backend()),
-        mock.patch.object(nccl_library, "info", lambda: ours),
-        mock.patch.object(nccl_library, "version_of_torch", lambda: None),
-        mock.patch.object(comm_nccl, "core", comm_nccl_of(rank)),
-        pytest.raises((ValueError, AnyError)) as caught,
-    ):
-        Communicator.borrow(dist.group.WORLD, timeout_s=20)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
-
-
-def comm_nccl_of(rank: int) -> Any:
-    """The native module, whose borrowing works on rank 0."""
-    lent = mock.Mock()
-    return native() if rank else mock.Mock(wraps=native(), borrow_nccl_comm=lambda *_: lent)
-
-
-def test_a_rank_with_nothing_to_borrow_tells_the_others(rank_pool):
-    results = rank_pool(2).run(borrows_nothing, timeout_s=40)
-    assert [kind for kind, _, _ in results] == ["CommError", "ValueError"], results
-    assert "rank 1: ValueError: the process group has no NCCL communicator yet" in results[0][1]
-    assert all(took_s < SOON_S for _, _, took_s in results)
 
 
 # -------------------------------------------------------------------------------------------------------------- Ctrl-C
