@@ -97,13 +97,8 @@ std::vector<std::vector<std::byte>> HostComm::collect(Deadline deadline, const s
   try {
     for (int r = 0; r < world(); ++r) {
       team_->await({0, earlier(deadline, own_deadline), &poll}, [&] { return !is_missing(r); }, is_missing);
-      const uint64_t bytes = read_once(team_->record(r).payload_bytes[slot]);
-      if (bytes > kMaxPayloadBytes) {
-        throw Failure{FailureKind::kError,
-                      "rank " + std::to_string(r) + " claims to have posted " + std::to_string(bytes) + " bytes", r};
-      }
       const std::byte* payload = team_->control().payload(r, slot);
-      payloads.emplace_back(payload, payload + bytes);
+      payloads.emplace_back(payload, payload + team_->record(r).payload_bytes[slot]);
     }
   } catch (const Failure& failure) {
     const bool is_callers_limit = has_passed(deadline) && !has_passed(own_deadline);

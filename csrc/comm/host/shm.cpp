@@ -53,7 +53,7 @@ class ShmTransport final : public Transport {
     uint32_t mapped_slab = kNoSlab;
     const Mapping* current = nullptr;
     for (size_t i = 0; i < op.segments.size(); ++i) {
-      const InputPart part{read_once(theirs.parts[i].slab), read_once(theirs.parts[i].offset_bytes)};
+      const InputPart& part = theirs.parts[i];
       const size_t bytes = op.input_of(i).size_bytes();
       if (bytes == 0) {
         continue;
@@ -67,10 +67,6 @@ class ShmTransport final : public Transport {
         current = mapping.get();
         out.mappings.push_back(std::move(mapping));
       }
-      if (part.offset_bytes > current->size_bytes() || bytes > current->size_bytes() - part.offset_bytes) {
-        throw CommError("rank " + std::to_string(peer) + " names " + std::to_string(bytes) + " bytes at " +
-                        std::to_string(part.offset_bytes) + " of a slab of " + std::to_string(current->size_bytes()));
-      }
       out.begins[i] = current->data() + part.offset_bytes;
     }
     return true;
@@ -78,7 +74,6 @@ class ShmTransport final : public Transport {
 
   bool shares_inputs() const override { return false; }  // peers have mappings of their own
   bool is_dead(int peer) const override { return links_->is_dead(peer); }
-  std::string end_of(int peer) const override { return links_->end_of(peer); }
   std::string describe_peer(int peer) const override { return "pid " + std::to_string(links_->pid(peer)); }
   void leave() noexcept override { links_->close(); }
 
@@ -96,33 +91,17 @@ void expect_options(const ShmOptions& options) {
                  " pids");
 }
 
-Received try_receive(int socket, LinkMessage& message, FileDescriptor& file, const std::string& where) {
-  try {
-    return receive_message(socket, message, file);
-  } catch (const UnknownMessage& unknown) {
-    throw CommError(where + "rank 0 sent " + unknown.text + ": do all ranks run the same version?");
-  }
-}
-
-std::shared_ptr<Mapping> map_control(int file, size_t size_bytes, const std::string& where) {
-  try {
-    return Mapping::of_file(file, size_bytes, true);
-  } catch (const CommError& error) {
-    throw CommError(where + "the control segment that rank 0 sent: " + error.what());
-  }
-}
-
 std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline deadline, const std::string& where) {
   for (;;) {
     LinkMessage message;
     FileDescriptor file;
-    switch (try_receive(socket, message, file, where)) {
+    switch (receive_message(socket, message, file)) {
       case Received::kMessage:
-        if (message.kind != LinkMessage::Kind::kControl || message.size_bytes != size_bytes) {
+        if (message.size_bytes != size_bytes) {
           throw CommError(where + "rank 0 sent a control segment of " + std::to_string(message.size_bytes) +
                           " bytes, expected " + std::to_string(size_bytes) + ": do all ranks run the same version?");
         }
-        return map_control(file.get(), size_bytes, where);
+        return Mapping::of_file(file.get(), size_bytes, true);
       case Received::kEnd:
         throw PeerError(where + "rank 0 hung up while the communicator was being made", {.rank = 0});
       case Received::kNothing:

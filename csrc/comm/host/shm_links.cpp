@@ -64,21 +64,14 @@ void close_registered(FileDescriptor& file) {
   }
 }
 
-// The files of a message, all of them: more than were expected must not stay open.
-std::vector<FileDescriptor> passed_files(msghdr& header) {
-  std::vector<FileDescriptor> files;
-  for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
-    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) {
-      continue;
-    }
-    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (size_t i = 0; i < count; ++i) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-      files.emplace_back(fd);
-    }
+// The file that came with a message; none: -1.
+FileDescriptor passed_file(msghdr& header) {
+  const cmsghdr* const part = CMSG_FIRSTHDR(&header);
+  int fd = -1;
+  if (part != nullptr && part->cmsg_level == SOL_SOCKET && part->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(&fd, CMSG_DATA(part), sizeof(int));
   }
-  return files;
+  return FileDescriptor(fd);
 }
 
 }  // namespace
@@ -133,20 +126,17 @@ Received receive_message(int socket, LinkMessage& message, FileDescriptor& file)
   if (size < 0) {
     return errno == EAGAIN ? Received::kNothing : Received::kEnd;
   }
-  std::vector<FileDescriptor> files = passed_files(header);
-  if (size == 0 && files.empty()) {
+  file = passed_file(header);
+  if (size == 0) {
     return Received::kEnd;
   }
-  if (size != sizeof(message) || (header.msg_flags & MSG_TRUNC) != 0 || files.size() > 1) {
-    throw UnknownMessage{"a message of " + std::to_string(size) +
-                         ((header.msg_flags & MSG_TRUNC) != 0 ? " bytes and more" : " bytes") + " with " +
-                         std::to_string(files.size()) + " file descriptors, expected " +
-                         std::to_string(sizeof(message)) + " with one at most"};
+  if (size != sizeof(message)) {
+    throw CommError("a peer sent a message of " + std::to_string(size) + " bytes, expected " +
+                    std::to_string(sizeof(message)) + ": do all ranks run the same version?");
   }
   if ((header.msg_flags & MSG_CTRUNC) != 0) {
     throw CommError("a peer's memory could not be received: too many open files (raise 'ulimit -n')");
   }
-  file = files.empty() ? FileDescriptor() : std::move(files.front());
   return Received::kMessage;
 }
 
@@ -253,35 +243,17 @@ void ShmLinks::tell_peers() {
 }
 
 void ShmLinks::take(Peer& peer, const LinkMessage& message, const FileDescriptor& file) {
-  const std::string named = "slab " + std::to_string(message.slab);
   std::shared_ptr<Mapping> mapping;  // mapped and unmapped without the lock
   if (message.kind == LinkMessage::Kind::kSlab) {
     mapping = Mapping::of_file(file.get(), message.size_bytes, false);
-  } else if (message.kind != LinkMessage::Kind::kSlabGone) {  // from another process: any number
-    throw UnknownMessage{"a message of kind " + std::to_string(static_cast<uint32_t>(message.kind))};
   }
   std::lock_guard lock(slabs_mutex_);
   if (mapping != nullptr) {
-    if (!peer.slabs.emplace(message.slab, std::move(mapping)).second) {
-      throw UnknownMessage{named + ", which it has announced before"};
-    }
+    peer.slabs[message.slab] = std::move(mapping);
   } else if (const auto found = peer.slabs.find(message.slab); found != peer.slabs.end()) {
     mapping = std::move(found->second);
     peer.slabs.erase(found);
-  } else if (peer.broken.empty()) {
-    throw UnknownMessage{"the end of " + named + ", which it has not announced"};
   }
-}
-
-void ShmLinks::cut_off(Peer& peer, const std::string& fault) noexcept {
-  std::lock_guard lock(slabs_mutex_);
-  peer.fault = fault;
-}
-
-std::string ShmLinks::end_of(int rank) const {
-  std::lock_guard lock(slabs_mutex_);
-  const std::string& fault = peers_[static_cast<size_t>(rank)]->fault;
-  return fault.empty() ? "died" : "was cut off, for it sent " + fault;
 }
 
 // Reads what has come, of a peer that sends without end a part; `has_ended`: the process is no more, which counts once all
@@ -301,10 +273,6 @@ void ShmLinks::look_at(Peer& peer, bool has_ended) noexcept {
         continue;
       }
       has_ended = has_ended || received == Received::kEnd;
-      break;
-    } catch (const UnknownMessage& unknown) {
-      cut_off(peer, unknown.text);
-      has_ended = true;
       break;
     } catch (const std::exception& error) {
       std::lock_guard lock(slabs_mutex_);

@@ -3,7 +3,7 @@
 // [Note: liveness] A watcher thread, which never needs the GIL, sleeps in poll() on the sockets and, where the system
 // has them, on pidfds. When a process ends, however it ends, the kernel closes its sockets: the watcher marks the
 // peer dead and rings this rank's doorbell. A rank that leaves in an orderly way says so in its record before it
-// closes. A peer that sends what no rank sends is treated as one that has died.
+// closes.
 //
 // [Note: slabs travel ahead] A rank announces a slab to its peers before anybody can use it; operations name slabs
 // by id. A peer may have yet to receive the announcement when an operation names the slab: the operation then waits
@@ -48,12 +48,8 @@ struct LinkMessage {
 enum class Sent { kSent, kFull, kShort, kEnd };
 // Never blocks. `file`: the descriptor to pass, -1: none.
 Sent send_message(int socket, const LinkMessage& message, int file);
-struct UnknownMessage {  // thrown inside comm/ only
-  std::string text;
-};
 enum class Received { kMessage, kNothing, kEnd };
-// Never blocks. CommError when a passed file descriptor was lost (too many open files); UnknownMessage for what no rank
-// sends, of another length or with several file descriptors.
+// Never blocks. CommError when a passed file descriptor was lost (too many open files), or for a message of another length.
 Received receive_message(int socket, LinkMessage& message, FileDescriptor& file);
 
 class ShmLinks {
@@ -63,8 +59,6 @@ class ShmLinks {
   ~ShmLinks();
 
   bool is_dead(int rank) const { return peers_[static_cast<size_t>(rank)]->is_dead; }
-  // How a dead peer ended, for messages.
-  std::string end_of(int rank) const;
   pid_t pid(int rank) const { return peers_[static_cast<size_t>(rank)]->pid; }
   // A peer's slab, null when its announcement has not arrived. CommError when we could not receive it.
   std::shared_ptr<Mapping> slab(int rank, uint32_t id) const;
@@ -81,7 +75,6 @@ class ShmLinks {
     std::atomic<bool> is_dead{false};
     std::map<uint32_t, std::shared_ptr<Mapping>> slabs;
     std::string broken;  // why slabs can no longer be received
-    std::string fault;   // what it sent that no rank sends: nothing more is read of it
     Sent last_sent = Sent::kSent;
   };
   struct Announced {
@@ -91,7 +84,6 @@ class ShmLinks {
   void watch() noexcept;
   void look_at(Peer& peer, bool has_ended) noexcept;
   void take(Peer& peer, const LinkMessage& message, const FileDescriptor& file);
-  void cut_off(Peer& peer, const std::string& fault) noexcept;
   int list_polled(std::vector<pollfd>& polled, std::vector<Peer*>& owners);
   void tell_peers();
   void tell(size_t rank, uint32_t id, Announced& announced);
@@ -100,7 +92,7 @@ class ShmLinks {
   const int rank_;
   RankRecord& own_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  mutable std::mutex slabs_mutex_;  // of Peer::slabs, broken and fault
+  mutable std::mutex slabs_mutex_;  // of Peer::slabs and broken
   std::mutex send_mutex_;           // of Peer::last_sent, of the two below, and of sending
   std::map<uint32_t, Announced> announced_;
   bool is_closed_ = false;

@@ -48,7 +48,7 @@ std::optional<uint64_t> failed_seq(const RankRecord& record, const Team::Wait& w
   if (record.failure == FailureKind::kNone) {
     return {};
   }
-  const uint64_t seq = read_once(record.failure_seq);
+  const uint64_t seq = record.failure_seq;
   return wait.seq == 0 || seq <= wait.seq ? std::optional(seq) : std::nullopt;
 }
 
@@ -144,8 +144,7 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
       }
       throw Failure{FailureKind::kPeer,
                     "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + " " +
-                        (has_left ? "has closed the communicator" : transport_->end_of(r)) + "; needed for " +
-                        text_of_wait(wait),
+                        (has_left ? "has closed the communicator" : "died") + "; needed for " + text_of_wait(wait),
                     r, wait.seq};
     }
   }
@@ -157,10 +156,7 @@ void Team::expect_not_failed(const Wait& wait, int rank) const {
   if (!seq) {
     return;
   }
-  FailureKind kind = theirs.failure;
-  if (kind == FailureKind::kNone || kind > FailureKind::kClosed) {  // what no rank writes
-    kind = FailureKind::kError;
-  }
+  const FailureKind kind = theirs.failure;
   const std::string text = text_at(theirs.failure_text);
   const bool names_origin = kind == FailureKind::kAborted || text.find(kOrigin) != std::string::npos;
   throw Failure{kind,

@@ -1,4 +1,4 @@
-// Team: one rank's view of the progress of all ranks, and the waiting for it.
+// Team: one rank's view of the progress of all ranks, and the waiting for it. Transport: how it reaches its peers' memory.
 #pragma once
 
 #include <atomic>
@@ -7,13 +7,40 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
+#include "comm/failure.h"
 #include "comm/host/control.h"
-#include "comm/host/transport.h"
 #include "comm/operation.h"
-#include "comm/peers/health.h"
+#include "pool/pool.h"
 
 namespace bucketwheel {
+
+// The inputs of one peer as this rank reads them, by segment, and what keeps them mapped.
+struct PeerInputs {
+  std::vector<const std::byte*> begins;
+  std::vector<std::shared_ptr<const void>> mappings;
+};
+
+// How a communicator reaches its peers' memory, and knows that they live. One per backend.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* backend() const = 0;
+  virtual const PoolRef& pool() const = 0;
+  // Writes into this rank's descriptor where peers find the inputs; false when they must be staged.
+  virtual bool describe_inputs(const Operation& op, RankRecord& own) = 0;
+  // Finds the inputs that a peer described; false when a slab has not arrived yet (its arrival rings our doorbell).
+  virtual bool find_inputs(int peer, const RankRecord& theirs, const Operation& op, PeerInputs& out) = 0;
+  // Whether the memory of our inputs goes away for the peers too when we free it.
+  virtual bool shares_inputs() const = 0;
+  // Ended without leave(). The doorbell rings when this turns true.
+  virtual bool is_dead(int peer) const = 0;
+  // For messages: "pid 1234".
+  virtual std::string describe_peer(int peer) const = 0;
+  // Says goodbye; no memory of ours is announced to peers any more.
+  virtual void leave() noexcept = 0;
+};
 
 class Team {
  public:
