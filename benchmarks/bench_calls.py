@@ -35,8 +35,8 @@ from harness import Rank, Results, Timing, collectives_of_torch, parse_args, rot
 
 from bucketwheel.comm import shm  # noqa: E402
 from bucketwheel.comm.backends import LocalWorld  # noqa: E402
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest  # noqa: E402
 from bucketwheel.comm.communicator import Communicator  # noqa: E402
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest  # noqa: E402
 from bucketwheel.kernels.ops import all_gather, reduce_scatter  # noqa: E402
 from bucketwheel.testing import run_threads  # noqa: E402
 from tests.support import simulated_cuda, simulated_nccl  # noqa: E402

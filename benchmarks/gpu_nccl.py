@@ -18,9 +18,9 @@ from gpu_timing import Bench, random
 from harness import Timing, collectives_of_torch, rotation
 
 from bucketwheel.comm import nccl_library as which
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from tests.gpu.device import DEVICE
 

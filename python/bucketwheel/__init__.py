@@ -5,9 +5,9 @@ Importing compiles nothing; the native module builds itself at first use.
 
 from bucketwheel._version import __version__
 from bucketwheel.comm.backends import LocalRank, LocalWorld
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle, wait_all
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import (
     BuildError,
     ClosedError,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bucketwheel.comm import nccl as comm_nccl
 from bucketwheel.comm import nccl_library
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import CaptureError, CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.testing import assert_bitwise_equal

@@ -15,8 +15,8 @@ import torch
 from bucketwheel.comm import collectives
 from bucketwheel.comm import communicator as comm_module
 from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import ClosedError
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from tests.support.comm_cases import check_usable, run_local

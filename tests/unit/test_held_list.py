@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from bucketwheel.comm.collectives import AllGatherRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.request import AllGatherRequest
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
 

@@ -1,4 +1,5 @@
-"""Collectives on plain tensor lists: coalesced all-gather and reduce-scatter that return handles.
+"""Collectives on plain tensor lists: coalesced all-gather and reduce-scatter that return handles; requests are
+collectives on fixed buffers.
 
 Arguments are checked before anything is enqueued, and what is raised names the offending index.
 """
@@ -17,13 +18,14 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import native_stream
+from bucketwheel.native import core
 
 # Without the public function's look at its argument: 0.15 us of every call.
 increment_version: Callable[[list[torch.Tensor]], None] = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version
 )
 
-__all__ = ["PreMulSum", "all_gather", "reduce_scatter"]
+__all__ = ["AllGatherRequest", "PreMulSum", "ReduceScatterRequest", "all_gather", "reduce_scatter"]
 
 _NATIVE_DTYPES = frozenset(
     {
@@ -31,6 +33,7 @@ _NATIVE_DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     }
 )
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -58,8 +61,8 @@ class PreMulSum:
 
 
 def all_gather(
-    outputs: torch.Tensor | Sequence[torch.Tensor],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
+    outputs: Tensors,
+    inputs: Tensors,
     comm: Communicator,
     *,
     stream: Any = None,
@@ -103,8 +106,8 @@ def all_gather(
 
 
 def reduce_scatter(
-    outputs: torch.Tensor | Sequence[torch.Tensor],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
+    outputs: Tensors,
+    inputs: Tensors,
     comm: Communicator,
     *,
     op: str | PreMulSum = "sum",
@@ -140,7 +143,7 @@ def reduce_scatter(
     return Handle(handle, comm)
 
 
-def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def listed(tensors: Tensors) -> list[torch.Tensor]:
     """A list as it is: to be read only."""
     if isinstance(tensors, list):
         return tensors
@@ -169,7 +172,63 @@ def _bytes_of(tensor: Any) -> Any:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-# Of NCCL, once each.
+# ---- requests: checked once, started any number of times ----------------------------------------------------------------
+
+
+class _Request:
+    __slots__ = ("_comm", "_native", "_outputs")
+
+    def __init__(self, native_request: Any, outputs: list[torch.Tensor], comm: Communicator) -> None:
+        self._native = native_request
+        self._outputs = list(outputs)
+        self._comm = comm
+
+    def start(self, *, stream: Any = None, after: Sequence[Handle] = (), timing: bool = False) -> Handle:
+        """Run the operation once more. Arguments, ordering and the errors of the communicator are those of
+        `all_gather`; the tensors are not looked at again. Starting counts as a call: all ranks start the same requests
+        in the same order. It may be started again before it is over.
+        """
+        events = [one._native for one in after] if after else []
+        handle = self._native.start(None if stream is None else native_stream(stream), events, timing)
+        increment_version(self._outputs)
+        return Handle(handle, self._comm)
+
+
+class AllGatherRequest(_Request):
+    """An `all_gather` of these tensors, to be started any number of times.
+
+    Everything is checked here, and raises as `all_gather` does; making a request is not collective. The request keeps
+    the memory that the tensors have now, and reads and writes nothing else: a tensor that is given other memory later
+    (``.data = ...``, ``set_``) is not followed. Their storages must not be resized.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator) -> None:
+        outs, ins = listed(outputs), listed(inputs)
+        warn_of_many(comm, outs)
+        try:
+            request = core.all_gather_request(comm._native, outs, ins)
+        except TypeError:
+            request = core.all_gather_request(comm._native, *by_bytes(outs, ins))
+        super().__init__(request, outs, comm)
+
+
+class ReduceScatterRequest(_Request):
+    """A `reduce_scatter` of these tensors, to be started any number of times; otherwise as `AllGatherRequest`."""
+
+    __slots__ = ()
+
+    def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator, *, op: str | PreMulSum = "sum") -> None:
+        outs, ins = listed(outputs), listed(inputs)
+        native_op = native_op_of(op)
+        warn_of_many(comm, outs)
+        if op == "avg":
+            warn_of_rounded_average(comm, outs)
+        super().__init__(core.reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)
+
+
+# ---- warnings of NCCL, once each ------------------------------------------------------------------------------------------
 
 MANY_TENSORS = 64
 _warned_of_nccl: set[str] = set()

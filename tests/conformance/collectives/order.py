@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.errors import ClosedError, CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core

@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
+from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
-from bucketwheel.comm.request import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.kernels.ops import PreMulSum, all_gather
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.comm_cases import (
