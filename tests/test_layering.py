@@ -28,11 +28,11 @@ MAY_INCLUDE = {
     "plan": {"base", "device"},
     "kernels": {"base", "device"},
     "pool": {"base", "device", "plan"},
-    "comm": {"base", "device", "plan", "kernels", "pool", "comm/peers", "comm/host"},
-    "comm/peers": {"base", "device", "plan", "kernels", "pool", "comm", "comm/host"},
-    "comm/host": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers"},
-    "comm/nccl": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers"},
-    "comm/c10d": {"base", "device", "plan", "kernels", "pool", "comm", "comm/peers", "comm/host"},
+    "comm": {"base", "device", "kernels", "pool"},
+    "comm/peers": {"base", "device", "comm"},
+    "comm/host": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
+    "comm/nccl": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
+    "comm/c10d": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
 }
 MAY_INCLUDE["bindings"] = set(MAY_INCLUDE)
 

@@ -1,10 +1,12 @@
-// Rounding to powers of two.
+// Rounding to powers of two, and the size of a cache line.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 namespace bucketwheel {
+
+inline constexpr size_t kCacheLineBytes = 64;
 
 constexpr bool is_power_of_two(size_t value) { return value != 0 && (value & (value - 1)) == 0; }
 

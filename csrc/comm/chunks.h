@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/host/control.h"
+#include "base/align.h"
 #include "comm/operation.h"
 
 namespace bucketwheel {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/peers/health.h"
+#include "comm/failure.h"
 #include "device/deferred_event.h"
 #include "device/device_cuda.h"
 
@@ -18,34 +18,23 @@ constexpr std::chrono::microseconds kLook{50};  // between two looks at what pee
 
 }  // namespace
 
-bool Fate::complete() {
-  std::lock_guard lock(mutex_);
-  if (state_ == State::kRunning) {
-    state_ = State::kDone;
-  }
-  return state_ == State::kDone;
+bool Outcome::complete() {
+  State expected = State::kRunning;
+  return state_.compare_exchange_strong(expected, State::kDone) || expected == State::kDone;
 }
 
-void Fate::fail(std::exception_ptr error) {
+void Outcome::fail(std::exception_ptr error) {
   std::lock_guard lock(mutex_);
   if (state_ == State::kRunning) {
-    state_ = State::kFailed;
     error_ = std::move(error);
+    State expected = State::kRunning;
+    state_.compare_exchange_strong(expected, State::kFailed);
   }
 }
 
-void Fate::rethrow() const {
-  std::lock_guard lock(mutex_);
+void Outcome::rethrow() const {
   if (state_ == State::kFailed) {
     std::rethrow_exception(error_);
-  }
-}
-
-void Handle::rethrow() const {
-  if (state_->has_fate) {
-    state_->fate.rethrow();
-  } else if (state_->error) {
-    std::rethrow_exception(state_->error);
   }
 }
 
@@ -54,38 +43,34 @@ void Handle::wait(Stream* stream) {
     synchronize();
     return;
   }
-  if (state_->has_fate) {
-    rethrow();
-  }
+  state_->outcome.rethrow();
   stream->wait(state_->done);
 }
 
 bool Handle::await_done(Deadline deadline) const {
-  if (!state_->has_fate) {
-    return state_->done->synchronize(deadline);
+  if (state_->device.kind == DeviceId::Kind::kCpu) {
+    return state_->done->synchronize(deadline);  // not in slices: who waits without a deadline helps the worker
   }
   // In slices: an operation may fail while the device cannot be made to give it up.
   while (!state_->done->synchronize(earlier(deadline, Clock::now() + kSlice))) {
-    rethrow();
+    state_->outcome.rethrow();
     if (has_passed(deadline)) {
       return false;
     }
   }
-  state_->fate.complete();
   return true;
 }
 
 void Handle::synchronize(Deadline deadline) {
-  if (state_->has_fate) {
-    rethrow();
-  }
+  state_->outcome.rethrow();
   if (!await_done(deadline)) {
     const std::string reason = std::string(state_->op) + " of " + std::to_string(state_->size_bytes) +
                                " bytes was still running at the deadline given to synchronize()";
     throw CommTimeout(prefix_of(*state_->who, state_->seq) + reason,
                       {.op = state_->op, .seq = state_->seq, .reason = reason});
   }
-  rethrow();
+  state_->outcome.complete();
+  state_->outcome.rethrow();
 }
 
 bool Handle::is_ordered() const { return await_order(Clock::now()); }
@@ -109,16 +94,12 @@ bool Handle::await_order(Deadline deadline) const {
 }
 
 bool Handle::query() const {
-  if (state_->has_fate) {
-    rethrow();
-  }
+  state_->outcome.rethrow();
   if (!state_->done->query()) {
     return false;
   }
-  if (state_->has_fate) {
-    state_->fate.complete();
-  }
-  rethrow();
+  state_->outcome.complete();
+  state_->outcome.rethrow();
   return true;
 }
 

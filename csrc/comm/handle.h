@@ -1,6 +1,7 @@
 // Handle: the completion of one collective, and the owner of everything the collective reads or writes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -16,20 +17,21 @@
 
 namespace bucketwheel {
 
-// How an operation of a device ended. Its event does not tell: that of an aborted one completes too.
-class Fate {
+// How an operation ended. What comes first stands. Thread-safe.
+class Outcome {
  public:
-  // The event has completed. False when the operation has failed before.
+  // The operation is done. False when it has failed before.
   bool complete();
-  // The operation has failed, unless it had completed.
+  // The operation has failed, unless it was done.
   void fail(std::exception_ptr error);
-  void rethrow() const;  // what it failed with; returns when it has not
+  // Throws what it failed with; returns when it has not.
+  void rethrow() const;
 
  private:
   enum class State : uint8_t { kRunning, kDone, kFailed };
-  mutable std::mutex mutex_;
-  State state_ = State::kRunning;
-  std::exception_ptr error_;
+  std::atomic<State> state_{State::kRunning};
+  std::mutex mutex_;          // of fail()
+  std::exception_ptr error_;  // written before kFailed, and not after
 };
 
 class Handle {
@@ -61,9 +63,10 @@ class Handle {
   bool is_captured() const;
   const EventRef& event() const { return state_->done; }  // completes when the operation is over, failed or not
 
-  // What the communicator's task and the handle share. The task writes `error` and empties `keepalive` before `done`
-  // completes; the rest is set before the handle is given out. An operation whose end others than its own task may
-  // bring about has its fate instead of `error`.
+  // What the communicator and the handle share; set before the handle is given out, but for `outcome`, and for
+  // `keepalive`, which is emptied when the operation is over. On the CPU only the operation's task ends it: `outcome`
+  // is known when `done` completes. On CUDA the event of an aborted operation completes too, so that it proves nothing,
+  // and the operation may fail before.
   struct State {
     uint64_t seq = 0;
     const char* op = "";
@@ -71,16 +74,13 @@ class Handle {
     size_t size_bytes = 0;
     DeviceId device;
     EventRef done;
-    std::exception_ptr error;
-    bool has_fate = false;
     std::function<bool()> is_met;  // CUDA: whether all ranks have issued it; null: known otherwise, or not known
-    mutable Fate fate;
+    mutable Outcome outcome;
     std::vector<Keepalive> keepalive;
   };
   explicit Handle(std::shared_ptr<const State> state) : state_(std::move(state)) {}
 
  private:
-  void rethrow() const;
   bool await_done(Deadline deadline) const;
   std::shared_ptr<const State> state_;
 };

@@ -55,8 +55,12 @@ void IssueOrder::run(const Operation& op, Handle::State& state) {
   flight_.started(op.seq);
   std::exception_ptr error = execute_(op, state.op);
   flight_.finished(op.seq, !error);
-  state.error = std::move(error);
   std::exchange(state.keepalive, {}).clear();
+  if (error) {
+    state.outcome.fail(std::move(error));
+  } else {
+    state.outcome.complete();
+  }
 }
 
 void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up, std::function<void()> last) {

@@ -8,10 +8,10 @@
 #include <string>
 
 #include "comm/comm.h"
+#include "comm/failure.h"
+#include "comm/flight.h"
 #include "comm/handle.h"
 #include "comm/operation.h"
-#include "comm/peers/flight.h"
-#include "comm/peers/health.h"
 
 namespace bucketwheel {
 

@@ -155,7 +155,7 @@ Description Operation::description() const {
   return out;
 }
 
-std::string text_of(Description description) {
+std::string text_of(const Description& description) {
   const auto collective = static_cast<Collective>(description.collective);
   std::string out = name_of(collective);
   if (collective == Collective::kReduceScatter) {

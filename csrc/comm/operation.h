@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "comm/comm.h"
-#include "comm/host/control.h"
 
 namespace bucketwheel {
 
@@ -20,6 +19,21 @@ struct OperationKind {
   Collective collective = Collective::kAllGather;
   Reduction reduction;  // of a reduce-scatter
   int root = 0;         // of a broadcast
+};
+
+// What an operation is, for messages: with its first tensors. Plain data, which ranks of one host read of each other.
+struct Description {
+  uint8_t collective;
+  uint8_t reduce;
+  int32_t root;
+  double factor;
+  uint64_t tensors;
+  uint64_t size_bytes;
+  static constexpr size_t kShown = 6;
+  struct Shown {
+    uint8_t dtype;
+    int64_t numel;
+  } shown[kShown];
 };
 
 struct Operation : OperationKind {
@@ -38,7 +52,7 @@ struct Operation : OperationKind {
 };
 
 // "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]".
-std::string text_of(Description description);  // a copy: a peer may change its own
+std::string text_of(const Description& description);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.

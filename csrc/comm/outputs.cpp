@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/host/control.h"
+#include "base/align.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/reduce.h"
 

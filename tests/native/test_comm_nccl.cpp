@@ -324,10 +324,10 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   inflight.enter(op, Clock::now());
   CHECK(inflight.front() && inflight.front()->op == op);
   CHECK(inflight.give_up(std::make_exception_ptr(CommError("too late"))));
-  Inflight::Item item{op, {}, default_stream()->record(), std::make_shared<Fate>(), {}};
-  const auto fate = item.fate;
+  Inflight::Item item{op, {}, default_stream()->record(), std::make_shared<Outcome>(), {}};
+  const auto outcome = item.outcome;
   inflight.add(std::move(item));
-  CHECK_THROWS(CommError, "too late", fate->rethrow());
+  CHECK_THROWS(CommError, "too late", outcome->rethrow());
   CHECK(inflight.is_settled() && inflight.take_finished().size() == 1 && !inflight.front());
 }
 

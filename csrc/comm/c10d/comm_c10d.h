@@ -12,8 +12,8 @@
 #include "comm/c10d/wire.h"
 #include "comm/c10d/wire_exchange.h"
 #include "comm/comm.h"
+#include "comm/flight.h"
 #include "comm/issue_order.h"
-#include "comm/peers/flight.h"
 #include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "base/platform.h"
+#include "comm/failure.h"
 #include "comm/outputs.h"
-#include "comm/peers/health.h"
 
 namespace bucketwheel {
 namespace {

@@ -7,17 +7,18 @@
 // All words are sequentially consistent: a rank stores its word and then looks whether anybody sleeps, a waiter says
 // that it sleeps and then looks at the word; with anything weaker both could miss each other.
 //
-// Zero-filled memory is a valid control segment. What a peer has written may be anything, and may change while it is read:
-// words that are no atomics are read once, before they are checked.
+// Zero-filled memory is a valid control segment.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
-namespace bucketwheel {
+#include "base/align.h"
+#include "comm/failure.h"
+#include "comm/operation.h"
 
-inline constexpr size_t kCacheLineBytes = 64;
+namespace bucketwheel {
 
 // Where one input lies, for peers that map the slab.
 struct InputPart {
@@ -25,23 +26,6 @@ struct InputPart {
   uint64_t offset_bytes;
 };
 inline constexpr uint32_t kNoSlab = UINT32_MAX;  // an empty input
-
-enum class FailureKind : uint32_t { kNone, kAborted, kPeer, kTimeout, kMismatch, kError, kClosed };
-
-// What an operation is, for messages: with its first tensors.
-struct Description {
-  uint8_t collective;
-  uint8_t reduce;
-  int32_t root;
-  double factor;
-  uint64_t tensors;
-  uint64_t size_bytes;
-  static constexpr size_t kShown = 6;
-  struct Shown {
-    uint8_t dtype;
-    int64_t numel;
-  } shown[kShown];
-};
 
 struct RankRecord {
   alignas(kCacheLineBytes) std::atomic<uint64_t> entered;
@@ -107,12 +91,6 @@ class Control {
   std::byte* base_;
   int world_;
 };
-
-// A word of a peer's record.
-template <class Word>
-Word read_once(const Word& word) {
-  return static_cast<const volatile Word&>(word);
-}
 
 // Wakes whoever sleeps on the record's doorbell.
 void ring(RankRecord& record);

@@ -9,10 +9,10 @@
 #include <string>
 
 #include "comm/comm.h"
+#include "comm/failure.h"
+#include "comm/flight.h"
 #include "comm/host/team.h"
 #include "comm/issue_order.h"
-#include "comm/peers/flight.h"
-#include "comm/peers/health.h"
 #include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 

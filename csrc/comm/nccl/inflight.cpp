@@ -21,7 +21,7 @@ void Inflight::add(Item item) {
   std::lock_guard lock(mutex_);
   entered_.reset();
   if (given_up_with_ != nullptr) {  // while it was being enqueued: its event says nothing about its outcome
-    item.fate->fail(given_up_with_);
+    item.outcome->fail(given_up_with_);
     flight_.finished(item.op->seq, false);
   }
   running_.push_back({std::move(item), {}});
@@ -42,7 +42,7 @@ std::vector<Inflight::Item> Inflight::take_finished(size_t most) {
     if (item.done == nullptr || !item.done->query()) {
       break;
     }
-    flight_.finished(item.op->seq, item.fate->complete());
+    flight_.finished(item.op->seq, item.outcome->complete());
     finished.push_back(std::move(item));
     running_.pop_front();
   }
@@ -75,11 +75,11 @@ bool Inflight::give_up(const std::exception_ptr& error) {
     const Item& item = running.item;
     bool is_done = false;
     try {
-      is_done = item.done != nullptr && item.done->query() && item.fate->complete();
+      is_done = item.done != nullptr && item.done->query() && item.outcome->complete();
     } catch (const std::exception&) {  // the device is in trouble
     }
     if (!is_done) {
-      item.fate->fail(error);
+      item.outcome->fail(error);
       flight_.finished(item.op->seq, false);
     }
   }

@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "comm/flight.h"
 #include "comm/handle.h"
 #include "comm/operation.h"
-#include "comm/peers/flight.h"
 
 namespace bucketwheel {
 
@@ -22,7 +22,7 @@ class Inflight {
     std::shared_ptr<Operation> op;
     std::vector<EventRef> ready;  // what it starts after
     EventRef done;                // null: it is not known when what it uses is free
-    std::shared_ptr<Fate> fate;
+    std::shared_ptr<Outcome> outcome;
     std::vector<Handle::Keepalive> keepalive;
   };
   explicit Inflight(FlightRing& flight) : flight_(flight) {}

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "comm/peers/health.h"
+#include "comm/failure.h"
 
 namespace bucketwheel {
 

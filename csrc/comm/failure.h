@@ -1,4 +1,4 @@
-// Health: whether a communicator can go on, and if not, the error that everybody gets who asks it for something.
+// Failure: why a communicator cannot go on. Health: whether it can, and if not, the error that every caller gets.
 #pragma once
 
 #include <atomic>
@@ -8,11 +8,12 @@
 #include <string>
 
 #include "base/error.h"
-#include "comm/host/control.h"
 
 namespace bucketwheel {
 
-// Why the communicator cannot go on. Thrown inside comm/ only; Health turns it into the error that callers see.
+enum class FailureKind : uint32_t { kNone, kAborted, kPeer, kTimeout, kMismatch, kError, kClosed };
+
+// Thrown inside comm/ only; Health turns it into the error that callers see.
 struct Failure {
   FailureKind kind;
   std::string text;

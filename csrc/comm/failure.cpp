@@ -1,4 +1,4 @@
-#include "comm/peers/health.h"
+#include "comm/failure.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include "comm/peers/flight.h"
+#include "comm/flight.h"
 
 #include <fcntl.h>
 #include <unistd.h>
