@@ -350,9 +350,7 @@ def test_ctrl_c_at_the_end_of_the_process_leaves_no_communicator_open(monkeypatc
     monkeypatch.setattr(
         comm_module, "_open_communicators", {2: Open("second", []), 1: Open("first", [KeyboardInterrupt])}
     )
-    monkeypatch.setattr(
-        comm_module, "native", lambda: SimpleNamespace(stop_freeing=lambda: calls.append("stop_freeing"))
-    )
+    monkeypatch.setattr(comm_module, "core", SimpleNamespace(stop_freeing=lambda: calls.append("stop_freeing")))
     with pytest.raises(KeyboardInterrupt):
         comm_module._close_all()
     assert calls == [("first", False), ("first", True), ("second", True), "stop_freeing"]

@@ -119,7 +119,7 @@ def test_an_exception_in_the_block_aborts(rank_pool):
 def process(code: str) -> None:
     """Runs in a process with the fake, which ends soon after."""
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
-    setup = "import torch, os\nfrom tests import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
+    setup = "import torch, os\nfrom tests.support import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
     setup += "from bucketwheel.native.modules import native\nnative().set_posing(True)\nfrom bucketwheel.comm.communicator import Communicator\n"
     setup += "from bucketwheel.kernels.ops import all_gather\nfrom bucketwheel.errors import DeviceError\n"
     code = f"{setup}{code}\nimport time\nprint(time.monotonic())"
