@@ -25,7 +25,7 @@ from tests.support.optim_twins import run_local
 from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, run_flow, scaler_step
 
 FOREACH = [True, False, None]
-# --- clipping: rows A1 to A4 of the semantics, the rest is in test_optim_clip.py ----------------------------------------
+# --- clipping: more of it in the conformance suite --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
@@ -79,62 +79,7 @@ def test_clip_grad_value(foreach: bool | None) -> None:
     expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
 
 
-def test_clipping_a_part_and_clipping_twice() -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        run.seen.append(clip_grad_norm_(run.params[:3], 0.5))
-        run.seen.append(clip_grad_norm_(run.params[3:], 1e6))
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
-def test_error_if_nonfinite_raises_on_every_rank() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm)
-        before = [p.detach().clone() for p in run.params]
-        loss = run.loss()
-        if comm.rank == comm.size - 1:
-            loss = loss + run.params[5][3] * math.inf
-        loss.backward()
-        for clip in (clip_grad_norm_, lambda ps, c, **kw: run.opt.clip_grad_norm_(c, **kw)):
-            with pytest.raises(RuntimeError, match="non-finite"):
-                clip(run.params, 1.0, error_if_nonfinite=True)
-        assert_bitwise_equal([p.detach() for p in run.params], before)
-
-    run_local(3, body)
-
-
 # --- accumulation, zeroing, scaling, reading --------------------------------------------------------------------------
-
-
-def test_accumulation_through_the_placeholder() -> None:
-    def flow(run: Run) -> None:
-        for part in range(3):
-            (run.loss() / 4).backward()
-            assert part or run.comm is None or all(type(g) is ShardedGrad for g in run.grads)
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_accumulation_goes_on_after_clipping_and_stepping(overlap: bool) -> None:
-    """Without zero_grad, a later backward adds to what clipping has left."""
-
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        for p in run.params:
-            p.grad *= 0.5
-        run.loss().backward()
-        run.opt.step()
-        run.loss().backward()
-        run.seen.append(get_total_norm(run.grads))
-        for p in run.params:
-            p.grad /= 4
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -19,33 +19,11 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support import optim_twins
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 from tests.support.requirements import slow_case
-from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, make_params, run_flow, scaler_step
+from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, make_params, run_flow
 
 
 def grad_scaler(init_scale: float = 8.0, growth_interval: int = 2, **options: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval, **options)
-
-
-# A7, A8
-@pytest.mark.parametrize("how", ["step", "unscale", "clip", "own clip"])
-def test_grad_scaler(how: str) -> None:
-    def flow(comm: Communicator | None) -> Any:
-        run = Run(comm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        states = []
-        for run.step in range(5):
-            scaler_step(run, scaler, how)
-            run.opt.zero_grad()
-            states.append([t.clone() for t in run.opt._engine.states[0].values()])
-        assert_bitwise_equal(states[2], states[1])
-        return run.result()
-
-    expected = flow(None)
-    scales = [seen for seen in expected[0] if not isinstance(seen, Tensor)]
-    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0] and expected[2] == 4
-    for world in (1, 2, 4):
-        for rank, result in enumerate(run_local(world, flow)):
-            assert_bitwise_equal(result, expected, f"rank {rank} of {world}: ")
 
 
 def test_grad_scaler_disabled() -> None:
@@ -408,31 +386,3 @@ def test_a_rank_without_gradients_takes_part_after_grad_sync() -> None:
 
 
 # --- bfloat16, which needs no scaler ----------------------------------------------------------------------------------
-
-
-def nan_in_one_element(run: optim_twins.Run) -> None:
-    for step in range(3):
-        run.backward(step)
-        if step == 1 and run.rank == run.world - 1:
-            (run.params[3][5, 7] * math.nan).backward()
-        run.see(run.opt.clip_grad_norm_(1e6, parameters=[run.params[0]]))
-        run.step()
-
-
-def nan_in_the_norm(run: optim_twins.Run) -> None:
-    for step in range(3):
-        run.backward(step)
-        if step == 1 and run.rank == 0:
-            (run.params[6][200] * math.nan).backward()
-        run.clip(0.5)
-        run.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("script", [nan_in_one_element, nan_in_the_norm], ids=lambda script: script.__name__)
-def test_a_nan_goes_where_it_goes_in_torch_on_all_ranks(script: Any, dtype: torch.dtype) -> None:  # A10
-    expected = optim_twins.outcome_of_torch(script, dtype=dtype, lr=0.01)
-    local = optim_twins.assert_as_local(script, dtype=dtype, lr=0.01)  # the same bits on all ranks of all worlds
-    wrong = [p.isnan() for p in local.params]
-    assert_bitwise_equal(wrong, [p.isnan() for p in expected.params])
-    assert sum(int(w.sum()) for w in wrong) == (1 if script is nan_in_one_element else sum(w.numel() for w in wrong))

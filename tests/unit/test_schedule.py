@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,67 +87,6 @@ def _reduce(ranks: list[Rank], totals: dict[tuple[int, int], int]) -> None:
             for key, value in part.items():
                 totals[key] = totals.get(key, 0) + value
         rank.launched.clear()
-
-
-def random_layout(rng: random.Random) -> tuple[list[list[int]], int]:
-    buckets_of: list[list[int]] = []
-    bucket = 0
-    for _ in range(rng.randrange(1, 9)):
-        spans = list(range(bucket, bucket + rng.choice([1, 1, 1, 2, 3])))
-        buckets_of.append(spans)
-        bucket = spans[-1] + rng.choice([0, 0, 1])
-    if rng.random() < 0.3:
-        buckets_of.append([])  # a parameter without elements
-    return buckets_of, max((b for bs in buckets_of for b in bs), default=0) + 1
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_any_arrival_order_gives_one_sequence_and_the_right_sums(seed: int) -> None:
-    rng = random.Random(seed)
-    buckets_of, count = random_layout(rng)
-    world = rng.randrange(1, 5)
-    params = len(buckets_of)
-    ranks = [Rank(buckets_of, count) for _ in range(world)]
-    for _ in range(6):  # windows; gradients are dropped after each, as by zero_grad
-        totals: dict[tuple[int, int], int] = {}
-        expected = [0] * params
-        held = [[False] * params for _ in range(world)]
-        kind = rng.choice(["nothing", "zero_grad", "replace some"])
-        restart: set[int] = set()
-        for half in range(2):
-            if half == 1 and kind == "zero_grad":
-                for rank in ranks:
-                    rank.schedule.discard()
-                    rank.late.clear()
-                expected = [0] * params
-                held = [[False] * params for _ in range(world)]
-            if half == 1 and kind == "replace some":  # p.grad = None on every rank
-                restart = {p for p in range(params) if all(h[p] for h in held) and rng.random() < 0.5}
-                for p in restart:
-                    expected[p] = 0
-            for r, rank in enumerate(ranks):
-                order = [p for p in range(params) if rng.random() < 0.7 or p in restart]
-                order += [p for p in order if rng.random() < 0.2]  # twice: shared weights, reentrant checkpointing
-                order = order or [0]
-                rng.shuffle(order)
-                seen: set[int] = set()
-                for p in order:
-                    value = rng.randrange(1, 100)
-                    expected[p] += value
-                    replaces = rank.schedule.has_stored(p) and (not held[r][p] or (p in restart and p not in seen))
-                    rank.carry_out(after(rank.schedule, p, replaces=replaces, launch=rng.random() < 0.9), value)
-                    seen.add(p)
-                    held[r][p] = True
-        if rng.random() < 0.3:  # p.grad = None on every rank, after backward
-            p = rng.randrange(params)
-            expected[p] = 0
-            for h in held:
-                h[p] = False
-        agreement = close(ranks, held, totals)
-        for p, buckets in enumerate(buckets_of):
-            assert bool(agreement.held[p]) == any(h[p] for h in held)
-            for b in buckets:
-                assert totals.get((p, b), 0) == expected[p]
 
 
 def test_buckets_go_in_order_as_they_fill() -> None:

@@ -68,11 +68,16 @@ variant("resumed_model_first", lambda run: resumed(run, "model"), make=two_group
 variant("resumed_optimizer_first", lambda run: resumed(run, "optimizer"), make=two_groups)
 
 
-@script(precisions=("fp32", "fp64"))
+@script(precisions=("fp32", "fp32, bf16 states", "fp64"), options={"lr": 0.01, "weight_decay": 0.1})
 def resumed_from_torch(run: Run) -> None:
     """Parameters that were not used yet have no state there."""
     reference = [Parameter(p.detach().clone()) for p in run.params]
-    theirs = torch.optim.AdamW(reference, lr=0.01, weight_decay=0.1, maximize=run.opt.param_groups[0]["maximize"])
+    theirs = torch.optim.AdamW(
+        reference,
+        lr=0.01,
+        weight_decay=0.1,
+        **{name: run.opt.param_groups[0][name] for name in ("maximize", "amsgrad")},
+    )
     loss_of(reference, dyadic(reference, 0), lambda i: i % 4 > 0).backward()
     theirs.step()
     run.opt.load_state_dict(theirs.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,72 +28,8 @@ def run_of(comm: Communicator | None, dtype: torch.dtype, **options: Any) -> Run
     return run
 
 
-def by_torch(params: list[Parameter]) -> None:
-    with torch.no_grad():
-        params[3].mul_(2)
-
-
-def by_load(params: list[Parameter]) -> None:
-    torch.nn.ParameterList(params).load_state_dict({str(i): p * 2 for i, p in enumerate(params)})
-
-
-def by_moving(params: list[Parameter]) -> None:
-    params[3].data = params[3].data * 2
-
-
 def behind_the_version(params: list[Parameter]) -> None:
     params[3].data.mul_(2)
-
-
-EDITS = [by_torch, by_load, by_moving]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_edit_is_an_error_before_anything_is_updated(
-    dtype: torch.dtype, edit: Callable[[list[Parameter]], None], world: int | None
-) -> None:
-    def body(comm: Communicator | None) -> None:
-        run = run_of(comm, dtype, on_external_update="error")
-        run.backward(1)
-        run.step()  # without an edit nothing is wrong
-        if comm is None or comm.rank == comm.size - 1:  # one rank is enough for all
-            edit(run.params)
-        run.backward(2)
-        before = [p.detach().clone() for p in run.params]
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match=r"parameter 'weight[03]' was modified .*on_external_update='error'.*reload_m"
-            ):
-                run.opt.step()
-        assert_bitwise_equal([p.detach() for p in run.params], before)
-        run.opt.reload_master_params()
-        run.opt.step()
-        assert not torch.equal(run.params[3], before[3])
-        run.opt.close()
-
-    on_ranks(world, body)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_master_ignores_what_it_should_ignore(edit: Callable[[list[Parameter]], None], world: int | None) -> None:
-    """The next step goes on from the master, so it is as if nothing had been written."""
-
-    def body(comm: Communicator | None) -> None:
-        outcomes = []
-        for edits in (False, True):
-            run = run_of(comm, torch.bfloat16, on_external_update="ignore")
-            if edits:
-                edit(run.params)
-            run.backward(1)
-            run.step()
-            outcomes.append([p.detach().clone() for p in run.params])
-            run.opt.close()
-        assert_bitwise_equal(outcomes[1], outcomes[0])
-
-    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -133,24 +68,6 @@ def test_loading_a_checkpoint_is_no_edit(world: int | None) -> None:
         torch.nn.ParameterList(run.params).load_state_dict(saved[1])
         run.backward(1)
         run.step()
-        run.opt.close()
-
-    on_ranks(world, body)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_model_that_is_loaded_after_states_without_masters_is_no_edit_to_ignore(world: int | None) -> None:
-    def body(comm: Communicator | None) -> None:
-        run = run_of(comm, torch.bfloat16, on_external_update="ignore")
-        saved = run.opt.state_dict()
-        for entry in saved["state"].values():
-            del entry["master_param"]
-        run.opt.load_state_dict(saved)
-        with torch.no_grad():
-            run.params[3].fill_(4.0)
-        run.backward(1)
-        run.step()
-        assert bool(((run.params[3] - 4.0).abs() < 0.1).all())
         run.opt.close()
 
     on_ranks(world, body)

@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -17,7 +16,6 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.layout.packing import Packing
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.comm_cases import ON_PROCESSES
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local, share
 from tests.support.requirements import slow_case
 
@@ -61,64 +59,6 @@ def test_bitwise_equal_at_any_world_bucket_overlap_and_accumulation(world: int, 
         options = dict(bucket_cap_mb=bucket_cap_mb, overlap_grad_sync=overlap, overlap_param_sync=late_params)
         for rank, params in enumerate(run_local(world, functools.partial(train, how=how, clip=None, **options))):
             assert_bitwise_equal(params, expected, f"rank {rank} of {world}, {how}, {options}")
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("how", ["once", "no_sync", "twice", "grad_sync"])
-def test_bitwise_equal_with_clipping(world: int, how: str) -> None:
-    expected = train(None, "once", 0.5)
-    assert any(not torch.equal(a, b) for a, b in zip(expected, train(None, "once", None), strict=True))
-    for params in run_local(world, lambda comm: train(comm, how, 0.5, bucket_cap_mb=2e-3)):
-        assert_bitwise_equal(params, expected)
-
-
-def train_variously(comm: Communicator) -> list[list[Tensor]]:
-    """With each way to the same gradient, with and without clipping, and parameters that are gathered in time or late."""
-    return [
-        train(comm, how, clip, bucket_cap_mb=2e-3, overlap_param_sync=late_params)
-        for how, clip, late_params in itertools.product(["once", "no_sync", "grad_sync"], [None, 0.5], [True, False])
-    ]
-
-
-@pytest.mark.parametrize("world", [2, slow_case(3), slow_case(4)])
-@pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_bitwise_equal_on_processes(backend: str, world: int, rank_pool: Any) -> None:
-    plain, clipped = train(None, "once", None), train(None, "once", 0.5)
-    for results in rank_pool(world).run(ON_PROCESSES[backend], train_variously, timeout_s=60):
-        for index, params in enumerate(results):
-            assert_bitwise_equal(params, (plain, clipped)[index // 2 % 2], f"case {index}")
-
-
-def test_the_local_optimizer_is_torch_adamw() -> None:
-    params = make_params()
-    reference = [Parameter(p.detach().clone()) for p in params]
-    opt = ShardedAdamW(params, lr=0.01, weight_decay=0.1)
-    theirs = torch.optim.AdamW(reference, lr=0.01, weight_decay=0.1)
-    for step in range(20):
-        for ps in (params, reference):
-            loss_of(ps, dyadic(ps, step)).backward()
-        norm = opt.clip_grad_norm_(0.7)
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference, 0.7))
-        for o in (opt, theirs):
-            o.step()
-            o.zero_grad()
-    for p, r in zip(params, reference, strict=True):
-        torch.testing.assert_close(p, r, rtol=2e-6, atol=1e-7)
-        assert p.stride() == r.stride()
-
-
-def train_over_shm(rank: int, world: int, how: str, clip: float | None) -> list[Tensor]:
-    with Communicator(timeout_s=30) as comm:
-        assert (comm.backend, comm.rank, comm.size) == ("shm", rank, world)
-        return train(comm, how, clip, bucket_cap_mb=3e-3)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_bitwise_equal_over_processes(rank_pool: Any, world: int) -> None:
-    for how, clip in (("once", None), ("no_sync", None)) + ((("twice", 0.5),) if world != 3 else ()):
-        expected = train(None, "once", clip)
-        for rank, params in enumerate(rank_pool(world).run(train_over_shm, how, clip)):
-            assert_bitwise_equal(params, expected, f"rank {rank} of {world}, {how}, clip {clip}")
 
 
 def test_ranks_that_pack_differently_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError
 from bucketwheel.testing import run_threads
-from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import Calls, Graph, posing
 
 _seeding = threading.Lock()  # the ranks are threads: torch's random state is theirs together
@@ -89,73 +88,12 @@ def trained(rank: int, comm: Communicator | None, dtype: torch.dtype, clip: str,
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("clip", ["none", "own", "stock", "inf"])
-def test_one_process_has_the_bits_of_the_cpu(dtype: torch.dtype, clip: str) -> None:
-    expected = trained(0, None, dtype, clip)
-    with posing():
-        got = trained(0, None, dtype, clip)
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("world", [2, slow_case(3), slow_case(4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("clip", ["none", "own", "stock", "inf"])
-def test_ranks_on_one_device_have_the_bits_of_the_cpu(world: int, dtype: torch.dtype, clip: str) -> None:
-    body = lambda rank, comm: trained(rank, comm, dtype, clip)  # noqa: E731
-    expected = in_world(world, False, body)
-    for delays in (1, 2):
-        got = in_world(world, True, body, delays=delays)
-        for rank in range(world):
-            for a, b in zip(got[rank], expected[rank], strict=True):
-                assert torch.equal(a, b), f"rank {rank}, delays {delays}"
-
-
-PRECISIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {"state_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16, "decoupled_weight_decay": False}),
-    (torch.bfloat16, {"master_weights": "bf16_remainder", "state_dtype": torch.bfloat16, "amsgrad": True}),
-    (torch.bfloat16, {"master_weights": "none", "reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16}),
-    (torch.float16, {"reduce_dtype": torch.float16, "accum_dtype": torch.bfloat16}),
-    (torch.float64, {"amsgrad": True}),
-]
-
-
-@pytest.mark.parametrize("clip", ["own", "stock", "inf"])
-@pytest.mark.parametrize(("dtype", "options"), PRECISIONS, ids=str)
-@pytest.mark.parametrize("world", [None, slow_case(1), 3])
-def test_every_precision_has_the_bits_of_the_cpu(
-    world: int | None, dtype: torch.dtype, options: dict[str, Any], clip: str
-) -> None:
-    body = lambda rank, comm: trained(rank, comm, dtype, clip, **options)  # noqa: E731
-    expected = in_world(world, False, body) if world else [body(0, None)]
-    if world:
-        got = in_world(world, True, body)
-    else:
-        with posing():
-            got = [body(0, None)]
-    for mine, theirs in zip(got, expected, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_other_norms_agree_with_the_cpu(dtype: torch.dtype) -> None:
     body = lambda rank, comm: trained(rank, comm, dtype, "three")  # noqa: E731
     for rank, (got, expected) in enumerate(zip(in_world(2, True, body), in_world(2, False, body), strict=True)):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=f"rank {rank}")
-
-
-@pytest.mark.parametrize(
-    "options", [{"overlap_grad_sync": False}, {"overlap_param_sync": True}, {"gradient_average": False}]
-)
-def test_options_have_the_bits_of_the_cpu(options: dict[str, Any]) -> None:
-    body = lambda rank, comm: trained(rank, comm, torch.bfloat16, "own", **options)  # noqa: E731
-    for got, expected in zip(in_world(3, True, body), in_world(3, False, body), strict=True):
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a, b)
 
 
 def test_backward_and_step_neither_wait_nor_allocate_in_one_process() -> None:

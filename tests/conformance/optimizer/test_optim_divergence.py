@@ -19,13 +19,9 @@ from bucketwheel.testing import RankFailed, assert_bitwise_equal
 from tests.support.optim_twins import (
     TINY,
     WORLDS,
-    Run,
-    assert_as_torch,
     dyadic,
     loss_of,
     make_params,
-    outcome_of_torch,
-    outcomes_of_ranks,
     run_local,
 )
 
@@ -102,12 +98,6 @@ def test_each_rank_another_branch_and_another_order(world: int, options: dict) -
     """G6 and G7 of the optimizer's test rows; the sequences themselves: test_optim_sequence.py."""
 
     train_as_float64(Branches, run_branches(lambda rank, step: [rank, (rank + step) % 5]), world, **options)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_opposite_orders_and_alternating_steps(world: int) -> None:
-    orders = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2], []]
-    train_as_float64(Branches, run_branches(lambda rank, step: orders[(rank + step) % 4]), world, **TINY)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -196,29 +186,6 @@ def test_two_optimizers_over_disjoint_parameters(world: int) -> None:
         torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_frozen_parameters_are_left_alone(world: int) -> None:
-    frozen = (0, 4, 8)
-
-    def body(comm: Communicator | None) -> list[Tensor]:
-        params = make_params()
-        for i in frozen:
-            params[i].requires_grad_(False)
-        opt = ShardedAdamW(params, weight_decay=0.5, process_group=comm, **TINY)
-        for step in range(3):
-            loss_of(params, dyadic(params, step)).backward()
-            opt.clip_grad_norm_(0.5)
-            opt.step()
-            opt.zero_grad()
-        assert sorted(opt.state_dict()["state"]) == [i for i in range(len(params)) if i not in frozen]
-        return [p.detach().clone() for p in params]
-
-    initial, local = make_params(), body(None)
-    for params in run_local(world, body):
-        assert_bitwise_equal(params, local)
-        assert_bitwise_equal([params[i] for i in frozen], [initial[i].detach() for i in frozen])
-
-
 def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
     """A loss all-reduce before backward would look like this: rank 1 runs backward only after rank 0 has."""
     turns = [threading.Event() for _ in range(3)]
@@ -248,174 +215,6 @@ def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
 
 # --- what ranks must not do differently
 # ----------------------------------------------------------------------------------
-
-
-def run_conflict(world: int, break_it: Callable[[Run], None], match: str) -> None:
-    """Every rank raises, and after zero_grad() on all ranks training goes on as if nothing had been."""
-
-    def fresh(run: Run) -> None:
-        run.opt.zero_grad()
-        run.backward(50)
-        run.step()
-
-    def body(comm: Communicator) -> tuple[str, list[Tensor]]:
-        params = make_params()
-        run = Run(ShardedAdamW(params, lr=0.01, process_group=comm, **TINY), params, comm.rank, comm.size)
-        fresh(run)
-        with pytest.raises(RuntimeError, match=match) as error:
-            break_it(run)
-            run.opt.step()
-        fresh(run)
-        return str(error.value), [p.detach().clone() for p in params]
-
-    params = make_params()
-    local = Run(ShardedAdamW(params, lr=0.01), params)
-    fresh(local)
-    fresh(local)
-    for message, mine in run_local(world, body):
-        assert "group 0 parameter 3" in message
-        assert_bitwise_equal(mine, [p.detach() for p in params])
-
-
-def replaced_by_backward(run: Run) -> None:
-    run.backward(0)
-    if run.rank == 0:
-        run.params[3].grad = None
-    run.backward(1)
-
-
-def replaced_by_hand(run: Run) -> None:
-    run.backward(0)
-    if run.rank == run.world - 1:
-        run.params[3].grad = dyadic(run.params, 9)[3]
-
-
-def replaced_after_reduction(run: Run) -> None:
-    run.backward(0)
-    run.opt.grad_sync()
-    if run.rank == 0:
-        run.params[3].grad = None
-    run.backward(1)
-
-
-def taken_away_after_reduction(run: Run) -> None:
-    run.backward(0)
-    run.opt.grad_sync()
-    if run.rank == 0:
-        run.params[3].grad = None
-
-
-def taken_away_before_reduction(run: Run) -> None:
-    run.backward(0)
-    if run.rank == 1:
-        run.params[3].grad = None
-
-
-def zeroed_on_one_rank(run: Run) -> None:
-    run.backward(0)
-    run.opt.grad_sync()
-    if run.rank == 0:
-        run.params[3].grad.zero_()
-    run.backward(1, used=[0])
-
-
-def zero_grad_forgotten_on_one_rank(run: Run) -> None:
-    run.backward(0)
-    run.opt.grad_sync()
-    if run.rank != 0:
-        run.opt.zero_grad()
-    run.backward(1, used=[0])
-
-
-REPLACED = [
-    replaced_by_backward,
-    replaced_by_hand,
-    replaced_after_reduction,
-    taken_away_after_reduction,
-    taken_away_before_reduction,
-    zeroed_on_one_rank,
-    zero_grad_forgotten_on_one_rank,
-]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("break_it", REPLACED, ids=lambda f: f.__name__)
-def test_replacing_a_gradient_on_one_rank_is_an_error_on_all(break_it: Callable[[Run], None], world: int) -> None:
-    run_conflict(world, break_it, "replaced")
-
-
-def scaled_on_one_rank_before_reduction(run: Run) -> None:
-    run.backward(0)
-    if run.rank == 0:
-        run.params[3].grad.mul_(0.5)
-
-
-def scaled_on_one_rank_after_reduction(run: Run) -> None:
-    run.backward(0)
-    run.opt.grad_sync()
-    if run.rank == 0:
-        run.params[3].grad.mul_(0.5)
-
-
-def scaled_around_another_backward(run: Run) -> None:
-    run.backward(0, used=[3])
-    if run.rank == 0:
-        run.params[3].grad.mul_(0.5)
-    run.backward(1, used=[0])
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [scaled_on_one_rank_before_reduction, scaled_on_one_rank_after_reduction, scaled_around_another_backward],
-    ids=lambda f: f.__name__,
-)
-def test_scaling_a_gradient_on_one_rank_is_an_error_on_all(break_it: Callable[[Run], None]) -> None:
-    run_conflict(2, break_it, "scaled")
-
-
-def scale_what_is_there(run: Run) -> None:
-    """As for token counts: the ranks that have no gradient yet have nothing to scale."""
-    for step in range(3):
-        run.backward(step, used=[3, 7], on=[0])
-        run.backward(step + 10, used=[0, 1])
-        for p in run.params:
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-        run.step()
-
-
-def scale_old_and_new(run: Run) -> None:
-    """Ranks without a backward of their own scale what earlier windows left."""
-    run.backward(0, used=[0, 3, 6])
-    run.opt.step()
-    for p in run.params:
-        if p.grad is not None:
-            p.grad.mul_(0.25)
-    run.backward(1, used=[3, 8], on=[1])
-    for p in run.params:
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-    run.see_grads()
-    run.step()
-
-
-def clip_then_use_another(run: Run) -> None:
-    run.backward(0, used=[0])
-    run.clip(1e-3)
-    run.backward(1, used=[3], on=[0])
-    run.see_grads()
-    run.clip(1e-3)
-    run.step()
-
-
-@pytest.mark.parametrize(
-    "script", [scale_what_is_there, scale_old_and_new, clip_then_use_another], ids=lambda s: s.__name__
-)
-def test_factors_agree_where_gradients_are_on_some_ranks_only(script: Callable[[Run], None]) -> None:
-    expected = outcome_of_torch(script, lr=0.01)
-    for world in WORLDS:
-        for outcome in outcomes_of_ranks(world, script, lr=0.01, **TINY):
-            assert_as_torch(outcome, expected)
 
 
 def test_a_local_error_does_not_hang_the_others() -> None:

@@ -5,19 +5,13 @@ S8, S12 and S14 of the optimizer's test rows.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bucketwheel.comm.communicator import Communicator
@@ -28,81 +22,13 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import (
     TINY,
     dyadic,
-    joined_states,
     loss_of,
     make_params,
     on_ranks,
     run_local,
-    share,
 )
 
 # --- S8: groups -------------------------------------------------------------------------------------------------------
-
-
-def of(*shapes: tuple[int, ...]) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(11)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def group_for_each(params: list[Parameter]) -> list[dict[str, Any]]:
-    return [{"params": [p], "lr": 0.01 * (i + 1), "weight_decay": 0.1 * i} for i, p in enumerate(params)]
-
-
-def with_empty_groups(params: list[Parameter]) -> list[dict[str, Any]]:
-    return [{"params": []}, {"params": params[:2], "lr": 0.05}, {"params": []}, {"params": params[2:]}, {"params": []}]
-
-
-def with_frozen_groups(params: list[Parameter]) -> list[dict[str, Any]]:
-    """A group of which nothing is trained."""
-    frozen = [Parameter(torch.ones(3), requires_grad=False)]
-    return [{"params": params[:1]}, {"params": frozen}, {"params": params[1:], "lr": 0.05}]
-
-
-ODD: dict[str, tuple[list[tuple[int, ...]], Callable[[list[Parameter]], Any]]] = {
-    "one element": ([(1,)], list),
-    "fewer elements than ranks": ([(1,), (2,), (3,), ()], list),
-    "a group on one rank alone": ([(1,), (40,), (2,)], group_for_each),
-    "a group for each": ([(5,), (3, 3), (), (129,), (1, 1)], group_for_each),
-    "no elements": ([(0,), (4,), (3, 0), (0, 5)], group_for_each),
-    "no elements at all": ([(0,), (2, 0)], list),
-    "empty groups": ([(7,), (2, 3), (1,)], with_empty_groups),
-    "frozen groups": ([(7,), (2, 3), (1,)], with_frozen_groups),
-}
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ODD)
-def test_s8_odd_groups(name: str, world: int) -> None:
-    """Bits of one process; steps advance on every rank, and states have the same keys on all."""
-    shapes, make = ODD[name]
-
-    def train(comm: Communicator | None) -> tuple[list[Tensor], dict[str, Any]]:
-        params = of(*shapes)
-        rank, size = (comm.rank, comm.size) if comm else (0, 1)
-        opt = ShardedAdamW(make(params), process_group=comm, **(TINY if comm else {}))
-        for step in range(3):
-            loss_of(params, share(dyadic(params, step), rank, size)).backward()
-            opt.step()
-            opt.zero_grad()
-        saved = opt.state_dict()
-        opt.load_state_dict(saved)
-        loss_of(params, share(dyadic(params, 3), rank, size)).backward()
-        assert opt.clip_grad_norm_(1e9) >= 0.0
-        opt.step()
-        return [p.detach().clone() for p in params], opt.state_dict()
-
-    expected, local = train(None)
-    ranks = run_local(world, train)
-    for values, saved in ranks:
-        assert_bitwise_equal(values, expected)
-        assert saved["param_groups"] == ranks[0][1]["param_groups"]
-        assert saved["state"].keys() == local["state"].keys()
-        for index, state in saved["state"].items():
-            assert state.keys() == ranks[0][1]["state"][index].keys(), f"parameter {index}"
-            assert float(state["step"]) == 4.0
-    if name != "frozen groups":  # indices count the frozen one
-        joined = joined_states([saved for _, saved in ranks], of(*shapes))
-        assert_bitwise_equal(joined, [local["state"][i] for i in range(len(shapes))])
 
 
 # --- S12: hooks and the profiler --------------------------------------------------------------------------------------
@@ -158,41 +84,6 @@ def test_s12_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -
 
 
 # --- S14: several optimizers ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["close", "collect"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_s14_a_second_optimizer_goes_on_where_the_first_ended(world: int, end: str) -> None:
-    """With its state, after it was closed or collected, in the middle of a window too; the first is refused until then."""
-
-    def train(comm: Communicator | None) -> list[Tensor]:
-        params = make_params()
-        rank, size = (comm.rank, comm.size) if comm else (0, 1)
-        opt = ShardedAdamW(params, lr=0.01, process_group=comm)
-        for step in range(4):
-            loss_of(params, share(dyadic(params, step), rank, size)).backward()
-            opt.step()
-            opt.zero_grad()
-            if comm and step % 2:
-                saved = opt.state_dict()
-                with pytest.raises(ValueError, match="belongs to another optimizer"):
-                    ShardedAdamW(params, process_group=comm)
-                loss_of(params, share(dyadic(params, 9), rank, size)).backward()  # a window is open
-                gone = weakref.ref(opt)
-                if end == "close":
-                    opt.close()
-                del opt
-                gc.collect()
-                assert gone() is None
-                for p in params:
-                    p.grad = None
-                opt = ShardedAdamW(params, lr=0.5, process_group=comm)
-                opt.load_state_dict(saved)
-        return [p.detach().clone() for p in params]
-
-    expected = train(None)
-    for params in run_local(world, train):
-        assert_bitwise_equal(params, expected)
 
 
 def test_s14_local_optimizers_of_the_same_parameters_are_independent() -> None:

@@ -16,7 +16,6 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of, trained
-from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import Calls
 from tests.support.simulated_nccl import simulated
 
@@ -33,33 +32,6 @@ def over_pair(rank: int, world: int, dtype: torch.dtype, clip: str, options: dic
             assert all(used.values()), used
         assert script.fake_nccl_open_groups() == 0
         return out
-
-
-CASES: list[tuple[torch.dtype, str, dict[str, Any]]] = [
-    (torch.float32, "none", {}),
-    (torch.float32, "own", {"overlap_param_sync": True}),
-    (torch.float32, "stock", {"overlap_grad_sync": False}),
-    (torch.float32, "inf", {"gradient_average": False}),
-    (torch.bfloat16, "own", {"reduce_dtype": torch.float32}),
-    (torch.float16, "none", {"state_dtype": torch.bfloat16}),
-    (torch.float64, "own", {"amsgrad": True}),
-    (
-        torch.bfloat16,
-        "own",
-        {"reduce_dtype": torch.float32, "accum_dtype": torch.bfloat16, "master_weights": "bf16_remainder"},
-    ),
-]
-
-
-@pytest.mark.parametrize("world", [slow_case(2), 3, slow_case(4)])
-@pytest.mark.parametrize(("dtype", "clip", "options"), CASES, ids=str)
-def test_the_bits_of_local(rank_pool, world, dtype, clip, options):
-    expected = in_world(world, False, lambda rank, comm: trained(rank, comm, dtype, clip, **options))
-    got = rank_pool(world).run(over_pair, dtype, clip, options)
-    for rank in range(world):
-        assert len(got[rank]) == len(expected[rank])
-        for a, b in zip(got[rank], expected[rank], strict=True):
-            assert_bitwise_equal(a, b, f"rank {rank}")
 
 
 @pytest.mark.parametrize("world", [2, 3])

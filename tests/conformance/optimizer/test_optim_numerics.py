@@ -20,15 +20,10 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import (
     TINY,
     WORLDS,
-    Run,
-    assert_as_local,
-    assert_as_torch,
     dyadic,
-    joined_states,
     loss_of,
     make_params,
     on_ranks,
-    outcome_of_torch,
     over_worlds,
     run_local,
     share,
@@ -76,84 +71,7 @@ def test_n2_an_update_is_within_4_ulp_of_float64(world: int | None, step: int) -
 # --- N3: options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decoupled_weight_decay": False, "weight_decay": 0.1},
-        {"amsgrad": True},
-        {"amsgrad": True, "decoupled_weight_decay": False, "maximize": True, "weight_decay": 0.3},
-        {"maximize": True},
-        {"eps": 0.0},
-        {"weight_decay": 0.0},
-        {"betas": (0.0, 0.0)},
-        {"betas": (0.0, 0.0), "eps": 1e-2, "weight_decay": 0.0, "decoupled_weight_decay": False},
-    ],
-    ids=str,
-)
-@over_worlds(2)
-def test_n3_options_do_what_torch_does(worlds: list[int], options: dict[str, Any]) -> None:
-    def script(run: Run) -> None:
-        for step in range(8):
-            run.backward(step if step < 5 else step - 5)  # gradients that get smaller, for amsgrad
-            if step > 5:
-                torch._foreach_mul_([p.grad for p in run.params], 0.25)
-            run.step()
-
-    mine = assert_as_local(script, worlds=worlds, lr=0.01, **options)
-    torchs = outcome_of_torch(script, lr=0.01, **options)
-    assert_as_torch(mine, torchs, atol=1e-6)
-    if options.get("amsgrad"):
-        assert all("max_exp_avg_sq" in state for state in mine.states)
-        assert any((state["max_exp_avg_sq"] > state["exp_avg_sq"]).any() for state in mine.states)
-
-
 # --- N4: elements that are no ordinary numbers
-
-SPECIAL = [0.0, -0.0, 1e-40, -1e-45, 1e30, -1e30, 3e38, math.inf, -math.inf, math.nan]
-
-
-def classes(x: Tensor) -> list[str]:
-    return ["nan" if math.isnan(v) else f"inf {v > 0}" if math.isinf(v) else "finite" for v in x.flatten().tolist()]
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("world", [None, 1, 2, 4])
-def test_n4_what_is_not_finite_stays_in_its_element(world: int | None, amsgrad: bool) -> None:
-    """1e30 overflows the second moment, so nothing is added to the weight."""
-    plain = torch.linspace(-1, 1, 257)
-    special = plain.clone()
-    special[7 : 7 + 20 * len(SPECIAL) : 20] = torch.tensor(SPECIAL)
-    places = torch.zeros(257, dtype=torch.bool)
-    places[7 : 7 + 20 * len(SPECIAL) : 20] = True
-
-    def train(opt: Any, param: Parameter, gradients: Tensor) -> tuple[Tensor, Any]:
-        for _ in range(3):
-            param.grad = gradients.clone()
-            opt.step()
-        return param.detach().clone(), opt.state_dict()
-
-    def body(comm: Communicator | None, gradients: Tensor) -> tuple[Tensor, Any]:
-        param = Parameter(torch.ones(257))
-        opt = ShardedAdamW([param], amsgrad=amsgrad, process_group=comm, gradient_average=False, **TINY)
-        # A sum, all of it on rank 0: 3e38 times 4 would be infinite.
-        return train(opt, param, gradients if comm is None or comm.rank == 0 else torch.zeros(257))
-
-    def everything(gradients: Tensor) -> dict[str, Tensor]:
-        ranks = run_local(world, body, gradients) if world else [body(None, gradients)]
-        for param, _ in ranks:
-            assert_bitwise_equal(param, ranks[0][0])
-        return {"param": ranks[0][0], **joined_states([saved for _, saved in ranks], [ranks[0][0]])[0]}
-
-    theirs = Parameter(torch.ones(257))
-    param, saved = train(torch.optim.AdamW([theirs], amsgrad=amsgrad), theirs, special)
-    expected = {"param": param, **saved["state"][0]}
-    got, undisturbed = everything(special), everything(plain)
-    assert got.keys() == expected.keys()
-    for name in got.keys() - {"step"}:
-        assert classes(got[name]) == classes(expected[name]), name
-        assert_bitwise_equal(got[name][~places], undisturbed[name][~places], name)
-    torch.testing.assert_close(got["param"], expected["param"], rtol=2e-6, atol=1e-7, equal_nan=True)
-
 
 # --- N7: dtypes of states
 
@@ -370,22 +288,3 @@ def test_n12_float16_gradients_do_not_overflow_where_ddp_does_not(world: int, re
 
 
 # --- N13: sums of bfloat16 gradients in float32
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_n13_sums_of_16_bit_gradients_are_float32_sums(world: int, dtype: torch.dtype) -> None:
-    """Any gradients, in rank order, bit for bit; so the wire has added nothing of its own."""
-    gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
-    expected = gradients[0].float()
-    for other in gradients[1:]:
-        expected = expected + other.float()
-
-    def body(comm: Communicator) -> Tensor:
-        param = Parameter(torch.zeros(3000, dtype=dtype))
-        opt = ShardedAdamW([param], process_group=comm, gradient_average=False, reduce_dtype=F32, **TINY)
-        (param * gradients[comm.rank]).sum().backward()
-        return opt.full_grad(param)
-
-    for whole in run_local(world, body):
-        assert_bitwise_equal(whole, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,65 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import lr_scheduler
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
+from tests.conformance.optimizer.updates import SCHEDULERS, named, two_rates
 from tests.support.optim_twins import (
     TINY,
     WORLDS,
-    Run,
-    assert_as_local,
-    assert_as_torch,
     dyadic,
     joined_states,
     loss_of,
     make_params,
     on_ranks,
-    outcome_of_torch,
     run_local,
     share,
 )
 from tests.support.requirements import slow_case
-
-
-def own_group_options(params: list[Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": params[:3], "lr": 0.03, "weight_decay": 0.0},
-        {"params": []},
-        {"params": params[3:5], "betas": (0.5, 0.8), "eps": 1e-3},
-        {"params": params[5:], "weight_decay": 0.3},
-    ]
-
-
-def named(params: list[Parameter]) -> list[tuple[str, Parameter]]:
-    return [(f"layer.{i}", p) for i, p in enumerate(params)]
-
-
-def plain_steps(run: Run) -> None:
-    for step in range(6):
-        run.backward(step)
-        run.step()
-
-
-@pytest.mark.parametrize(
-    "make, options",
-    [
-        (list, {}),
-        (named, {"lr": 0.1}),
-        (own_group_options, {"lr": 0.01, "betas": (0.8, 0.95)}),
-        (own_group_options, {"lr": 0.01, "maximize": True}),
-        (list, {"lr": torch.tensor(0.02), "foreach": False}),
-        (list, {"lr": 0.0, "weight_decay": 0.5}),
-        (list, {"lr": 0.01, "betas": (0.0, 0.0), "eps": 1e-2, "weight_decay": 0.0}),
-    ],
-    ids=["defaults", "named", "groups", "maximize", "tensor-lr", "lr-0", "betas-0"],
-)
-def test_hyperparameters(make: Callable, options: dict[str, Any]) -> None:
-    mine = assert_as_local(plain_steps, make, worlds=[1, 2, 3], **options)
-    assert_as_torch(mine, outcome_of_torch(plain_steps, make, **options))
-
 
 # How far parameters may be from torch's after 100 steps (rtol, atol). Its fused kernel rounds in our order: the row's
 # numbers, of which a tenth is used. foreach adds every product up in another order; measured: 1.8 times the row's.
@@ -111,58 +72,6 @@ def test_100_steps_stay_with_torch(world: int | None) -> None:
             assert float(state["step"]) == float(expected["step"]) == 100
             for name in ("exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-8)
-
-
-def closures(run: Run) -> None:
-    for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            assert torch.is_grad_enabled()
-            run.opt.zero_grad()
-            loss = run.loss(step)
-            loss.backward()
-            return torch.tensor(float(step))
-
-        with torch.no_grad():
-            run.see(run.opt.step(closure))
-    run.see(run.opt.step())
-
-
-def hooks_of_steps(run: Run) -> None:
-    calls: list[str] = []
-    before = run.opt.register_step_pre_hook(lambda opt, args, kwargs: calls.append("before"))
-    run.opt.register_step_post_hook(lambda opt, args, kwargs: calls.append("after"))
-    for step in range(3):
-        run.backward(step)
-        run.step()
-        if step == 1:
-            before.remove()
-    run.see(calls)
-    assert calls == ["before", "after"] * 2 + ["after"]
-
-
-@pytest.mark.parametrize("script", [closures, hooks_of_steps], ids=lambda script: script.__name__)
-def test_the_surface_of_a_torch_optimizer(script: Callable[[Run], None]) -> None:
-    mine = assert_as_local(script, worlds=[1, 2], lr=0.01)
-    assert_as_torch(mine, outcome_of_torch(script, lr=0.01))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_instead_of_means(world: int) -> None:
-    def body(comm: Communicator) -> list[Tensor]:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=comm, gradient_average=False, **TINY)
-        loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
-        sums = [opt.full_grad(p) for p in params]
-        opt.step()
-        return [*sums, *(p.detach().clone() for p in params)]
-
-    params = make_params()
-    sums = [g * world for g in dyadic(params, 0)]
-    loss_of(params, sums).backward()
-    ShardedAdamW(params).step()
-    for result in run_local(world, body):
-        assert_bitwise_equal(result, [*sums, *(p.detach() for p in params)])
 
 
 # --- layout
@@ -345,18 +254,15 @@ def test_sparse_gradients_are_refused_by_the_hook() -> None:
     run_local(2, body)
 
 
-def test_frozen_parameters_alone_are_a_legal_optimizer() -> None:
-    def body(comm: Communicator | None) -> None:
-        params = [p.requires_grad_(False) for p in make_params()]
-        opt = ShardedAdamW(params, process_group=comm)
-        opt.step()
-        opt.zero_grad()
-        assert opt.clip_grad_norm_(1.0) == 0.0
-        opt.load_state_dict(opt.state_dict())
-        opt.close()
-
-    body(None)
-    run_local(2, body)
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "lr": {"lr": 0.1},
+    "bucket": {"bucket_cap_mb": 1.0},
+    "maximize": {"maximize": True},
+    "master_weights": {"master_weights": "none"},
+    "state_dtype": {"state_dtype": torch.bfloat16},
+    "amsgrad": {"amsgrad": True},
+    "decoupled_weight_decay": {"decoupled_weight_decay": False},
+}
 
 
 def differing(rank: int, what: str) -> tuple[list[Any], dict[str, Any]]:
@@ -379,7 +285,7 @@ def differing(rank: int, what: str) -> tuple[list[Any], dict[str, Any]]:
         elif what == "granularity":
             return [{"params": params, "granularity": 2}], options
         else:
-            options = {"lr": {"lr": 0.1}, "bucket": {"bucket_cap_mb": 1.0}, "maximize": {"maximize": True}}[what]
+            options = DIFFERENT[what]
     return params, options
 
 
@@ -396,6 +302,7 @@ def differing(rank: int, what: str) -> tuple[list[Any], dict[str, Any]]:
         ("lr", r"parameter group 0: lr 0\.(001|1)"),
         ("bucket", r"options.*bucket_cap_bytes"),
         ("maximize", r"parameter group 0.*maximize (True|False)"),
+        *((name, name) for name in ("master_weights", "state_dtype", "amsgrad", "decoupled_weight_decay")),
     ],
 )
 @pytest.mark.parametrize("world", [2, 3])
@@ -429,5 +336,109 @@ def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
             third = ShardedAdamW([Parameter(torch.zeros(3))], process_group=comm)
             second.step()
             third.step()
+
+    run_local(2, body)
+
+
+# --- schedulers: more of them in the suite
+
+
+STEPS = 4
+RESUMED: dict[str, Callable[..., Any]] = {
+    "LambdaLR": lambda opt, last: lr_scheduler.LambdaLR(
+        opt, [lambda step: 1 / (1 + step), lambda step: 0.5**step], last_epoch=last
+    ),
+    "CosineAnnealingLR": lambda opt, last: lr_scheduler.CosineAnnealingLR(opt, T_max=4, last_epoch=last),
+    "OneCycleLR": lambda opt, last: lr_scheduler.OneCycleLR(
+        opt, max_lr=[0.1, 0.05], total_steps=STEPS + 2, last_epoch=last
+    ),
+    "CyclicLR": lambda opt, last: lr_scheduler.CyclicLR(
+        opt, 0.01, 0.05, step_size_up=2, base_momentum=0.7, max_momentum=0.95, last_epoch=last
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["state_dict", "initial_lr"])
+@pytest.mark.parametrize("name", ["LambdaLR", "CosineAnnealingLR", "OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize("world", [None, 2])
+def test_s9_training_with_a_scheduler_is_resumed(world: int | None, name: str, by: str) -> None:
+    """The scheduler by its own state, or made with ``last_epoch``, for which groups must have kept ``initial_lr``."""
+
+    def body(comm: Communicator | None) -> None:
+        rank, size = (comm.rank, comm.size) if comm else (0, 1)
+
+        def go_on(params: list[Parameter], opt: ShardedAdamW, scheduler: Any, steps: range) -> list[Any]:
+            seen = []
+            for step in steps:
+                loss_of(params, share(dyadic(params, step), rank, size)).backward()
+                opt.step()
+                opt.zero_grad()
+                scheduler.step()
+                seen += [(float(g["lr"]), *map(float, g["betas"]), g["weight_decay"]) for g in opt.param_groups]
+            return seen
+
+        def values(params: list[Parameter]) -> list[Tensor]:
+            return [p.detach().clone() for p in params]
+
+        params = make_params()
+        opt = ShardedAdamW(two_rates(params), process_group=comm)
+        scheduler = SCHEDULERS[name](opt)
+        go_on(params, opt, scheduler, range(STEPS // 2))
+        saved = copy.deepcopy((opt.state_dict(), scheduler.state_dict()))
+        middle = values(params)
+        expected = go_on(params, opt, scheduler, range(STEPS // 2, STEPS)), values(params)
+        opt.close()
+
+        again = [Parameter(p) for p in middle]
+        other = ShardedAdamW(two_rates(again), lr=1.0, process_group=comm)
+        if by == "state_dict":
+            scheduler = SCHEDULERS[name](other)
+            scheduler.load_state_dict(saved[1])
+            other.load_state_dict(saved[0])
+        else:
+            other.load_state_dict(saved[0])
+            assert [group["initial_lr"] for group in other.param_groups] == [
+                group["initial_lr"] for group in saved[0]["param_groups"]
+            ]
+            before = [float(group["lr"]) for group in other.param_groups]
+            scheduler = RESUMED[name](other, STEPS // 2 - 1)  # steps once, to where it was
+            assert [float(g["lr"]) for g in other.param_groups] == pytest.approx(before, rel=1e-12)
+            for group, kept in zip(other.param_groups, saved[0]["param_groups"], strict=True):
+                group["lr"] = kept["lr"]
+        seen = go_on(again, other, scheduler, range(STEPS // 2, STEPS))
+        if by == "state_dict":
+            assert seen == expected[0]
+            assert_bitwise_equal(values(again), expected[1])
+        else:  # torch computes the rates another way, and rounds them otherwise
+            for mine, theirs in zip(seen, expected[0], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-9)
+            torch.testing.assert_close(values(again), expected[1], rtol=1e-6, atol=1e-7)
+
+    on_ranks(world, body)
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_learning_rates_of_ranks_are_compared_to_debug(monkeypatch: pytest.MonkeyPatch, is_debugging: bool) -> None:
+    monkeypatch.setenv("BW_DEBUG", str(int(is_debugging)))
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, 0.1, process_group=comm)
+        loss_of(params, dyadic(params, 1)).backward()
+        before = [p.detach().clone() for p in params]
+        if comm.rank == 1:
+            opt.param_groups[0]["lr"] = 0.2
+        if is_debugging:
+            with pytest.raises(RuntimeError, match=r"ranks disagree on parameter group 0: lr 0\.[12]"):
+                opt.step()
+            assert_bitwise_equal([p.detach() for p in params], before)
+            opt.param_groups[0]["lr"] = 0.1 if comm.rank == 0 else None
+            with pytest.raises(RuntimeError, match="refused" if comm.rank == 1 else "^rank 1: .*refused"):
+                opt.step()
+            opt.param_groups[0]["lr"] = 0.1
+        opt.step()
+        farthest = max(float((p.detach() - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())
+        assert (farthest > 0.15) != is_debugging, "0.1 a step, and 0.2 where rank 1 has taken its own"
+        opt.close()
 
     run_local(2, body)

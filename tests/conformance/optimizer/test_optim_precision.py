@@ -15,7 +15,6 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import (
     TINY,
-    WORLDS,
     Run,
     assert_as_local,
     assert_as_torch,
@@ -23,47 +22,12 @@ from tests.support.optim_twins import (
     loss_of,
     make_params,
     on_ranks,
-    outcome_of_local,
     outcome_of_torch,
-    over_worlds,
     run_local,
     share,
 )
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (F32, {"state_dtype": BF16, "amsgrad": True}),
-    (F32, {"reduce_dtype": BF16, "accum_dtype": BF16, "decoupled_weight_decay": False}),
-    (BF16, {"state_dtype": BF16}),
-    (BF16, {"master_weights": "bf16_remainder", "reduce_dtype": F32}),
-    (BF16, {"master_weights": "bf16_remainder", "state_dtype": BF16, "accum_dtype": BF16, "amsgrad": True}),
-    (BF16, {"master_weights": "none", "decoupled_weight_decay": False}),
-    (F16, {}),
-    (F16, {"master_weights": "none", "state_dtype": BF16, "reduce_dtype": F16}),
-    (F64, {"amsgrad": True}),
-    (F64, {"decoupled_weight_decay": False, "maximize": True}),
-]
-IDS = ["-".join([str(dtype), *map(str, options.values())]).replace("torch.", "") for dtype, options in KINDS]
-
-
-def windows_and_unused(run: Run) -> None:
-    """Gradients in one window, in two windows that add up in the shards, and not for all parameters."""
-    for step in range(4):
-        run.backward(step, used=None if step != 2 else range(5))
-        if step % 2:
-            run.opt.grad_sync()
-            run.backward(step + 10)
-        run.step()
-
-
-@pytest.mark.parametrize(("dtype", "options"), KINDS, ids=IDS)
-@over_worlds(2)
-def test_no_bit_depends_on_the_world_or_on_buckets(
-    worlds: list[int], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    """Stochastic rounding, too: its random bits depend on the place of an element in its parameter, not on a shard."""
-    assert_as_local(windows_and_unused, dtype=dtype, worlds=worlds, lr=0.01, weight_decay=0.1, **options)
 
 
 def test_a_bfloat16_second_moment_is_rounded_stochastically() -> None:
@@ -239,39 +203,3 @@ def test_a_remainder_in_a_mixed_model_is_for_its_bfloat16_parameters() -> None:
     assert [sorted(set(opt.state[p]) & {"remainder", "master_param"}) for p in params] == [[], ["remainder"], []]
     with pytest.raises(ValueError, match="bf16_remainder.*torch.bfloat16 and torch.float16"):
         ShardedAdamW([params[1], Parameter(torch.ones(3, dtype=F16))], master_weights="bf16_remainder")
-
-
-@pytest.mark.parametrize("what", ["master_weights", "state_dtype", "amsgrad", "decoupled_weight_decay"])
-def test_ranks_must_agree_on_precision(what: str) -> None:
-    other = {"master_weights": "none", "state_dtype": BF16, "amsgrad": True, "decoupled_weight_decay": False}[what]
-
-    def body(comm: Communicator) -> None:
-        options = {what: other} if comm.rank else {}
-        with pytest.raises(RuntimeError, match=f"ranks disagree on .*{what}"):
-            ShardedAdamW(make_params(), process_group=comm, **options)
-
-    run_local(2, body)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("world", WORLDS)
-def test_none_is_the_parameter_rounded_to_nearest_every_step(world: int, dtype: torch.dtype) -> None:
-    """Reference: a float32 model whose weights are rounded after each step."""
-    reference = [Parameter(p.detach().to(F32)) for p in make_params(dtype)]
-    opt = ShardedAdamW(reference, lr=0.01)
-    for seed in range(4):
-        loss_of(reference, dyadic(reference, seed)).backward()
-        opt.step()
-        opt.zero_grad()
-        with torch.no_grad():
-            for p in reference:
-                p.copy_(p.to(dtype))
-
-    def script(run: Run) -> None:
-        for seed in range(4):
-            run.backward(seed)
-            run.step()
-
-    mine = assert_as_local(script, dtype=dtype, worlds=[world], lr=0.01, master_weights="none")
-    assert_bitwise_equal([p.to(F32) for p in mine.params], [p.detach() for p in reference])
-    assert_bitwise_equal(outcome_of_local(script, dtype=dtype, lr=0.01, master_weights="none").params, mine.params)

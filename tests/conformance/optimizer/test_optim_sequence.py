@@ -6,20 +6,18 @@ Beside the lists the results are compared: with the local optimizer, bit for bit
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, outcome_of_local, run_local, share
+from tests.conformance.optimizer import divergence, gradients
+from tests.support.optim_twins import TINY, Run, make_params, outcome_of_local, run_local
 from tests.support.requirements import slow_case
 
 WAIT_S = 20
@@ -112,210 +110,22 @@ def expect_late_rounds(result: Result, script: Callable[[Run], None]) -> None:
     assert any(has_late) == (script in WITH_LATE_ROUNDS), has_late
 
 
-# --- what ranks do -----------------------------------------------------------------------------------------------------
-
-
-def g6_g7_other_parameters_on_every_rank(run: Run) -> None:
-    """Branches: parameters 3, 6 and 7 alternate between ranks, 5 is on one, 1 nowhere."""
-    for step in range(4):
-        run.backward(step, used=[3, 6], on=[step % 2, 2])
-        run.backward(step + 10, used=[7], on=[1 - step % 2, 3])
-        run.backward(step + 20, used=[5], on=[0])
-        run.backward(step + 30, used=[0, 2, 4, 8])
-        run.step()
-
-
-def g7_opposite_orders(run: Run) -> None:
-    """Each parameter by a backward of its own, on every other rank from the last to the first."""
-    for step in range(3):
-        order = range(9) if run.rank % 2 == step % 2 else range(8, -1, -1)
-        for i in order:
-            run.backward(step, used=[i])
-        run.step()
-
-
-def g8_ranks_that_skip_backward(run: Run) -> None:
-    for step in range(4):
-        if step == 3 or run.rank == step % run.world:
-            run.backward(step, on=None if step == 3 else [step % run.world])
-        run.step()
-
-
-def g10_late_on_one_rank(run: Run) -> None:
-    """Rank 0 has a second backward, of what has gone already."""
-    for step in range(4):
-        run.backward(step)
-        if run.rank == 0:
-            run.backward(step + 10, used=[3, 8], on=[0])
-        run.step()
-
-
-def checkpointed(run: Run, seed: int, *, use_reentrant: bool) -> Tensor:
-    """Half of every gradient directly, half through a checkpoint: parameters get it in two portions if reentrant."""
-    half = [g / 2 for g in share(dyadic(run.params, seed), run.rank, run.world)]
-    again = checkpoint(
-        lambda x: loss_of(run.params, half) * x, torch.ones((), requires_grad=True), use_reentrant=use_reentrant
-    )
-    return loss_of(run.params, half) + again
-
-
-def g9_reentrant_checkpoints_on_some_ranks(run: Run) -> None:
-    for step in range(4):
-        if run.rank % 2 == 0:
-            checkpointed(run, step, use_reentrant=True).backward()
-        else:
-            run.backward(step)
-        run.step()
-
-
-def g9_non_reentrant_checkpoints_on_some_ranks(run: Run) -> None:
-    for step in range(3):
-        if run.rank % 2:
-            checkpointed(run, step, use_reentrant=False).backward()
-        else:
-            run.backward(step)
-        run.step()
-
-
-def g9_weights_in_three_places_on_one_rank(run: Run) -> None:
-    for step in range(3):
-        if run.rank == 0:
-            quarters = [g / 4 for g in share(dyadic(run.params, step), run.rank, run.world)]
-            (
-                loss_of(run.params, quarters) + 2 * loss_of(run.params, quarters) + loss_of(run.params, quarters)
-            ).backward()
-        else:
-            run.backward(step)
-        run.step()
-
-
-def g3_backwards_without_no_sync(run: Run) -> None:
-    for step in range(3):
-        for micro in range(3):
-            run.backward(10 * step + micro, used=None if micro else [0, 3, 6])
-        run.step()
-
-
-class _Fail(torch.autograd.Function):
-    """Backward raises here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("in backward")
-
-
-def offends(run: Run, step: int) -> bool:
-    """Not in the twins, and not rank 0, whose gradients then are the mean's."""
-    return step % 2 == 1 and run.rank == run.world - 1 > 0
-
-
-def exception_in_forward_on_one_rank(run: Run) -> None:
-    """The script catches it and goes on without a backward."""
-    for step in range(4):
-        with contextlib.suppress(ArithmeticError):
-            if offends(run, step):
-                raise ArithmeticError("in forward")
-            run.backward(step, on=[0] if step % 2 else None)
-        run.step()
-
-
-def exception_in_backward_on_one_rank(run: Run) -> None:
-    """After some gradients had come. What came counts: here, of two parameters that the others do not use."""
-    for step in range(4):
-        run.backward(step, used=[0, 1, 2, 3, 4, 5, 6])
-        if step % 2:
-            grads = [g * run.world for g in dyadic(run.params, step + 10)]
-            late = loss_of(run.params[7:], grads[7:])  # autograd runs what was made last first
-            if offends(run, step):
-                early = _Fail.apply(loss_of(run.params[:7], grads[:7]))
-                with pytest.raises(ArithmeticError):
-                    (early + loss_of(run.params[7:], grads[7:])).backward()
-            elif run.world == 1:
-                late.backward()
-        run.step()
-
-
-def exception_in_backward_and_all_repeat(run: Run) -> None:
-    """What had come is dropped on every rank, and comes again in the same window."""
-    for step in range(4):
-        grads = dyadic(run.params, step)
-        if offends(run, step):
-            early = _Fail.apply(loss_of(run.params[:5], grads[:5]))
-            with pytest.raises(ArithmeticError):
-                (early + loss_of(run.params[5:], grads[5:])).backward()
-        else:
-            run.backward(step + 10)
-        if step % 2:
-            run.opt.zero_grad()
-        run.backward(step)
-        run.step()
-
-
-def in_thread(fn: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            fn()
-        except BaseException as error:  # noqa: BLE001 (it is raised below)
-            errors.append(error)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "a backward in a thread hangs"
-    if errors:
-        raise errors[0]
-
-
-def g17_backward_in_another_thread(run: Run) -> None:
-    """A new one each time; on rank 0 in the main one."""
-    for step in range(3):
-        loss = run.loss(step)
-        if run.rank == 0:
-            loss.backward()
-        else:
-            in_thread(loss.backward)
-        run.step()
-
-
-def no_sync_and_late_ones_mixed(run: Run) -> None:
-    """Accumulation on some ranks, late gradients on others, and a window in the middle of a step."""
-    for step in range(3):
-        with run.opt.no_sync() if run.rank % 2 else contextlib.nullcontext():
-            run.backward(step, used=[0, 3, 8])
-        run.backward(step + 10, used=[3, 6])
-        run.opt.grad_sync()
-        run.backward(step + 20, used=[6, 7], on=[1])
-        run.see_grads()
-        run.step()
-
-
-SCRIPTS = [
-    g3_backwards_without_no_sync,
-    g6_g7_other_parameters_on_every_rank,
-    g7_opposite_orders,
-    g8_ranks_that_skip_backward,
-    g9_reentrant_checkpoints_on_some_ranks,
-    g9_non_reentrant_checkpoints_on_some_ranks,
-    g9_weights_in_three_places_on_one_rank,
-    g10_late_on_one_rank,
-    g17_backward_in_another_thread,
-    exception_in_forward_on_one_rank,
-    exception_in_backward_on_one_rank,
-    exception_in_backward_and_all_repeat,
-    no_sync_and_late_ones_mixed,
-]
 WITH_LATE_ROUNDS = [
-    g3_backwards_without_no_sync,
-    g9_reentrant_checkpoints_on_some_ranks,
-    g10_late_on_one_rank,
-    exception_in_backward_and_all_repeat,
-    no_sync_and_late_ones_mixed,
+    gradients.backwards_without_no_sync,
+    divergence.reentrant_checkpoints_on_some_ranks,
+    divergence.late_on_one_rank,
+    divergence.exception_in_backward_and_all_repeat,
+    divergence.no_sync_on_some_ranks_and_late_on_others,
+]
+SCRIPTS = [
+    *WITH_LATE_ROUNDS,
+    divergence.branches_that_alternate_between_ranks,
+    divergence.opposite_orders,
+    divergence.no_backward_at_all_on_most_ranks,
+    divergence.weights_in_three_places_on_one_rank,
+    divergence.backward_in_another_thread,
+    divergence.exception_in_forward_on_one_rank,
+    divergence.exception_in_backward_on_one_rank,
 ]
 
 

@@ -13,38 +13,9 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.optim_twins import TINY, Run, assert_as_local, dyadic, make_params, run_local, share
+from tests.support.optim_twins import TINY, Run, dyadic, make_params, run_local, share
 
 pytestmark = pytest.mark.dist
-
-
-def loop(run: Run) -> None:
-    """Rank 0 uses some parameters, the others others, and one twice; accumulation, clipping, and a second step."""
-    for step in range(4):
-        with run.opt.no_sync():
-            run.backward(10 * step, used={0, 3}, on=[0, 2])
-        run.backward(10 * step + 1, used={0, 3}, on=[0, 2])
-        run.backward(10 * step + 2, used={3, 6, 7}, on=[1, 3])
-        if step % 2:
-            run.clip(0.5)
-        run.see_grads()
-        run.opt.step()
-        run.step()
-
-
-def parts(run: Run) -> None:
-    """Windows of a step: the shard accumulates, as under `grad_sync` after each micro-batch."""
-    for step in range(3):
-        for micro in range(3):
-            run.backward(10 * step + micro, used={0, 2, 3, 8})
-            run.opt.grad_sync()
-        run.step()
-
-
-@pytest.mark.parametrize("script", [loop, parts])
-def test_the_bits_of_one_process(script: Callable[[Run], None]) -> None:
-    """G15, the promise kept, over worlds 1 to 4."""
-    assert_as_local(script, static_graph=True)
 
 
 def exchanges_of(comm: Communicator) -> list[bytes]:

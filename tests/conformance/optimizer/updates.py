@@ -304,6 +304,32 @@ def inf_and_nan_in_one_element(run: Run) -> None:
     run.step()
 
 
+@script(worlds=(1, 2, 4), precisions=(*EXACT, "bf16"))
+def what_is_not_finite_stays_in_its_element(run: Run) -> None:
+    """1e30 overflows the second moment, so nothing is added to the weight."""
+    special = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 1e30, -1e30, math.inf, -math.inf, math.nan])
+    for step in range(3):
+        run.backward(step)
+        if run.rank == run.world - 1:
+            factors = torch.zeros(257)
+            factors[7 : 7 + 20 * len(special) : 20] = special * run.world
+            (run.params[6] * factors.to(run.params[6].dtype)).sum().backward()
+        run.see_grads()
+        run.step()
+
+
+@script(clips=True, worlds=(1, 2, 4), precisions=("fp32", "bf16"))
+def a_norm_of_nan_spoils_what_it_clips(run: Run) -> None:
+    run.backward(0)
+    poison(run, math.nan, 3)
+    run.see(run.opt.clip_grad_norm_(1e6, parameters=[run.params[0]]))
+    run.step()
+    run.backward(1)
+    poison(run, math.nan, 3)
+    run.see(run.opt.clip_grad_norm_(0.5, parameters=run.params[2:5]))
+    run.step()
+
+
 @script(clips=True)
 def a_norm_that_is_not_finite_may_be_an_error(run: Run) -> None:
     """On every rank; and nothing is clipped."""

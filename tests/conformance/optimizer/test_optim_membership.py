@@ -1,9 +1,8 @@
-"""What cannot be taken in is refused, on all ranks where one has it, and leaves everything as it was."""
+"""Groups that are added and parameters that are unfrozen, beside the suite's scripts: what is refused, and on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
 
 import pytest
 import torch
@@ -11,37 +10,10 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from tests.support.optim_twins import TINY, Run, dyadic, make_params, run_local
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.optim_twins import TINY, WORLDS, Run, dyadic, make_params, run_local
 
 pytestmark = pytest.mark.dist
-
-
-BAD: list[tuple[Callable[[list[Parameter]], Any], type[Exception], str]] = [
-    (lambda p: {"params": [Parameter(torch.zeros(3, dtype=torch.complex64))]}, ValueError, "complex64"),
-    (lambda p: {"params": [p[0]]}, ValueError, "more than one parameter group"),
-    (lambda p: {"params": [p[5]], "maximize": True}, ValueError, "maximize must be the same"),
-    (lambda p: {"params": [Parameter(torch.zeros(3).expand(4, 3))]}, ValueError, "gaps or overlaps"),
-]
-
-
-@pytest.mark.parametrize(("group", "error", "match"), BAD)
-@pytest.mark.parametrize("world", [None, 2])
-def test_a_group_that_is_refused_leaves_everything_as_it_was(
-    world: int | None, group: Callable[[list[Parameter]], Any], error: type[Exception], match: str
-) -> None:
-    def body(comm: Communicator | None) -> None:
-        params = make_params()
-        opt = ShardedAdamW(params[:4], process_group=comm, **(TINY if comm else {}))
-        run = Run(opt, params, comm.rank if comm else 0, comm.size if comm else 1)
-        run.backward(0, used={0, 1})
-        with pytest.raises(error, match=match):
-            opt.add_param_group(group(params))
-        assert len(opt.param_groups) == 1
-        run.step()
-        assert [int(opt.state[p]["step"]) for p in params[:4]] == [1, 1, 0, 0]
-        opt.close()
-
-    run_local(world, body) if world else body(None)
 
 
 def test_ranks_that_add_different_groups_raise_on_all() -> None:
@@ -139,3 +111,87 @@ def test_nothing_is_taken_in_inside_no_sync(how: str) -> None:
         opt.close()
 
     run_local(2, body)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_new_parameters_are_those_of_rank_0(world: int) -> None:
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        params = make_params()
+        with contextlib.closing(ShardedAdamW(params[:3], process_group=comm, **TINY)) as opt:
+            late = [Parameter(torch.full((5,), float(comm.rank)))]
+            opt.add_param_group({"params": late})
+            return [p.detach().clone() for p in late]
+
+    for values in run_local(world, body):
+        assert_bitwise_equal(values, [torch.zeros(5)])
+
+
+def test_overlapped_gathers_go_on_with_new_parameters() -> None:
+    """Hooks of `prefetch_params` know new modules of the model, too."""
+
+    class Grows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+            torch.nn.init.constant_(self.parts[0].weight, 0.5)
+            torch.nn.init.constant_(self.parts[0].bias, 0.25)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    def body(comm: Communicator, overlaps: bool) -> list[torch.Tensor]:
+        model = Grows()
+        opt = ShardedAdamW(model.parameters(), 0.1, process_group=comm, overlap_param_sync=overlaps, **TINY)
+        opt.prefetch_params(model)
+        for step in range(6):
+            if step == 3:
+                model.parts.append(torch.nn.Linear(4, 4))
+                torch.nn.init.constant_(model.parts[1].weight, 0.25)
+                torch.nn.init.constant_(model.parts[1].bias, 0.5)
+                opt.add_param_group({"params": model.parts[1].parameters()})
+            model(torch.ones(2, 4) * (step + comm.rank)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        values = [p.detach().clone() for p in model.parameters()]
+        opt.close()
+        return values
+
+    assert_bitwise_equal(run_local(2, body, True), run_local(2, body, False))
+
+
+def test_states_of_frozen_parameters_wait_for_them() -> None:
+    def train(opt: ShardedAdamW, params: list[Parameter], seed: int) -> None:
+        run = Run(opt, params)
+        run.backward(seed)
+        run.step()
+
+    whole = make_params()
+    opt = ShardedAdamW(whole)
+    train(opt, whole, 0)
+    saved = opt.state_dict()
+    values = [p.detach().clone() for p in whole]
+    train(opt, whole, 1)
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        for p, value in zip(params, values, strict=True):
+            p.data.copy_(value)
+        params[3].requires_grad_(False)
+        again = ShardedAdamW(params, process_group=comm)
+        again.load_state_dict(saved)
+        params[3].requires_grad_(True)
+        train(again, params, 1)
+        assert_bitwise_equal([p.detach() for p in params], [p.detach() for p in whole])
+        assert int(again.state[params[3]]["step"]) == 2
+        part = {**saved, "state": {i: {**entry, "ranges": [[0, 1]]} for i, entry in saved["state"].items()}}
+        params[3].requires_grad_(False)
+        fresh = ShardedAdamW([params[3], Parameter(torch.zeros(1))]) if comm is None else None
+        if fresh is not None:
+            few = {"state": {0: part["state"][3]}, "param_groups": fresh.state_dict()["param_groups"]}
+            with pytest.raises(ValueError, match=r"shape \(64, 33\) that is frozen now"):
+                fresh.load_state_dict(few)
+
+    body(None)
+    run_local(1, body)
