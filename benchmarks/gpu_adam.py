@@ -11,7 +11,7 @@ from gpu_timing import random
 from torch import Tensor
 
 from bucketwheel.kernels import ops
-from bucketwheel.kernels.adam_rows_cuda import AdamRowsCuda
+from bucketwheel.kernels.adam_rows import AdamRows
 from tests.gpu.device import DEVICE
 
 __all__ = ["CONFIGS", "FOR_LOOP", "Config", "Tensors", "omitted_peers", "peers_of"]
@@ -82,7 +82,7 @@ class Tensors:
     def ours(self) -> Callable[[], None]:
         """The step as the optimizer does it: a table that is made once."""
         steps = torch.zeros(len(self.p), dtype=torch.int64, device=DEVICE.tensors)
-        rows = AdamRowsCuda(steps, 0)
+        rows = AdamRows(steps, 0)
         lists = [self.p, self.g, self.m, self.v, self.master or [None] * len(self.p)]
         remainders: list[Any] = [*self.remainder] or [None] * len(self.p)
         for i, (p, g, m, v, master) in enumerate(zip(*lists, strict=True)):

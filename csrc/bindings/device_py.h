@@ -116,11 +116,13 @@ inline void bind_cuda(py::module_& m) {
   m.def("clear_cuda_faults", &clear_cuda_faults);
   m.def("device_of", [](py::handle tensor) { return index_of(dlpack::describe(tensor).device); }, py::arg("tensor"));
   m.def("current_stream", [](int device) { return current_stream(device_at(device).id()); }, py::arg("device"));
+  // Of the current stream; 0 and false on the CPU.
   m.def(
-      "is_capturing", [](int device) { return is_capturing(*current_stream(device_at(device).id())); },
+      "capture_id", [](int device) { return device < 0 ? 0 : capture_id(*current_stream(device_at(device).id())); },
       py::arg("device"));
   m.def(
-      "capture_id", [](int device) { return capture_id(*current_stream(device_at(device).id())); }, py::arg("device"));
+      "is_capturing", [](int device) { return device >= 0 && is_capturing(*current_stream(device_at(device).id())); },
+      py::arg("device"));
   m.def(
       "borrow_stream",
       [](uintptr_t native, int device) { return CudaDevice::at(device).borrow(reinterpret_cast<void*>(native)); },

@@ -18,8 +18,19 @@ from torch import Tensor
 from bucketwheel.errors import Error
 from bucketwheel.native import core, modules
 
-__all__ = ["CPU", "Uploads", "device_index", "index_of", "keep_as_cache", "native_stream", "reclaim_memory"]
-__all__ += ["torch_device", "upload"]
+__all__ = [
+    "CPU",
+    "Uploads",
+    "device_index",
+    "index_of",
+    "join",
+    "keep_as_cache",
+    "native_stream",
+    "reclaim_memory",
+    "stream_of",
+    "torch_device",
+    "upload",
+]
 
 CPU = -1
 
@@ -78,6 +89,18 @@ def native_stream(stream: Any) -> Any:
         _load_cuda()
         return core.borrow_stream(stream.cuda_stream, stream.device.index)
     return stream
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """torch's current stream of a CUDA device; None elsewhere, where the calling thread is the only one."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def join(device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    """CUDA: the current stream waits for ``stream``, if that is another one."""
+    current = stream_of(device)
+    if current is not None and stream is not None and stream != current:
+        current.wait_stream(stream)
 
 
 def upload(to: Tensor, values: bytes) -> None:

@@ -88,7 +88,7 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
             loss_of(params, dyadic(params, 3)).backward()
             if where == "step":
                 # The window is closed, the update begins: the others wait for this rank's parameters.
-                opt._engine._rows.step = lambda *_: die(directory)  # type: ignore[method-assign,union-attr]
+                opt._engine._assembly.rows.step = lambda *_: die(directory)  # type: ignore[method-assign,union-attr]
                 opt.clip_grad_norm_(0.5)
                 opt.step()
             die(directory)

@@ -25,9 +25,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bucketwheel import device
 from bucketwheel.comm import handle
 from bucketwheel.gathers import gathers, pending_param
-from bucketwheel.grads import bucket, window
+from bucketwheel.grads import bucket, launch
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
 from tests.support.simulated_cuda import load
@@ -71,7 +72,7 @@ class SideStream:
 def streams_are_simulated() -> Iterator[None]:
     """Inside, bucketwheel takes the current `SideStream` of a thread for torch's current stream."""
     with contextlib.ExitStack() as patches:
-        for module in (bucket, gathers, window, pending_param):
+        for module in (bucket, device, gathers, launch, pending_param):
             patches.enter_context(mock.patch.object(module, "stream_of", lambda device: _thread.current))
         unwrapped = lambda stream: getattr(stream, "native", stream)  # noqa: E731
         patches.enter_context(mock.patch.object(handle, "native_stream", unwrapped))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from bucketwheel.grads import inflight
+from bucketwheel.grads import launch
 
 
 class Slow:
@@ -36,7 +36,7 @@ class Slow:
 @contextlib.contextmanager
 def slow_reductions() -> Iterator[None]:
     """``_MOST_PATIENCE_S``: whoever waits in vain for so long would take more memory."""
-    add = inflight.Inflight.add
-    with mock.patch.multiple(inflight, _MOST_PATIENCE_S=20.0, _CLOSING_PATIENCE_S=20.0):
-        with mock.patch.object(inflight.Inflight, "add", lambda self, handle, held: add(self, Slow(handle), held)):
+    add = launch.Reductions.add
+    with mock.patch.multiple(launch, _MOST_PATIENCE_S=20.0, _CLOSING_PATIENCE_S=20.0):
+        with mock.patch.object(launch.Reductions, "add", lambda self, handle, held: add(self, Slow(handle), held)):
             yield

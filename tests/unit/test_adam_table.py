@@ -369,7 +369,7 @@ def test_rows_round_as_they_were_told(stochastic: bool, stochastic_param: bool) 
     hyper = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     flags = {"maximize": True, "decoupled_weight_decay": False}
     flags |= dict.fromkeys(["amsgrad", "capturable", "differentiable"], False)
-    rows.begin_step([{**hyper, **flags}], [True], [0.5])
+    rows.begin_step([{**hyper, **flags}], [True], torch.tensor([0.5], dtype=torch.float64))
     rows.step()
     ops.adam_step(
         *([x] for x in expected), 1, **hyper, maximize=True, decoupled=False, grad_scale=0.5, seed=7,

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import bucketwheel as bw
+from bucketwheel import device
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads import bucket as buckets
-from bucketwheel.grads import window
+from bucketwheel.grads import launch
 from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
+from tests.support.simulated_cuda import posing
 
 
 class Streams:
@@ -27,7 +29,7 @@ class Streams:
         self.waits: list[tuple[str, str]] = []  # who, for whom
         self._named: dict[str, FalseStream] = {}
         self.use("a")
-        for module in (buckets, window):
+        for module in (buckets, device, launch):
             monkeypatch.setattr(module, "stream_of", lambda device: self.current)
 
     def use(self, name: str) -> None:
@@ -57,7 +59,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 def bucket_of_two() -> GradBucket:
     accumulator = core.ShardAccumulator(torch.zeros(8), [(0, 8)])
-    return GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator)
+    bucket = GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator)
+    bucket.is_on_cpu = False  # as far as streams go
+    return bucket
 
 
 def on_the_host() -> buckets.Acquire:
@@ -116,7 +120,7 @@ def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(streams: 
 
 def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) -> None:
     """The window is opened in a, where the first bucket is filled; the second one is filled and launched in b."""
-    with Communicator(LocalWorld(1).rank(0)) as comm:
+    with posing(), Communicator(LocalWorld(1).rank(0), device="cuda") as comm:
         params = [torch.nn.Parameter(torch.ones(300)) for _ in range(2)]
         opt = bw.ShardedAdamW(params, process_group=comm, bucket_cap_mb=1.3e-3)
         assert len(opt._engine.grads.buckets) == 2
@@ -130,14 +134,14 @@ def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) 
 
 
 def test_a_captured_window_waits_for_no_stream_of_gradients_that_were_dropped(streams: Streams) -> None:
-    with Communicator(LocalWorld(1).rank(0)) as comm:
+    with posing(), Communicator(LocalWorld(1).rank(0), device="cuda") as comm:
         param = torch.nn.Parameter(torch.ones(8))
         opt = bw.ShardedAdamW([param], process_group=comm)
         grads = opt._engine.grads
         param.sum().backward()
         param.sum().backward()  # late
         opt.zero_grad()
-        grads.launcher.begin_captured()
+        grads.launcher.begin_window(param.device, is_captured=True)
         assert grads.buckets[0].take_streams() == []
         opt.step()
         opt.close()
@@ -146,6 +150,7 @@ def test_a_captured_window_waits_for_no_stream_of_gradients_that_were_dropped(st
 def test_without_cuda_there_is_one_stream() -> None:
     assert buckets.stream_of(torch.device("cpu")) is None
     bucket, memory = bucket_of_two(), on_the_host()
+    bucket.is_on_cpu = True
     bucket.store(memory, 0, torch.ones(4), late=False, add=False)
     assert bucket.take_streams() == []
     bucket.take(memory, [1], late=False)[0].release()
@@ -176,4 +181,4 @@ def test_large_gradients_are_stored_as_they_read(kind: str) -> None:
     assert grad.is_neg() == ("negated" in kind) and grad._is_zerotensor() == ("nowhere" in kind)
     memory = bucket.store(on_the_host(), 0, grad, late=False, add=False)
     assert torch.equal(memory[begin : begin + numel], grad.float() + 0.0)
-    bucket.drop_all()
+    bucket.drop_memory()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel.grads.bucket_slots import BucketSlot, BucketSlots
+from bucketwheel.grads.bucket import BucketSlot, BucketSlots
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 from tests.support.simulated_cuda import Calls, Graph, posing
@@ -144,7 +144,7 @@ def test_a_capture_waits_for_what_it_has_captured() -> None:
             calls = Calls()
             slots.enter(1).release(after=reader)
             assert calls.since()["stream_wait_event"] == 1
-        slots.forget()
+        slots.forget_readers()
         calls = Calls()
         slots.enter(0)
         assert "stream_wait_event" not in calls.since()

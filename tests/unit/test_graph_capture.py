@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 
 from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError
-from bucketwheel.grads.graph_capture import CapturedBlocks, Captures, capture_id, expect_unedited, is_capturing
-from bucketwheel.grads.inflight import Inflight
+from bucketwheel.grads.graph_capture import CapturedBlocks, Captures, WindowState
+from bucketwheel.grads.launch import Reductions
 from bucketwheel.native import core
 from tests.support.simulated_cuda import Calls, Graph, posing
 
@@ -40,13 +39,13 @@ class Ended:
 
 
 def test_is_capturing(library: Any) -> None:
-    assert not is_capturing(0) and not is_capturing(CPU)
-    ids = [capture_id(0), capture_id(CPU)]
+    assert not core.is_capturing(0) and not core.is_capturing(CPU)
+    ids = [core.capture_id(0), core.capture_id(CPU)]
     for _ in range(2):
         with Graph(library):
-            assert is_capturing(0) and not is_capturing(CPU)
-            ids.append(capture_id(0))
-            assert capture_id(0) == ids[-1] and capture_id(CPU) == 0
+            assert core.is_capturing(0) and not core.is_capturing(CPU)
+            ids.append(core.capture_id(0))
+            assert core.capture_id(0) == ids[-1] and core.capture_id(CPU) == 0
     assert ids[:2] == [0, 0] and len(set(ids)) == 3, "each capture has a number of its own"
 
 
@@ -76,52 +75,60 @@ def test_blocks_go_on_behind_their_last_reader(library: Any) -> None:
 def test_a_capture_leaves_handles_of_before_alone(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer had not issued them when their window closed, which has waited for them."""
     monkeypatch.setattr(Ended, "is_ordered", lambda self: self.is_captured)
-    inflight, blocks = Inflight(0, 2), CapturedBlocks(0, 64)
+    reductions, blocks = Reductions(0, 2), CapturedBlocks(0, 64)
     before: Any = Ended(is_captured=False)
-    inflight.add(before, blocks.take())
-    inflight.wait()
+    reductions.add(before, blocks.take())
+    reductions.wait()
     assert before.waits == 2, "as one of all, and as the last"
     with Graph(library):
         inside: Any = Ended(is_captured=True)
-        inflight.add(inside, blocks.take())
-        inflight.wait()
+        reductions.add(inside, blocks.take())
+        reductions.wait()
     assert (before.waits, inside.waits) == (2, 2)
-    inflight.wait()
+    reductions.wait()
     assert (before.waits, inside.waits) == (3, 2), "the captured one is over and gone"
 
 
 def test_what_a_failed_capture_has_in_flight_is_forgotten(library: Any) -> None:
-    inflight, blocks = Inflight(0, 2), CapturedBlocks(0, 64)
+    reductions, blocks = Reductions(0, 2), CapturedBlocks(0, 64)
     with Graph(library):
         inside: Any = Ended(is_captured=True)
-        inflight.add(inside, blocks.take())
-    inflight.forget_captured()
-    inflight.wait()
+        reductions.add(inside, blocks.take())
+    reductions.forget_captured()
+    reductions.wait()
     assert inside.waits == 0
+
+
+def begin(captures: Captures, *, has_grads: bool = False, has_plain: bool = False) -> WindowState:
+    return captures.begin(is_learnt=True, has_grads=has_grads, has_plain=has_plain)
+
+
+def ask(captures: Captures, state: WindowState = WindowState.CLOSED) -> bool:
+    return captures.ask("step", state)
 
 
 def test_a_window_is_captured_whole(library: Any) -> None:
     captures = Captures(0, is_capturable=True)
-    captures.begin(True, False, True)
-    assert not captures.goes_on() and not captures.has_window
+    assert begin(captures, has_plain=True) is WindowState.EAGER
+    assert not ask(captures, WindowState.EAGER)
     with Graph(library):
         with pytest.raises(CaptureError, match="before the CUDA graph capture are still being reduced"):
-            captures.goes_on()
-        captures.begin(True, False, False)
-        assert captures.goes_on() and captures.ask("step", True) and captures.has_window
+            ask(captures, WindowState.EAGER)
+        assert begin(captures) is WindowState.CAPTURED
+        assert ask(captures, WindowState.CAPTURED)
         captures.expect_own_grads(True, False)
     expect_never(captures, library)
     captures.expect_none("add_param_group")
     captures.expect_no_replay("step")
-    assert captures.forget() and not captures.forget() and not captures.ask("step", False)
+    assert captures.forget() and not captures.forget() and not ask(captures)
     captures.keep()
     with Graph(library):
         for has_grads, has_plain in ((True, False), (False, True)):
             with pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
-                captures.begin(True, has_grads, has_plain)
-        captures.begin(True, False, False)
+                begin(captures, has_grads=has_grads, has_plain=has_plain)
+        begin(captures)
         captures.end()
-    assert not captures.ask("step", False) and not captures.forget()
+    assert not ask(captures) and not captures.forget()
     with pytest.raises(RuntimeError, match="graphs hold the addresses"):
         captures.expect_none("add_param_group")
     with pytest.raises(CaptureError, match="step found no gradients"):
@@ -132,11 +139,7 @@ def expect_never(captures: Captures, library: Any) -> None:
     """Neither outside of a capture nor in another one."""
     for capture in (nullcontext(), Graph(library)):
         with capture:
-            for call in (
-                lambda: captures.begin(True, False, False),
-                lambda: captures.ask("step", False),
-                captures.goes_on,
-            ):
+            for call in (lambda: begin(captures), *(lambda state=state: ask(captures, state) for state in WindowState)):
                 with pytest.raises(CaptureError, match="its gradients will never come; call zero_grad on all ranks"):
                     call()
 
@@ -146,42 +149,27 @@ def test_kept_gradients_end_with_the_capture(library: Any) -> None:
     with Graph(library):
         captures.keep()
         captures.expect_own_grads(True, False)  # adds to its own
-        assert captures.ask("step", False)
+        assert ask(captures)
         assert not captures.forget(), "zero_grad drops them"
-    assert not captures.ask("step", False)
+    assert not ask(captures)
     with Graph(library):
         captures.keep()
     expect_never(captures, library)
     with Graph(library):
-        assert captures.forget() and captures.ask("step", False)
+        assert captures.forget() and ask(captures)
 
 
 def test_only_what_may_be_captured_is(library: Any) -> None:
     captures = Captures(0, is_capturable=False)
     with Graph(library):
-        for call in (lambda: captures.begin(True, False, False), lambda: captures.ask("step", False)):
+        for call in (lambda: begin(captures), lambda: ask(captures)):
             with pytest.raises(
                 CaptureError, match="needs an optimizer made with capturable=True and static_graph=True"
             ):
                 call()
         with pytest.raises(CaptureError, match="run a whole step before it"):
-            Captures(0, is_capturable=True).begin(False, False, False)
+            Captures(0, is_capturable=True).begin(is_learnt=False, has_grads=False, has_plain=False)
         with pytest.raises(CaptureError, match="GradScaler decides on the host"):
             captures.refuse_scaler()
     captures.refuse_scaler()
     captures.expect_none("add_param_group")
-
-
-@pytest.mark.parametrize(("has_master", "moved", "named"), [(True, [], "b"), (False, [], None), (False, [2], "c")])
-def test_edits_that_replays_would_repeat_are_refused(has_master: bool, moved: list[int], named: str | None) -> None:
-    infos = [SimpleNamespace(name=name) for name in "abc"]
-
-    class Space(frozenset[int]):
-        flat = SimpleNamespace(moved=lambda: moved)
-
-    space = Space([0, 1, 2])
-    space.has_master = has_master  # type: ignore[attr-defined]
-    with pytest.raises(CaptureError, match=f"parameter '{named}' was written to on rank 1") if named else nullcontext():
-        expect_unedited(infos, [space], {1, 2}, lambda own: [b"-1", own, b"2" if named else own])
-    with pytest.raises(CaptureError, match="parameter 'a' was written to on rank 0"):
-        expect_unedited(infos, [space], set(), lambda own: [b"0", own])

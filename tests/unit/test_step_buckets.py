@@ -12,7 +12,6 @@ import torch
 
 from bucketwheel.device import CPU
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.kernels.adam_rows_cuda import AdamRowsCuda
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shards import Space
@@ -110,7 +109,7 @@ def test_pieces_find_their_sums_of_squares(poses: bool) -> None:
     with posing() if poses else nullcontext():
         spaces = spaces_of(1, 2, "cuda" if poses else "cpu")
         steps = torch.zeros(len(infos()), dtype=torch.int64)
-        cut = cut_buckets(spaces, 1, 0 if poses else CPU, AdamRowsCuda(steps, 0) if poses else AdamRows(steps))
+        cut = cut_buckets(spaces, 1, 0 if poses else CPU, AdamRows(steps, 0 if poses else CPU))
         pieces = [piece for index in range(len(infos())) for piece in cut.pieces[index]]
         for number, piece in enumerate(pieces):
             piece.grad.fill_(number)

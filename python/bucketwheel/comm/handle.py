@@ -33,7 +33,7 @@ class Handle:
 
         On the local CUDA backend the caller is blocked until every rank has issued the operation, not until it is over.
         """
-        self._native.wait(native_stream(stream))
+        self._native.wait(None if stream is None else native_stream(stream))
         return self
 
     def synchronize(self, timeout: float | None = None) -> Handle:

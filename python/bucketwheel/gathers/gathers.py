@@ -1,13 +1,11 @@
-"""Gather: parameters on their way back to all ranks, and what ranks must agree on before the first step.
+"""Gathers: parameters on their way back to all ranks.
 
 With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on, in the order in which forward needs
-the parameters (`forward_order`). Whoever reads parameters waits first: `pending`, `prefetch`, `Gathers.wait_all`.
+the parameters (`forward_order`). Whoever reads parameters waits first: `pending_param`, `module_hooks`, `Gathers.wait_all`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -20,76 +18,14 @@ from torch.nn import Parameter
 from bucketwheel.comm import handle
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
+from bucketwheel.device import stream_of
 from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.gathers.module_hooks import CompileWatch, Prefetch, watch_compilations
 from bucketwheel.gathers.pending_param import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
-from bucketwheel.grads.bucket import stream_of
-from bucketwheel.grads.graph_capture import is_capturing
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.packing import Packing
+from bucketwheel.native import core
 
-__all__ = ["Gathers", "broadcast_flat", "expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
-
-
-def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
-    """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
-    lines = [f"the optimizer's options: {options}"]
-    lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
-    lines += [
-        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group {info.group}, "
-        f"granularity {info.granularity}"
-        for info in infos
-    ]
-    counts = struct.pack("<qq", len(groups), len(infos))
-    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
-    payload = counts + b"".join(digests[: (comm.max_payload_bytes - len(counts)) // 8])
-    everyone = comm.exchange(payload)
-    if all(other == payload for other in everyone):
-        return
-    if any(other.startswith(REPLICAS_MARK) for other in everyone):
-        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
-    numbers = [struct.unpack_from("<qq", other) for other in everyone]
-    if len(set(numbers)) > 1:
-        raise RuntimeError(
-            f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
-        )
-    at = len(counts)
-    while len({other[at : at + 8] for other in everyone}) == 1:
-        at += 8
-    raise RuntimeError(
-        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
-        "in the same order, with the same options"
-    )
-
-
-def expect_equal_packings(comm: Reducer, packings: Sequence[Packing]) -> None:
-    """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
-    digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
-            "run the same version of bucketwheel?"
-        )
-
-
-def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -> None:
-    """RuntimeError on every rank unless registered memory lies at the same ``places`` (`Lease.place`) on all. Collective.
-
-    NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
-    """
-    digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} (slab, offset): "
-            "all must make the same acquires of the communicators' pools, in one order, before the optimizer is made, and close() "
-            "the one before it"
-        )
-
-
-def broadcast_flat(comm: Reducer, flat: Tensor) -> None:
-    """Makes ``flat`` on every rank what it is on rank 0. Collective."""
-    comm.broadcast_into(flat, 0).wait()
+__all__ = ["Gathers"]
 
 
 class Gathers:
@@ -156,7 +92,7 @@ class Gathers:
         time that this is asked or a parameter is read, until `detach`."""
         if self._running:
             # What a capture that has failed left here never runs.
-            captured = is_capturing(self._comm.device)
+            captured = core.is_capturing(self._comm.device)
             handle.wait_all(gather for gather, _ in self._running if captured or not gather.is_captured)
             self._forget()
 

@@ -1,6 +1,6 @@
 """Prefetch: hooks of a model that wait for parameters just before the modules that use them.
 
-Parameters wait for themselves when torch reads them (`pending`). The hooks come before that: for code that torch does not
+Parameters wait for themselves when torch reads them (`pending_param`). The hooks come before that: for code that torch does not
 see, for compiled code, and to learn in which order forward needs the parameters.
 
 [Note: compiled forwards] Inside of compiled code there are no hooks and no waits: all that it uses has arrived before it is

@@ -7,9 +7,9 @@ that knows nothing of this, an evaluation, a moving average, ``print`` and ``cop
 
 Not seen is what reads memory behind torch's Python functions: C++ extensions that take tensors by pybind11, TorchScript,
 `torch.func.grad` and ``jvp`` of parameters as they are, handlers of tensor subclasses that switch such handlers off, and
-aliases made before the step. The forward-pre-hooks of `prefetch` cover what happens inside of modules; for the rest there is
+aliases made before the step. The forward-pre-hooks of `module_hooks` cover what happens inside of modules; for the rest there is
 `param_sync`. Compiled code is guarded by the class: where it meets a pending parameter it is compiled again, and before
-that everything is waited for (`prefetch` sees to it that this does not go on at every step).
+that everything is waited for (`module_hooks` sees to it that this does not go on at every step).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.comm.handle import Handle
-from bucketwheel.grads.bucket import stream_of
+from bucketwheel.device import stream_of
 
 __all__ = ["Arrival", "PendingParameter", "arrive", "forget", "make_pending", "on_unseen_read"]
 

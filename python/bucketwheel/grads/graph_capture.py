@@ -1,8 +1,7 @@
-"""Captured: sync windows that are part of a CUDA graph, and the memory of their buckets.
+"""Graph capture: sync windows that are part of a CUDA graph, and the memory of their buckets.
 
-[Note: captured windows] A window that begins while the current stream is captured ends in the same capture. What it does
-to buckets and shards is enqueued as ever; the graph has it, with the addresses, and nothing of it runs before a replay.
-So:
+[Note: captured windows] A window that begins while the current stream is captured ends in the same capture. It enqueues what
+any window does; the graph has it, with the addresses, and nothing of it runs before a replay. So:
 
 - Nothing that a captured window reads is from outside: no gradient, no pending factor, no event. Replays come behind
   whatever their stream holds, and an eager window is joined to the stream that has closed it.
@@ -14,53 +13,32 @@ So:
   each replay leaves. Factors and sums are the device's once there has been a capture: what the host does to gradients
   between windows goes there as it is done, and nothing that was computed outside of a capture is taken for its own.
 - A capture that ends, or fails, with the window open, or with gradients that `no_sync` has kept, leaves gradients that
-  have never come. Every call says so, in the next capture too, until `zero_grad` forgets them.
+  will never come. Every call says so, in the next capture too, until `zero_grad` forgets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import enum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bucketwheel.comm.handle import Handle
-from bucketwheel.device import CPU, torch_device
+from bucketwheel.device import torch_device
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
 
-__all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "capture_id", "expect_unedited", "is_capturing"]
+__all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "WindowState"]
 
 
-def capture_id(device: int) -> int:
-    """Which CUDA graph capture the current stream of ``device`` is part of, a number that no other has; 0: of none."""
-    return 0 if device == CPU else int(core.capture_id(device))
+class WindowState(enum.Enum):
+    """Of a rank's sync window. `Captures` tells when a captured one is lost: its capture has ended before it."""
 
-
-def is_capturing(device: int) -> bool:
-    """Whether the current stream of ``device`` is captured in a CUDA graph."""
-    return capture_id(device) != 0
-
-
-def expect_unedited(
-    infos: Sequence[Any],
-    spaces: Sequence[Any],
-    edited: Collection[int],
-    exchange: Callable[[bytes], Sequence[bytes]],
-) -> None:
-    """CaptureError on all ranks where a step that is captured would take in what was written on one of them to the parameters
-    ``edited``, or that parameters have moved. Collective. ``infos``, ``spaces``: `ParamInfo` and `Space`."""
-    stale = min(
-        (i for space in spaces for i in (*space.flat.moved(), *(i for i in edited if space.has_master and i in space))),
-        default=-1,
-    )
-    for rank, index in enumerate(map(int, exchange(str(stale).encode()))):
-        if index >= 0:
-            raise CaptureError(
-                f"parameter {infos[index].name!r} was written to on rank {rank} since the last step, and every replay would read it again in the "
-                "place of its master weight: call optimizer.reload_master_params() on all ranks before the capture"
-            )
+    CLOSED = "closed"  # from `close` to the next gradient; p.grad is None or stands for what the shards hold
+    EAGER = "eager"  # from the first gradient, or a close that other ranks have gradients for, to the end of the close
+    CAPTURED = "captured"  # as EAGER, and part of a CUDA graph; also left when it is lost and forgotten
 
 
 class CapturedBlock:
@@ -70,7 +48,7 @@ class CapturedBlock:
         self._device = device
         self._free = free
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=torch_device(device))
-        self.last_use: Any = None  # a native event of the capture that goes on
+        self.last_use: Any = None  # a native event of the capture that goes on; until that window ends
 
     @property
     def nbytes(self) -> int:
@@ -124,24 +102,21 @@ class CapturedBlocks:
 
 
 class Captures:
-    """Which windows of an optimizer are captured. ``is_capturable``: whether any may be."""
+    """Which gradients of an optimizer are captured in a CUDA graph. ``is_capturable``: whether any may be.
+
+    A capture is known by a number that no other has; 0 is none.
+    """
 
     def __init__(self, device: int, *, is_capturable: bool) -> None:
         self._device = device
         self._is_capturable = is_capturable
-        self._window = 0  # which capture the open window is part of
-        self._kept = 0  # which one has brought what `no_sync` has kept
-        self._has_grads = False  # what p.grad stands for was brought by a captured window
-        self._has_any = False  # one was captured from its begin to its end, ever
+        self._of_window = 0  # the capture that the open window is part of; until that ends or is forgotten
+        self._of_kept = 0  # the capture that has brought what `no_sync` keeps; until the window ends or it is forgotten
+        self._has_grads = False  # whether p.grad stands for what a captured window has brought; set by each window
+        self._has_any = False  # whether a window was captured from its begin to its end; stays
 
-    @property
-    def has_window(self) -> bool:
-        """Whether the open window is captured."""
-        return self._window != 0
-
-    def begin(self, is_learnt: bool, has_grads: bool, has_plain: bool) -> None:
-        """A window begins, captured or not. ``has_grads``: it adds to gradients that there are; ``has_plain``: some are not in
-        any bucket yet."""
+    def begin(self, *, is_learnt: bool, has_grads: bool, has_plain: bool) -> WindowState:
+        """A window begins. ``has_grads``: it adds to gradients that there are; ``has_plain``: some are not in any bucket yet."""
         now = self._expect_alive()
         if now:
             self._expect_capturable("gradients")
@@ -151,33 +126,34 @@ class Captures:
                     "which parameters have gradients"
                 )
             self.expect_own_grads(has_grads, has_plain)
-        self._window = now
+        self._of_window = now
         self._has_grads = now != 0
+        return WindowState.CAPTURED if now else WindowState.EAGER
 
     def end(self) -> None:
-        """It has ended, and with it what `no_sync` had kept."""
-        self._has_any = self._has_any or self.has_window
-        self._window = self._kept = 0
+        """The window has ended, and with it what `no_sync` had kept."""
+        self._has_any = self._has_any or self._of_window != 0
+        self._of_window = self._of_kept = 0
 
     def keep(self) -> None:
         """`no_sync` has left gradients."""
-        self._kept = capture_id(self._device)
-        self._has_grads = self._kept != 0
+        self._of_kept = core.capture_id(self._device)
+        self._has_grads = self._of_kept != 0
 
     def forget(self) -> bool:
         """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over; forgets it."""
-        is_lost = self._is_lost(capture_id(self._device))
-        self._kept = 0
+        is_lost = self._is_lost(core.capture_id(self._device))
+        self._of_kept = 0
         if is_lost:
-            self._window = 0
+            self._of_window = 0
         return is_lost
 
     def _is_lost(self, now: int) -> bool:
-        return self._window not in (0, now) or self._kept not in (0, now)
+        return self._of_window not in (0, now) or self._of_kept not in (0, now)
 
     def _expect_alive(self) -> int:
         """The capture that goes on, or 0. CaptureError where gradients were part of another one, or of one that is over."""
-        now = capture_id(self._device)
+        now = core.capture_id(self._device)
         if self._is_lost(now):
             raise CaptureError(
                 "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or ended before "
@@ -185,23 +161,18 @@ class Captures:
             )
         return now
 
-    def goes_on(self) -> bool:
-        """Whether the open window is captured. CaptureError where it began on the other side of a capture's begin or end."""
+    def ask(self, what: str, state: WindowState) -> bool:
+        """Whether the call ``what`` is captured, which is about the gradients of the open window if there is one.
+
+        CaptureError if it may not be captured, or if the window began before the capture.
+        """
         now = self._expect_alive()
-        if now and not self.has_window:
+        if now and state is WindowState.EAGER:
             raise CaptureError(
                 "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or grad_sync and "
                 "zero_grad, before the capture"
             )
-        return now != 0
-
-    def ask(self, what: str, is_open: bool) -> bool:
-        """Whether the call ``what`` is captured, which is about the gradients of the open window if one ``is_open``. CaptureError
-        if it may not be."""
-        if is_open:
-            return self.goes_on()
-        now = self._expect_alive()
-        if now:
+        if now and state is WindowState.CLOSED:
             self._expect_capturable(what)
         return now != 0
 
@@ -223,7 +194,7 @@ class Captures:
             )
 
     def refuse_scaler(self) -> None:
-        if is_capturing(self._device):
+        if core.is_capturing(self._device):
             raise CaptureError(
                 "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, backward and "
                 "optimizer.grad_sync(), and call the scaler's unscale_, step and update after each replay"

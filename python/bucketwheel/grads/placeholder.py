@@ -16,7 +16,7 @@ anything that needs or replaces single values          `ShardedGradError`, nothi
 =====================================================  ==================================
 
 A stock optimizer may decay parameters before it first touches a gradient, so foreign optimizers are refused before they
-begin (`foreign_step`). A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
+begin (optim/sharded_adamw.py). A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,10 +36,55 @@ from torch.utils._pytree import tree_leaves
 
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
-from bucketwheel.grads.foreign_step import refuse_foreign_steps
-from bucketwheel.grads.placeholder_owner import GradOwner
 
-__all__ = ["ShardedGrad"]
+__all__ = ["GradOwner", "ShardedGrad"]
+
+
+class GradOwner(Protocol):
+    """What a placeholder asks of the optimizer that holds the gradient, by the index that this gave to `ShardedGrad`.
+
+    The value of a gradient is what plain data-parallel training would leave in ``p.grad``: reduced over all ranks.
+    Calls take effect in program order: a factor applies to what was accumulated before it and not to what comes after.
+    *Collective* methods are called by all ranks in the same order with the same arguments; the owner detects and names
+    a rank that does not. *Local* methods never block. Tensor arguments are borrowed for the call: what is kept must be
+    copied. Errors pass through to the caller of the stock operation unchanged.
+    """
+
+    def accumulate(self, index: int, grad: Tensor) -> None:
+        """Add this rank's contribution ``grad`` (the parameter's shape and dtype, any strides). Local.
+
+        Called from backward, on whatever thread and stream autograd runs, just before the parameter's post-accumulate
+        hook, which then finds the placeholder in ``p.grad``; or by ``p.grad += x``.
+        """
+
+    def norms(self, indices: Sequence[int], ord: float) -> Tensor:
+        """Return the norms of order ``ord`` (2, 1, inf, any float) of whole gradients. Collective.
+
+        The result has shape ``[len(indices)]``, a floating dtype at least as precise as the parameters', their device,
+        and equal bits on all ranks. Loops ask for one parameter at a time, so compute all at the first call and
+        keep them until a gradient changes.
+        """
+
+    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
+        """Multiply gradients by ``factor``, the same on every rank. Local.
+
+        ``factor`` is a float, or a private 0-d tensor where reading it would synchronize with a device. Such a tensor
+        must not be exactly 0 while gradients still arrive before the next step: nobody reads it, so what arrives is
+        divided by it, to be multiplied with the rest later.
+        """
+
+    def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """Multiply by ``inv_scale`` and set ``found_inf`` to 1 if any value on any rank is not finite. Collective.
+
+        Both are fp32 tensors of one element. ``found_inf`` is never reset to 0: it may come in as 1, from other
+        gradients of this rank, and goes out equal on all ranks, the largest that came in or was found.
+        """
+
+    def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
+        """Limit values to ``[low, high]``; None is no limit, NaN stays NaN. Collective: it needs reduced values."""
+
+    def zero(self, indices: Sequence[int]) -> None:
+        """Make gradients zero. They still exist: the next step updates their parameters. Local."""
 
 
 class ShardedGrad(Tensor):
@@ -413,4 +458,3 @@ def _register_with_torch() -> None:
     supported = getattr(_foreach_utils, "_foreach_supported_types", None)
     if isinstance(supported, list):
         supported.append(ShardedGrad)
-    refuse_foreign_steps(ShardedGrad)

@@ -1,11 +1,11 @@
-"""Reduced gradients: the parts of the summed gradients that this rank owns, and what is known and pending about them.
+"""Reduced gradients: the parts of the summed gradients that this rank owns, their norms, and what is pending about them.
 
 The shards hold plain *sums* over the ranks. What everybody sees is ``sum * average * factor``, where ``average`` is
-1/world (or 1) and ``factor`` collects clipping, unscaling and manual scaling; both are folded into the Adam kernel
-(D7), so scaling a gradient costs no pass over it.
+1/world (or 1) and the factor (`GradFactors`) collects clipping, unscaling and manual scaling; both are folded into the
+Adam kernel (D7), so scaling a gradient costs no pass over it.
 
-What is known of a parameter is kept by kind, one array for each: a step looks at all parameters, and there may be
-thousands.
+On CUDA sums of squares, norms and factors are device memory, and nothing here waits for the device. What is known of a
+parameter is kept by kind, one array for each: a step looks at all parameters, and there may be thousands.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.device import Uploads, torch_device
+from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
 from bucketwheel.layout.precision import norm_dtype_of
@@ -35,7 +37,8 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """One segment of a parameter on this rank. ``row``: its place among the segments of ``accumulator``."""
+    """One segment of a parameter on this rank. ``row``: the place of its sum of squares, among those of ``accumulator`` on the
+    CPU, in ``row_sums`` on CUDA."""
 
     grad: Tensor  # 1-D: a view into the gradient shard
     accumulator: Any
@@ -53,34 +56,50 @@ class _Param:
 class ReducedGrads:
     """The gradients of all parameters after reduction. Methods marked collective are called by all ranks in one order.
 
-    Flags are bytes, one for each parameter.
+    Flags are bytes, one for each parameter. ``row_sums`` (CUDA): float64; reduce-scatters write the sums of squares of
+    shard spans there. ``replicate``: to the ranks whose shards hold the same sums. Norms need only ``comm``; what ranks
+    say of themselves is asked of both.
     """
 
-    def __init__(self, comm: Communicator, average: float, replicate: Communicator | None = None) -> None:
-        """``replicate``: to the ranks whose shards hold the same sums. Norms need only ``comm``; what ranks say of
-        themselves is asked of both."""
+    def __init__(
+        self,
+        comm: Communicator,
+        average: float,
+        param_count: int,
+        *,
+        row_sums: Tensor | None = None,
+        replicate: Communicator | None = None,
+    ) -> None:
         self.comm = comm
         self.average = average
-        self.replicate = replicate
+        self.row_sums = row_sums
+        self.factors = GradFactors(param_count, comm.device)
         self.norm_dtype = torch.float32
+        self._replicate = replicate
+        self._device = comm.device
+        self._is_on_cpu = comm.device < 0
+        self._uploads = Uploads(comm.device)
         self._params: list[_Param] = []
-        self._content = bytearray()  # the shards hold a gradient of an earlier window
-        self._zeroed = bytearray()  # the content is zeros, by a local decision
-        self._edited = bytearray()  # since its last reduce-scatter: the sums of squares made on arrival no longer hold
-        self._factors = array.array("d")
-        self._ones = b""
-        self._arrival_sums = core.ParamSums() if comm.device < 0 else None
+        # The shards hold a gradient of an earlier window. Set by the end of a window, cleared where a gradient is dropped.
+        self._content = bytearray(param_count)
+        # The content is zeros, by a decision of this rank alone. Until the next window ends, where all ranks agree.
+        self._zeroed = bytearray(param_count)
+        # Changed since its last reduce-scatter, so the sum of squares that was made on arrival does not hold. Until the next
+        # window, or until the sums are made again (CUDA).
+        self._edited = bytearray(param_count)
+        self._arrival_sums = core.ParamSums() if self._is_on_cpu else None
+        self._row_tables: tuple[Tensor, Tensor] | None = (
+            None  # CUDA: `_rows_of_params`, once uploaded outside of a capture
+        )
+        # Per parameter, of the whole gradient: the sum of squares. None from any change until somebody asks.
         self._sums: Tensor | None = None
+        # CUDA: a window has ended in a capture (on all ranks, while a capture may fail on some before that). Stays.
+        self._has_graph = False
 
     def add_param(self, info: ParamInfo, packing: Packing, packed: int, pieces: list[ShardPiece]) -> None:
         assert info.index == len(self._params)
         self.norm_dtype = norm_dtype_of((self.norm_dtype, info.dtype))
         self._params.append(_Param(info, packing, packed, pieces))
-        self._content.append(False)
-        self._zeroed.append(False)
-        self._edited.append(False)
-        self._factors.append(1.0)
-        self._ones += array.array("d", [1.0]).tobytes()
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
@@ -89,14 +108,14 @@ class ReducedGrads:
         count = len(old._params)
         self._content[:count] = old._content
         self._zeroed[:count] = old._zeroed
-        self._factors[:count] = old._factors
-        self.mark_edited(range(count))  # the accumulators that have summed are gone
+        self.factors.carry_over(old.factors)
+        self._mark_edited(range(count))  # the accumulators that have summed are gone
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Of what is kept for each parameter beside its gradient: flags and factors, and the sums of squares if they are known."""
-        sums = 0 if self._sums is None else self._sums.nbytes
-        return 3 * len(self._content) + len(self._factors) * self._factors.itemsize + sums
+        """Of what is kept for each parameter beside its gradient: flags, factors, sums of squares."""
+        sums = sum(kept.nbytes for kept in (self._sums, self.row_sums) if kept is not None)
+        return 3 * len(self._content) + self.factors.nbytes + sums
 
     # --- content -----------------------------------------------------------------------------------------------------
 
@@ -110,13 +129,16 @@ class ReducedGrads:
         return bool(self._content[index])
 
     def set_content(self, held: bytes) -> None:
-        """A window closed: exactly the parameters ``held`` have a gradient."""
+        """A window ended: exactly the parameters ``held`` have a gradient."""
         self._content[:] = held
         self._zeroed[:] = bytes(len(held))
         if not all(held):
             for index, is_held in enumerate(held):
                 if not is_held:
-                    self.reset_factor(index)
+                    self.factors.set(index)
+        if not self._is_on_cpu:
+            self._has_graph = self._has_graph or (self.factors.may_be_replayed and core.is_capturing(self._device))
+            self.settle()
 
     def older(self) -> bytes:
         """Flags: whether values of an earlier window still count, for nobody has dropped or zeroed them here."""
@@ -128,217 +150,230 @@ class ReducedGrads:
         """Makes a gradient of an earlier window zero, with whatever was pending for it."""
         self.zero(index)
         self._zeroed[index] = True
-        self.reset_factor(index)
+        self.factors.set(index)
 
     def zero(self, index: int) -> None:
         """Zeroes what the shards hold of a parameter."""
         for piece in self._params[index].pieces:
             piece.grad.zero_()
-        self.mark_edited([index])
+        self._mark_edited([index])
 
     def forget(self, index: int) -> None:
         """Drops a parameter's gradient. The shards keep its numbers; a window that adds to them zeroes them first."""
-        self.forget_sums()
-        self.reset_factor(index)
+        self._sums = None
+        self.factors.set(index)
         self._content[index] = False
 
     def forget_all(self) -> None:
-        self.forget_sums()
-        self.reset_all_factors()
-        self._content[:] = bytes(len(self._content))
-
-    def forget_sums(self) -> None:
-        """What was computed from the values no longer holds."""
         self._sums = None
+        self.factors.reset_all()
+        self._content[:] = bytes(len(self._content))
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
         """Multiplies a pending factor into the shards, all but ``remaining``, so that a later window can add to them."""
-        factor = self._factors[index]
-        if factor != remaining:
-            for piece in self._params[index].pieces:
-                piece.grad.mul_(factor / remaining)
-            self._factors[index] = remaining
-            self.mark_edited([index])
+        if self.factors.is_known(index, remaining):
+            return
+        for piece in self._params[index].pieces:
+            piece.grad.mul_(self.factors[index] / remaining)
+        self.factors.set(index, remaining)
+        self._mark_edited([index])
 
-    def mark_edited(self, indices: Iterable[int]) -> None:
+    def clamp(self, index: int, low: float | None, high: float | None) -> None:
+        """Limits what everybody sees to [low, high]."""
+        for piece in self._params[index].pieces:
+            piece.grad.mul_(self.factors[index] * self.average).clamp_(low, high)
+        self.factors.set(index, 1.0 / self.average)
+        self._mark_edited([index])
+
+    def _mark_edited(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._edited[index] = True
-        self.forget_sums()
+        self._sums = None
 
     def mark_reduced(self) -> None:
         """Every bucket has been reduced: its accumulator's sums of squares hold again."""
         self._edited[:] = bytes(len(self._edited))
-        self.forget_sums()
-
-    # --- factors -----------------------------------------------------------------------------------------------------
-
-    def has_factor(self, index: int) -> bool:
-        """Whether something is to be multiplied into a gradient beside the average."""
-        return self._factors[index] != 1.0
-
-    def visible_factor(self, index: int) -> float | Tensor:
-        """What makes of the numbers in the shards what everybody sees, but for the average."""
-        return self._factors[index]
-
-    def factors(self) -> bytes:
-        """What the host knows of the factors, which is what ranks compare: doubles; empty if all are 1."""
-        known = self._factors.tobytes()
-        return b"" if known == self._ones else known
-
-    def set_factors(self, factors: bytes) -> None:
-        """Says what is pending of what the host knows, without applying what was."""
-        self._factors = array.array("d", factors or self._ones)
-
-    def reset_factor(self, index: int) -> None:
-        """Nothing is pending any more."""
-        self._factors[index] = 1.0
-
-    def reset_all_factors(self) -> None:
-        self._factors = array.array("d", self._ones)
-
-    def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
-        known, factors = float(factor), self._factors
-        for index in indices:
-            factors[index] *= known
+        self._sums = None
 
     def settle(self) -> None:
         """What the host knows of factors and edits goes where CUDA graphs read it, if there are any. Between windows, after each
         change."""
+        if self.factors.may_be_replayed:
+            self.factors.vector()
+            self._sum_edited_rows()
 
-    def pending_factors(self) -> Tensor:
-        """What the Adam kernel multiplies the sums by, beside the average: float64, one a parameter."""
-        return self._vector(self._factors)
+    # --- sums over the ranks -----------------------------------------------------------------------------------------
 
-    # --- values ------------------------------------------------------------------------------------------------------
+    def _everyone(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
+        """[ranks, n]: every rank's ``own`` [n]; of those of ``comm``, or among whom gradients are sharded. Host to host on the
+        CPU, an all-gather on CUDA."""
+        comm = self.comm if comm is None else comm
+        if not self._is_on_cpu:
+            gathered = own.new_empty(comm.size, own.numel())
+            comm.all_gather_into(gathered, own).wait()
+            return gathered
+        values, step = own.numpy().tobytes(), comm.max_payload_bytes // 8 * 8
+        rounds = [comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
+        joined = bytearray(b"".join(part for of_rank in zip(*rounds, strict=True) for part in of_rank))
+        return torch.frombuffer(joined, dtype=own.dtype).view(comm.size, -1) if joined else own.expand(comm.size, 0)
 
-    @staticmethod
-    def _vector(values: array.array[float] | bytes) -> Tensor:
-        """A copy of doubles as a tensor."""
-        own = bytearray(values)
-        return torch.frombuffer(own, dtype=torch.float64) if own else torch.empty(0, dtype=torch.float64)
-
-    def _chosen(self, indices: Sequence[int]) -> Tensor:
-        mask = torch.zeros(len(self._params), dtype=torch.bool)
-        mask[torch.tensor(indices, dtype=torch.int64)] = True
-        return mask
+    def _over_ranks(self, by_rank: Tensor) -> Tensor:
+        """[n]: ``by_rank`` [ranks, n] added in rank order, so all ranks have the same bits."""
+        sums = by_rank[0]
+        if not self._is_on_cpu and len(by_rank) > 1:
+            sums = sums.new_empty(sums.shape)
+            core.rank_sums_cuda(self._device, by_rank, sums)
+        for other in by_rank[1:] if self._is_on_cpu else ():
+            sums = sums + other
+        return sums
 
     def sums_of_squares(self) -> Tensor:
         """Per parameter the sum of squares of the summed gradient, over all ranks; NaN or inf if any element is.
         Collective.
 
-        Kept until a gradient changes. Made on arrival, so nothing is read again; added in rank order, so all ranks have
-        the same bits.
+        Kept until a gradient changes. Made on arrival, so nothing is read again.
         """
-        if self._sums is None:
-            self._sums = self._added_over_ranks(self._local_sums())
+        if self._sums is None or (self._has_graph and self.factors.are_unsure):
+            own = self._sums_on_cpu() if self._is_on_cpu else self._sums_on_cuda()
+            self._sums = self._over_ranks(self._everyone(own))  # what the ranks say goes: it grows with the world
         return self._sums
 
-    def _local_sums(self) -> bytes:
+    def _sums_on_cpu(self) -> Tensor:
         assert self._arrival_sums is not None
-        sums: bytes = self._arrival_sums.sums(bytes(self._content))
-        if not any(self._edited):
-            return sums
-        local = array.array("d", sums)
-        for index, param in enumerate(self._params):
+        local = array.array("d", self._arrival_sums.sums(bytes(self._content)))
+        for index, param in enumerate(self._params) if any(self._edited) else ():
             if self._edited[index] and self._content[index]:
                 again = core.sumsq([piece.grad for piece in param.pieces])
                 local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
-        return local.tobytes()
+        return torch.frombuffer(local, dtype=torch.float64) if local else torch.empty(0, dtype=torch.float64)
 
-    def _exchange(self, values: bytes) -> list[Tensor]:
-        """Everyone's doubles, by rank."""
-        step = self.comm.max_payload_bytes // 8 * 8
-        rounds = [self.comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
-        return [self._vector(b"".join(payloads)) for payloads in zip(*rounds, strict=True)]
+    def _sums_on_cuda(self) -> Tensor:
+        self._sum_edited_rows()
+        held = self._uploads.get("held", torch.uint8, bytes(self._content))
+        own = self._new(len(self._params))
+        core.param_sums_cuda(self._device, self.row_sums, *self._rows_of_params(), held, own)
+        return own
 
-    def _added_over_ranks(self, values: bytes) -> Tensor:
-        first, *others = self._exchange(values)
-        for other in others:
-            first += other
-        return first
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=torch_device(self._device))
+
+    def _rows_of_params(self) -> tuple[Tensor, Tensor]:
+        """CUDA: where the rows of each parameter are in `row_sums`: offsets [params + 1] into the second, row numbers."""
+        if self._row_tables is not None:
+            return self._row_tables
+        offsets = [0]
+        for param in self._params:
+            offsets.append(offsets[-1] + len(param.pieces))
+        rows = [piece.row for param in self._params for piece in param.pieces]
+        tables = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
+        if not core.is_capturing(self._device):  # else perhaps uploaded by each replay alone
+            self._row_tables = tables
+        return tables
+
+    def _sum_edited_rows(self) -> None:
+        """CUDA: makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may write there."""
+        flags = zip(self._edited, self._content, self._params, strict=True)
+        edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
+        self._edited[:] = bytes(len(self._edited))
+        if edited:
+            assert self.row_sums is not None
+            again = self._new(len(edited))
+            core.sumsq_cuda(self._device, [piece.grad for piece in edited], again)
+            self.row_sums.index_copy_(0, self._uploads.numbers("edited", [piece.row for piece in edited]), again)
+
+    # --- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
-        """Norms of order ``ord`` of whole gradients, as everybody sees them: float64. Collective."""
-        factors = self.pending_factors()
+        """Norms of order ``ord`` of whole gradients, as everybody sees them: [len(indices)] of `norm_dtype`, on the parameters'
+        device. Collective."""
+        return self._norms_of_all(ord)[self._places(indices)].to(self.norm_dtype)
+
+    def _places(self, indices: Sequence[int]) -> Tensor:
+        return (
+            torch.tensor(indices, dtype=torch.int64) if self._is_on_cpu else self._uploads.numbers("indices", indices)
+        )
+
+    def _norms_of_all(self, ord: float) -> Tensor:
+        count = len(self._params)
+        if ord == 2.0 and count and not self._is_on_cpu:
+            norms = self._new(count)
+            self._clip_on_cuda(range(count), None, norms)
+            return norms
+        if not count:
+            return self._new(0)
         if ord == 2.0:
             raw = self.sums_of_squares().sqrt()
         else:
-            local = array.array("d", [self._local_power(index, ord) for index in range(len(self._params))]).tobytes()
+            everyone = self._everyone(torch.stack([self._own_power(index, ord) for index in range(count)]))
             if math.isinf(ord):
-                everyone = torch.stack(self._exchange(local))
                 raw = everyone.amax(0) if ord > 0 else everyone.amin(0)
             else:
-                raw = self._added_over_ranks(local)
-                raw = raw if ord == 0 else raw.pow_(1.0 / ord)
-        seen = raw * (factors != 0) if ord == 0 else raw * (factors.abs() * self.average)
-        return seen[torch.tensor(indices, dtype=torch.int64)]
+                raw = self._over_ranks(everyone)
+                raw = raw if ord == 0 else raw ** (1.0 / ord)
+        factors = self.factors.vector()
+        return raw * (factors != 0) if ord == 0 else raw * (factors.abs() * self.average)
 
-    def _local_power(self, index: int, ord: float) -> float:
-        """This rank's part of a norm: sum of |x|^ord; for ord = 0 the count of non-zeros; for +-inf the largest or smallest."""
-        empty = math.inf if ord == -math.inf else 0.0
-        param = self._params[index]
-        if not self._content[index]:
-            return 0.0 if param.info.param.numel() else empty
-        norms = [float(torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64)) for p in param.pieces]
+    def _own_power(self, index: int, ord: float) -> Tensor:
+        """This rank's part of a norm, 0-d: sum of |x|^ord; for ord = 0 the count of non-zeros; for +-inf the largest or smallest."""
+        param, has_content = self._params[index], bool(self._content[index])
+        if not has_content or not param.pieces:
+            has_part = has_content or not param.info.param.numel()  # as part of a whole one, or as a norm of nothing
+            return self._new().fill_(math.inf if ord == -math.inf and has_part else 0.0)
+        norms = torch.stack([torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64) for p in param.pieces])
         if math.isinf(ord):
-            if any(map(math.isnan, norms)):
-                return math.nan
-            return (max if ord > 0 else min)([empty, *norms])
-        return sum(norm if ord == 0 else norm**ord for norm in norms)
+            return norms.amax() if ord > 0 else norms.amin()
+        return norms.sum() if ord == 0 else (norms**ord).sum()
 
-    def total_norm(self, indices: Sequence[int], ord: float) -> float:
-        """The norm of all the gradients in ``indices`` together. Collective."""
+    def total_norm(self, indices: Sequence[int], ord: float) -> Tensor:
+        """The norm of all the gradients in ``indices`` together: 0-d of `norm_dtype`, on the parameters' device. Collective."""
         if not indices:
-            return 0.0
-        if ord == 2.0:  # from the sums, not from rounded roots
-            seen = self.sums_of_squares() * self.pending_factors().square()
-            chosen = torch.where(self._chosen(indices), seen, 0.0)
-            return math.sqrt(total) * self.average if (total := core.fold(chosen.tolist())) >= 0 else math.nan
-        norms = self.norms(indices, ord)
-        if math.isinf(ord):
-            return float(norms.amax() if ord > 0 else norms.amin())
-        if ord == 0:
-            return float((norms != 0).sum())
-        return float(sum(norm**ord for norm in norms.tolist())) ** (1.0 / ord)
+            return self._new(dtype=self.norm_dtype).zero_()
+        if ord != 2.0:
+            return torch.linalg.vector_norm(self._norms_of_all(ord)[self._places(indices)], ord).to(self.norm_dtype)
+        if not self._is_on_cpu:
+            return self._clip_on_cuda(indices, None)
+        seen = self.sums_of_squares() * self.factors.vector().square()  # of sums, not of rounded roots
+        total = core.fold(self._chosen(indices, seen, 0.0).tolist())
+        return torch.tensor(math.sqrt(total) * self.average if total >= 0 else math.nan, dtype=self.norm_dtype)
 
-    def norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`norms`, of `norm_dtype`, on the parameters' device. Collective."""
-        return self.norms(indices, ord).to(self.norm_dtype)
-
-    def total_norm_tensor(self, indices: Sequence[int], ord: float) -> Tensor:
-        """`total_norm`, of `norm_dtype` and 0-d, on the parameters' device. Collective."""
-        return torch.tensor(self.total_norm(indices, ord), dtype=self.norm_dtype)
+    def _chosen(self, indices: Sequence[int], values: Tensor, other: float) -> Tensor:
+        """``values`` [params] at ``indices``, ``other`` elsewhere."""
+        mask = torch.zeros(len(values), dtype=torch.bool)
+        mask[torch.tensor(indices, dtype=torch.int64)] = True
+        return torch.where(mask, values, other)
 
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:
         """Clips the norm of all the gradients in ``indices`` together, and returns it as it was. Collective."""
-        norm = self.total_norm_tensor(indices, ord)
-        self.scale(indices, clip_coefficient(max_norm, norm))
+        if ord == 2.0 and indices and not self._is_on_cpu:
+            return self._clip_on_cuda(indices, max_norm)
+        norm = self.total_norm(indices, ord)
+        self.factors.scale(indices, clip_coefficient(max_norm, norm))
         return norm
+
+    def _clip_on_cuda(
+        self, indices: Sequence[int], max_norm: float | None, param_norms: Tensor | None = None
+    ) -> Tensor:
+        """The 2-norm of all in ``indices`` together; their factors times the clip coefficient where ``max_norm`` is given."""
+        norm = self._new(1, dtype=self.norm_dtype)
+        self.factors.clip(indices, self.sums_of_squares(), self.average, max_norm, norm, param_norms)
+        return norm[0]
 
     def found_inf(self, found: Tensor) -> Tensor:
         """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d. Collective."""
-        others = torch.stack(self._exchange(array.array("d", [float(found)]).tobytes())).amax()
-        if self.replicate is not None:
-            of_replicas = self.replicate.exchange(array.array("d", [float(others)]).tobytes())
-            others = torch.stack([self._vector(found) for found in of_replicas]).amax()
-        wide = self._wide()
-        is_finite = bool(torch.isfinite(self.sums_of_squares().masked_fill(self._chosen(wide), 0.0)).all())
+        worst = self._everyone(found.detach().reshape(1)).amax()
+        if self._replicate is not None:
+            worst = self._everyone(worst.reshape(1), self._replicate).amax()
+        sums = self.sums_of_squares()
+        # Finite where their squares may not be:
+        wide = [p.info.index for p in self._params if p.info.dtype == torch.float64 and self._content[p.info.index]]
         if wide:
-            is_finite &= bool(torch.isfinite(self.norm_tensor(wide, math.inf)).all())
-        return torch.clamp(others, min=float(not is_finite)).to(found.dtype)
+            sums = torch.cat(
+                [sums.index_fill(0, self._places(wide), 0.0), self._norms_of_all(math.inf)[self._places(wide)]]
+            )
+        is_infinite = ~torch.isfinite(sums).all()
+        return torch.maximum(worst, is_infinite.to(worst.dtype))
 
-    def _wide(self) -> list[int]:
-        """Parameters whose gradients are finite where their squares may not be."""
-        pairs = zip(self._params, self._content, strict=True)
-        return [p.info.index for p, has_content in pairs if has_content and p.info.dtype == torch.float64]
-
-    def clamp(self, index: int, low: float | None, high: float | None) -> None:
-        """Limits what everybody sees to [low, high]."""
-        for piece in self._params[index].pieces:
-            piece.grad.mul_(self.visible_factor(index) * self.average).clamp_(low, high)
-        self.reset_factor(index)
-        self._factors[index] = 1.0 / self.average
-        self.mark_edited([index])
+    # --- values ------------------------------------------------------------------------------------------------------
 
     def full(self, index: int) -> Tensor:
         """The whole gradient as everybody sees it: float32 (float64 for a float64 parameter), the parameter's shape and
@@ -360,4 +395,4 @@ class ReducedGrads:
             for s in segments:
                 flat[s.param_begin : s.param_begin + s.numel] = gathered[at : at + s.numel]
                 at += s.numel
-        return flat.mul_(self.visible_factor(index) * self.average).as_strided(info.param.shape, info.stride)
+        return flat.mul_(self.factors[index] * self.average).as_strided(info.param.shape, info.stride)

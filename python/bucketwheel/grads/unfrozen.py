@@ -1,7 +1,7 @@
-"""Newcomers: parameters that were frozen when the optimizer was made and get gradients now.
+"""Unfrozen: gradients of parameters that were frozen when the optimizer was made.
 
-A gradient of theirs is of this rank alone until the next collective call of the optimizer takes the parameter in. Until
-then it is kept aside, behind a placeholder, so that stock code never takes it for a whole one.
+Such a gradient is of this rank alone until the next collective call of the optimizer takes the parameter in. Until then
+it is kept aside, behind a placeholder, so that stock code never takes it for a whole one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from bucketwheel.grads.placeholder import ShardedGrad
 
-__all__ = ["Newcomers", "add_hook"]
+__all__ = ["UnfrozenGrads", "add_hook"]
 
 
 def add_hook(param: Tensor, hook: Any) -> Any:
@@ -29,20 +29,21 @@ def add_hook(param: Tensor, hook: Any) -> Any:
         param.requires_grad_(is_trained)
 
 
-class Newcomers:
-    """Implements `grad.GradOwner`. ``refuse`` raises an error on all ranks; it is called by what would need all of them."""
+class UnfrozenGrads:
+    """Implements `GradOwner`. ``refuse`` raises an error on all ranks; it is called by what would need all of them."""
 
     def __init__(self, refuse: Callable[[str], NoReturn]) -> None:
         self._refuse = refuse
-        self._watched: dict[Tensor, tuple[int, Any]] = {}  # parameter: its number and hook
+        # Parameters that may be unfrozen, each with its number and its hook. An entry goes when the parameter is taken in.
+        self._watched: dict[Tensor, tuple[int, Any]] = {}
         self._placeholders: list[ShardedGrad] = []  # by number
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}  # gradients, by number; until `release`
 
     def watch(self, frozen: Iterable[Tensor]) -> None:
         """From now on exactly these; of others what is kept goes into ``p.grad``."""
         wanted = [p for p in frozen if type(p) is Parameter and p.is_floating_point()]
         known = {id(p) for p in wanted}
-        self.give_back([p for p in self._watched if id(p) not in known])
+        self.release([p for p in self._watched if id(p) not in known])
         for param in wanted:
             if param not in self._watched:
                 number = len(self._placeholders)
@@ -52,9 +53,9 @@ class Newcomers:
                 weakref.finalize(self, hook.remove).atexit = False
                 self._watched[param] = (number, hook)
 
-    def give_back(self, params: Iterable[Tensor]) -> None:
-        """Takes the hooks off, and puts what is kept into ``p.grad``."""
-        for param in list(params):
+    def release(self, params: Iterable[Tensor] | None = None) -> None:
+        """Takes the hooks off, of all parameters by default, and puts what is kept into ``p.grad``."""
+        for param in list(self._watched if params is None else params):
             number, hook = self._watched.pop(param, (-1, None))
             if hook is not None:
                 hook.remove()
@@ -62,16 +63,13 @@ class Newcomers:
                 if param.grad is self._placeholders[number]:
                     param.grad = kept
 
-    def remove(self) -> None:
-        self.give_back(self._watched)
-
     def on_gradient(self, number: int, param: Tensor) -> None:
         placeholder = self._placeholders[number]
         if param.grad is not None and param.grad is not placeholder:
             self._kept[number] = param.grad
             param.grad = placeholder
 
-    # --- what stock code does to placeholders (grad.GradOwner) -------------------------------------------------------
+    # --- what stock code asks of placeholders (`GradOwner`) ----------------------------------------------------------
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         with torch.no_grad():
@@ -102,10 +100,10 @@ class Newcomers:
         )
 
 
-def _hook(owner: weakref.ref[Newcomers], number: int) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[UnfrozenGrads], number: int) -> Callable[[Tensor], None]:
     def on_gradient(param: Tensor) -> None:
-        newcomers = owner()
-        if newcomers is not None:
-            newcomers.on_gradient(number, param)
+        alive = owner()
+        if alive is not None:
+            alive.on_gradient(number, param)
 
     return on_gradient

@@ -1,8 +1,9 @@
-"""Hooks: gradients on their way from autograd into buckets and shards. Carries out what the schedule decides
-(csrc/plan/schedule.h).
+"""Window: gradients on their way from autograd into buckets and shards, and what stock code asks of them.
 
-A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there (`grad`).
-Most of them are done with in native code: [Note: quick arrival], csrc/bindings/arrivals_py.h.
+A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there
+(`placeholder`). Most are handled in native code: [Note: quick arrival], csrc/bindings/arrivals_py.h. What goes where, and
+which bucket is reduced when, is decided by the native schedule (csrc/plan/schedule.h) and carried out here and in `launch`.
+
 Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so
 that stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the
 window ends.
@@ -15,29 +16,25 @@ gradient that is not in any bucket yet, which *replaces* what the buckets hold, 
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from bucketwheel.comm.replicas import Reducer
-from bucketwheel.device import CPU
-from bucketwheel.grads.agreement import GradAgreement, warn_of_late_round
-from bucketwheel.grads.bucket import GradBucket, stream_of
-from bucketwheel.grads.bucket_slots import BucketSlots
-from bucketwheel.grads.graph_capture import Captures
+from bucketwheel.grads import agreement
+from bucketwheel.grads.bucket import BucketSlots, GradBucket, expect_gradient_of, in_memory_order
+from bucketwheel.grads.graph_capture import Captures, WindowState
 from bucketwheel.grads.launch import Launcher
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import add_hook
-from bucketwheel.layout.flat_params import ParamInfo, expect_gradient_of, in_memory_order
+from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
-
-if TYPE_CHECKING:
-    from bucketwheel.grads.placeholder_owner import GradOwner
 
 __all__ = ["GradWindow"]
 
@@ -45,13 +42,15 @@ _NONE, _PLACEHOLDER, _PLAIN = range(3)  # what native Arrivals.look finds in p.g
 _IS_HELD = bytes([False, True, True]).ljust(256, b"\0")
 _IS_PLACEHOLDER = bytes([False, True, False]).ljust(256, b"\0")
 
+_NEED_GRADIENTS = ("step", "norm", "norms", "grad_sync")  # what a step of a static graph does once it has its gradients
+
 
 class GradWindow:
-    """One rank's gradients: hooks, window, agreement. Thread-safe (backward may run anywhere). Its subclass `answers.GradSync`
-    answers for the placeholders.
+    """One rank's gradients: hooks, the sync window, and what ranks agree on at its end. Implements `GradOwner`.
 
-    Several backwards may run at once if they reach different parameters. torch runs the hooks of a parameter outside of
-    the lock under which it adds to ``p.grad``, so of two backwards that reach the same one a gradient could be lost.
+    Thread-safe, as backward may run anywhere. Several backwards may run at once if they reach different parameters: torch
+    runs the hooks of a parameter outside of the lock under which it adds to ``p.grad``, so of two that reach the same one
+    a gradient could be lost.
     """
 
     def __init__(
@@ -71,40 +70,50 @@ class GradWindow:
         self.infos = list(infos)
         self.buckets = list(buckets)
         self.reduced = reduced
-        self.held = bytes(len(self.infos))  # flags, agreed when the last window closed
+        self._is_on_cpu = comm.device < 0
         self._params = [info.param for info in self.infos]
         self._overlap = overlap
-        self._is_open = False  # this rank has prepared its shards for the window's sums
+        self._lock = threading.RLock()
+        # Flags: which parameters have a gradient on any rank. Agreed by each `close`, until the next.
+        self.held = bytes(len(self.infos))
+        self._state = WindowState.CLOSED
         self.captures = Captures(comm.device, is_capturable=is_capturable)
         self._no_sync_depth = 0
-        self._kept: dict[int, Tensor] = {}  # from `no_sync`: the gradient is here and nowhere else
-        self._lock = threading.RLock()
-        buckets_of: list[list[int]] = [[] for _ in self.infos]
-        for bucket in self.buckets:
-            for index in bucket.parts:
-                buckets_of[index].append(bucket.index)
-        self._schedule = core.Schedule(buckets_of, len(self.buckets), is_static)
-        self._placeholders = [
-            ShardedGrad(info.param, cast("GradOwner", self), info.index, info.name) for info in self.infos
-        ]
-        self._arrivals = core.Arrivals(self._schedule, len(self.buckets), weakref.ref(self))
-        for param, placeholder, holding in zip(self._params, self._placeholders, buckets_of, strict=True):
-            parts = [self.buckets[b].parts[placeholder.param_index] for b in holding]
-            self._arrivals.add_param(
-                param,
-                placeholder,
-                [(b, p.begin, p.param_begin, p.numel) for b, p in zip(holding, parts, strict=True)],
-            )
+        # What `no_sync` has left, by parameter: the gradient is here and nowhere else. An entry goes into its bucket with
+        # the next gradient or at the close, goes back to p.grad if `no_sync` is entered again, or is dropped by `zero_grad`.
+        self._kept: dict[int, Tensor] = {}
+        self._schedule = core.Schedule(self._buckets_of_params(), len(self.buckets), is_static)
+        self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
+        self._arrivals = self._make_arrivals()
         self.launcher = Launcher(comm, self.buckets, self._arrivals, slots=slots, max_inflight=max_inflight)
-        self._agreement = GradAgreement(comm, self.infos, self._schedule, self.captures)
         self._hooks = [add_hook(param, self._arrivals.hook(index)) for index, param in enumerate(self._params)]
         for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
             weakref.finalize(self, drop).atexit = False
 
+    def _buckets_of_params(self) -> list[list[int]]:
+        buckets_of: list[list[int]] = [[] for _ in self.infos]
+        for bucket in self.buckets:
+            for index in bucket.parts:
+                buckets_of[index].append(bucket.index)
+        return buckets_of
+
+    def _make_arrivals(self) -> Any:
+        arrivals = core.Arrivals(self._schedule, len(self.buckets), weakref.ref(self))
+        for index, holding in enumerate(self._buckets_of_params()):
+            parts = [(b, self.buckets[b].parts[index]) for b in holding]
+            places = [(b, part.begin, part.param_begin, part.numel) for b, part in parts]
+            arrivals.add_param(self._params[index], self._placeholders[index], places)
+        return arrivals
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this rank has prepared its shards for the window's sums."""
+        return self._state is not WindowState.CLOSED
+
     # --- arrival -----------------------------------------------------------------------------------------------------
 
     def on_gradient(self, index: int, param: Tensor) -> None:
-        """The post-accumulate hook, where it was not done with quickly: ``param.grad`` holds this parameter's gradient."""
+        """The post-accumulate hook, where native code did not handle it: ``param.grad`` holds this parameter's gradient."""
         grad = param.grad
         assert grad is not None
         with self._lock, torch.no_grad():
@@ -119,46 +128,59 @@ class GradWindow:
             self._arrive(index, grad, add=True, launch=self._overlap and not self._no_sync_depth)
 
     def _arrive(self, index: int, grad: Tensor, *, add: bool, launch: bool) -> None:
+        """Puts a gradient into its buckets: added to what the window has of the parameter, or in its place."""
         info = self.infos[index]
         self._expect_plain(info, grad)
         flat = in_memory_order(grad, info)
         was_open = self._is_open
         if was_open:
-            self.captures.goes_on()
+            self._is_captured("gradients")
         else:
             self._open_window(None if add else index)
         has_older = self._schedule.has_stored(index) or (was_open and self.reduced.has_content(index))
-        if self.reduced.has_factor(index):
+        if self.reduced.factors.has(index):
             if add:  # the factor will be applied to the sum of both
                 wide = flat if flat.dtype == torch.float64 else flat.float()  # 16 bits would overflow
-                flat = wide / self.reduced.visible_factor(index)
+                flat = wide / self.reduced.factors[index]
             else:
-                self.reduced.reset_factor(index)
+                self.reduced.factors.set(index)
         stores, launches = self._schedule.gradient(index, has_older and not add, launch)
         if self._schedule.is_deviation(index):
-            self._agreement.break_promise(index)
+            agreement.break_promise(self.comm, info)
         self.launcher.carry_out(stores, launches, flat)
 
     def launch_ready(self) -> None:
-        """Gradients that were done with quickly have filled a bucket."""
+        """Gradients that native code handled have filled a bucket."""
         with self._lock, torch.no_grad():
             for launch in self._schedule.ready():
                 self.launcher.launch(launch)
 
     def _expect_plain(self, info: ParamInfo, grad: Tensor) -> None:
-        self._placeholders[info.index].reject_reducer_view(grad)
+        placeholder = self._placeholders[info.index]
+        if placeholder.is_in_reducer:
+            placeholder.reject_reducer_view(grad)
         expect_gradient_of(info, grad)
 
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
-        """Prepares the shards for new sums: what was taken away goes, pending factors are applied (all but ``remaining``)."""
+        """Prepares the shards for new sums: drops what p.grad no longer stands for, applies pending factors (all but
+        ``remaining``)."""
         found = self._arrivals.look(self._params)
         others = 0 if self._no_sync_depth else found.count(_PLAIN) - (arriving is not None)
         found = found.translate(_IS_PLACEHOLDER)
-        self.captures.begin(self._schedule.is_learnt, any(found), others > 0)
-        if self.captures.has_window:
-            self.launcher.begin_captured()
-        self._is_open = True
-        self.launcher.prepared_in = stream_of(self.infos[0].device) if self.infos else None
+        state = WindowState.EAGER
+        if not self._is_on_cpu:
+            is_learnt = self._schedule.is_learnt
+            state = self.captures.begin(is_learnt=is_learnt, has_grads=any(found), has_plain=others > 0)
+        if self.infos:
+            self.launcher.begin_window(self.infos[0].device, is_captured=state is WindowState.CAPTURED)
+        self._state = state
+        self._prepare_shards(found, arriving, remaining)
+        content = self.reduced.content
+        if self._is_on_cpu and not self._kept and not self.reduced.factors.known:
+            self._arrivals.enable(content, self._overlap)
+
+    def _prepare_shards(self, found: bytes, arriving: int | None, remaining: Sequence[float] | None) -> None:
+        """``found``: flags of what p.grad has a placeholder of."""
         if not any(found):
             self.reduced.forget_all()
         for index, has_content in enumerate(self.reduced.content):
@@ -169,23 +191,22 @@ class GradWindow:
             else:
                 self.reduced.flush_factor(index, 1.0 if remaining is None else remaining[index])
         content = self.reduced.content
+        has_any = any(content)
         for bucket in self.buckets:
-            bucket.accumulates = any(content) and any(content[i] for i in bucket.parts)
+            bucket.accumulates = has_any and any(content[i] for i in bucket.parts)
             for i in bucket.parts if bucket.accumulates else ():
                 if not content[i]:
                     self.reduced.zero(i)
-        if self.comm.device == CPU and not self._kept and not self.reduced.factors():
-            self._arrivals.enable(content, self._overlap)
 
     def start(self, indices: Sequence[int]) -> None:
         """Nothing more will come for these: takes what `no_sync` has kept of them, and launches what is complete. Local."""
         self.expect_outside_no_sync("grad_sync(parameters)")
         with self._lock, torch.no_grad():
             if self._is_open:
-                self.captures.goes_on()
+                self._is_captured("grad_sync(parameters)")
             for index in indices:
                 kept = self._kept.pop(index, None)
-                if kept is not None and self.infos[index].param.grad is self._placeholders[index]:
+                if kept is not None and self._params[index].grad is self._placeholders[index]:
                     self._arrive(index, kept, add=True, launch=True)
             for launch in self._schedule.complete(indices):
                 self.launcher.launch(launch)
@@ -195,51 +216,36 @@ class GradWindow:
     def close(self, why: str) -> Any:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
-        Without new gradients anywhere it costs one exchange between the hosts. RuntimeError on every rank, and the
-        window stays open, if ranks close it for different reasons ``why`` (one calls `step`, another
-        `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it, another did not).
+        Returns what the ranks agreed on (the native ``Agreement``). Without new gradients anywhere it costs one exchange
+        between the hosts. RuntimeError on every rank, and the window stays open, if ranks close it for different reasons
+        ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it,
+        another did not).
         """
         with self._lock, torch.no_grad():
             if why == "close":
                 self._forget_capture()
-            is_captured = self._ask(why)
-            found = self._sweep()
-            for launch in self._schedule.flush():
+            is_captured = self._expect_own_grads(why)
+            found = self._sweep()  # 1. what no hook took
+            for launch in self._schedule.flush():  # 2. what is left of the first round, if this rank has gradients
                 self.launcher.launch(launch)
-            agreement = self._agree(why, found)
+            agreed = self._agree(why, found)  # 3. with the other ranks
             if is_captured:
-                self._agreement.expect_all_captured(why)
-            first, late = self._schedule.close(agreement)
-            if agreement.is_dirty:
-                if not self._is_open:
-                    remaining = memoryview(agreement.factors).cast("d") if agreement.factors else None
-                    self._open_window(None, remaining)
-                self.reduced.set_factors(agreement.factors)
-                self.launcher.inflight.begin_close()
-                for launch in first:
-                    self.launcher.launch(launch)
-                self.launcher.inflight.wait()
-                self.reduced.mark_reduced()
-                for index in agreement.void:
-                    self.reduced.zero(index)
-                for launch in late:
-                    self.launcher.launch(launch)
-                self.launcher.inflight.wait()
-                self._is_open = False
-                self._arrivals.disable()
-                if is_captured:
-                    self.launcher.end_captured()
-                self.launcher.inflight.end_window(agreement.is_complete or not self._overlap)
-            self.captures.end()
-            self._settle(agreement.held, found)
+                self._expect_all_captured(why)
+            first, late = self._schedule.close(agreed)
+            if agreed.is_dirty:
+                self._reduce(agreed, first, late)  # 4. the rest of the first round, and the late round
+            self._settle(agreed.held, found)  # 5. p.grad says what there is
             if late:  # last of all: it may be made an error
-                warn_of_late_round()
-            return agreement
+                agreement.warn_of_late_round()
+            return agreed
 
-    def _ask(self, what: str) -> bool:
-        """Whether the call ``what`` is captured in a CUDA graph. CaptureError if it may not be, or would read gradients from
-        outside of the graph."""
-        is_captured = self.captures.ask(what, self._is_open)
+    def _is_captured(self, what: str) -> bool:
+        """Whether the call ``what`` is captured in a CUDA graph. CaptureError if it may not be."""
+        return not self._is_on_cpu and self.captures.ask(what, self._state)
+
+    def _expect_own_grads(self, what: str) -> bool:
+        """`_is_captured`. CaptureError if the captured call would read gradients from outside of the graph."""
+        is_captured = self._is_captured(what)
         if is_captured and not self._is_open:
             found = self._arrivals.look(self._params)
             self.captures.expect_own_grads(any(found), _PLAIN in found)
@@ -263,21 +269,81 @@ class GradWindow:
         return found.translate(_IS_HELD)
 
     def _agree(self, why: str, held: bytes) -> Any:
+        """What all ranks know at the end of a window. RuntimeError on every rank as `close` says, or on the rank that breaks the
+        promise of a static graph."""
         for drop in self._schedule.drops(held):
             self.buckets[drop.bucket].drop(drop.param)
         older = self.reduced.older()
         if not all(held):
             older = bytes(map(min, older, held))
-        return self._agreement.agree(why, held, older, self.reduced.factors())
+        factors = self.reduced.factors.known
+        if self._schedule.is_learnt:
+            self._expect_promise_kept(why, held)
+            agreed = self._schedule.assume(held, older, factors)
+        else:
+            agreed = self._schedule.agree(self._exchange(why, self._schedule.notes(held, older, factors)))
+        if agreed.conflicts:
+            agreement.raise_partly_replaced(self.infos, agreed.conflicts)
+        if agreed.scaled_apart:
+            agreement.raise_different_factors(self.infos, agreed.scaled_apart)
+        return agreed
+
+    def _exchange(self, why: str, payload: bytes) -> list[bytes]:
+        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason."""
+        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + payload)]
+        payloads = [other[1] for other in everyone]
+        if any(other[0] != everyone[0][0] for other in everyone):
+            agreement.raise_different_calls([str(other[0], "utf-8") for other in everyone], payloads)
+        return payloads
+
+    def _expect_promise_kept(self, why: str, held: bytes) -> None:
+        """[Note: static graph] Without any gradient nobody needs the window to close: no rank has anything to reduce."""
+        is_needed = self._schedule.is_dirty or why in _NEED_GRADIENTS or why.startswith("unscale")
+        deviating = self._schedule.find_deviation(held) if is_needed else -1
+        if deviating >= 0:
+            if not any(held):
+                self.captures.expect_no_replay(why)
+            agreement.break_promise(self.comm, self.infos[deviating])
+
+    def _expect_all_captured(self, why: str) -> None:
+        """RuntimeError, or `CommTimeout`, unless all ranks capture the call ``why`` in a CUDA graph: a replay would wait for those
+        that do not."""
+        self._exchange(f"captured {why}", b"")
+
+    def _reduce(self, agreed: Any, first: Sequence[Any], late: Sequence[Any]) -> None:
+        """Launches what is left of the window, on all ranks the same, and waits for all of it."""
+        if not self._is_open:
+            self._open_window(None, memoryview(agreed.factors).cast("d") if agreed.factors else None)
+        self.reduced.factors.known = agreed.factors
+        reductions = self.launcher.reductions
+        reductions.begin_close()
+        for launch in first:
+            self.launcher.launch(launch)
+        reductions.wait()
+        self.reduced.mark_reduced()
+        for index in agreed.void:
+            self.reduced.zero(index)
+        for launch in late:
+            self.launcher.launch(launch)
+        reductions.wait()
+        self._arrivals.disable()
+        if self._state is WindowState.CAPTURED:
+            self.launcher.end_captured()
+        reductions.end_window(is_complete=agreed.is_complete or not self._overlap)
+        self._state = WindowState.CLOSED
 
     def _settle(self, held: bytes, before: bytes) -> None:
         """Makes ``p.grad`` say what all ranks now hold. ``before``: flags of what had a placeholder."""
+        if not self._is_on_cpu:
+            self.captures.end()
         self.held = held
         self.reduced.set_content(held)
         if held != before:
             for param, is_held, had, placeholder in zip(self._params, held, before, self._placeholders, strict=True):
                 if is_held and not had:
                     param.grad = placeholder
+
+    # --- windows that end otherwise, and gradients that are not reduced yet ------------------------------------------
 
     def zero_grad(self) -> None:
         """Drops every gradient. Local."""
@@ -286,34 +352,35 @@ class GradWindow:
             self._kept.clear()
             self._schedule.discard()
             for bucket in self.buckets:
-                bucket.drop_late()
+                bucket.drop_memory(late_only=True)
             for param in self._params:
                 param.grad = None
             if self._is_open:
-                self.reduced.reset_all_factors()
+                self.reduced.factors.reset_all()
 
     def _forget_capture(self) -> None:
         """Drops the window of a capture that has failed, or ended before it: nothing of it has run. On all ranks or none."""
-        if self.captures.forget():
-            self._kept.clear()
-            if self._is_open:
-                self._schedule.forget_window()
-                self.launcher.forget_captured()
-                self._is_open = False
-            for param in self._params:
-                param.grad = None
+        if self._is_on_cpu or not self.captures.forget():
+            return
+        self._kept.clear()
+        if self._is_open:
+            self._schedule.forget_window()
+            self.launcher.forget_captured()
+            self._state = WindowState.CLOSED
+        for param in self._params:
+            param.grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         with self._lock:
             if not self._no_sync_depth:
-                self._ask("no_sync")
+                self._expect_own_grads("no_sync")
             self._no_sync_depth += 1
             self._arrivals.ignore(True)
             if self._no_sync_depth == 1:
                 for index, grad in self._kept.items():  # so that autograd adds to it by itself
-                    if self.infos[index].param.grad is self._placeholders[index]:
-                        self.infos[index].param.grad = grad
+                    if self._params[index].grad is self._placeholders[index]:
+                        self._params[index].grad = grad
                 self._kept.clear()
         try:
             yield
@@ -331,24 +398,113 @@ class GradWindow:
             if grad is None or grad is self._placeholders[i]:
                 continue
             self._expect_plain(info, grad)
-            if self._is_open and (self._schedule.has_stored(i) or self.reduced.has_content(i)):
+            has_older = self.reduced.has_content(i)
+            if self._is_open and (has_older or self._schedule.has_stored(i)):
                 self._arrive(i, grad, add=False, launch=False)
             else:
-                if self.reduced.has_content(i):
+                if has_older:
                     self.reduced.forget(i)  # replaced
                 self._kept[i] = grad
-                self.captures.keep()
+                if not self._is_on_cpu:
+                    self.captures.keep()
                 self._arrivals.disable()
             info.param.grad = self._placeholders[i]
-
-    def refuse(self, text: str) -> NoReturn:
-        """RuntimeError with ``text``, and one on every other rank. Collective for those that are not refused."""
-        with self._lock:
-            self._agreement.refuse(text)
 
     def expect_outside_no_sync(self, what: str) -> None:
         if self._no_sync_depth:
             raise RuntimeError(f"{what} inside no_sync(), whose gradients are not to be reduced yet: leave that first")
+
+    def refuse(self, text: str) -> NoReturn:
+        """RuntimeError with ``text``, and one on every other rank. Collective for those that are not refused."""
+        with self._lock:
+            agreement.refuse(self.comm, text, is_learnt=self._schedule.is_learnt)
+
+    # --- what stock code asks of placeholders (`GradOwner`) ----------------------------------------------------------
+
+    def _close_for(self, what: str, indices: Sequence[int]) -> None:
+        """Closes the window. RuntimeError on every rank unless all ask for ``what`` of the same gradients.
+
+        Code that asks for one gradient after the other made its list before it began: where lists differ, the first
+        question is the time to say so, for the last ones have no counterpart on some ranks.
+        """
+        agreed = self.close(what)
+        asked = struct.pack(f"<{len(indices)}q", *indices)
+        everyone = self._exchange(what, asked)
+        if any(other != asked for other in everyone) or (agreed.is_uneven and len(indices) == 1):
+            missing = [i for i, is_held in enumerate(agreed.held) if is_held and i not in set(indices)]
+            agreement.raise_different_questions(self.infos, what, [len(other) // 8 for other in everyone], missing)
+
+    def norms(self, indices: Sequence[int], ord: float) -> Tensor:
+        with self._lock:
+            self._close_for("norms", indices)
+            return self.reduced.norms(indices, ord)
+
+    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
+        """A factor on the device that is exactly 0 is not supported while gradients still arrive (`GradOwner.scale`)."""
+        with self._lock:
+            if not isinstance(factor, Tensor) or self._is_on_cpu:
+                factor = float(factor)
+            is_captured = self._expect_own_grads("scaling gradients")
+            content = self.reduced.content
+            private = [i for i in indices if self._schedule.is_private(i) and not content[i] and i not in self._kept]
+            if private:
+                agreement.refuse_private(self.comm, self.infos, private)
+            for index in indices:
+                if index in self._kept:
+                    self._kept[index].mul_(factor)
+            rest = [i for i in indices if i not in self._kept]
+            self._arrivals.disable()  # until the window ends, what arrives is to be divided by the factor
+            is_zero = not isinstance(factor, Tensor) and factor == 0.0
+            if is_zero and self._is_open:
+                self.zero(rest)  # what comes later cannot be divided by a pending 0
+                return
+            self.reduced.factors.scale(rest, factor)
+            for index in rest if is_zero else ():  # multiplied now: inf * 0 is NaN, as torch has it
+                self.reduced.flush_factor(index)
+            if not self._is_open:
+                if is_captured and not isinstance(factor, Tensor):
+                    self._expect_all_captured(f"scale by {factor}")  # in a graph nobody will compare it
+                self.reduced.settle()
+
+    def unscale(self, indices: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """Every gradient of the same dtypes that any rank has, whether this rank could list it or not.
+
+        The scaler makes one call per dtype.
+        """
+        dtypes = {self.infos[i].dtype for i in indices}
+        self.captures.refuse_scaler()
+        with self._lock:
+            self.close(f"unscale {' and '.join(sorted(map(str, dtypes)))}")
+            held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
+            found_inf.copy_(self.reduced.found_inf(found_inf))
+            self.reduced.factors.scale(held, inv_scale)
+
+    def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
+        with self._lock, torch.no_grad():
+            self._close_for("clamp", indices)
+            for index in indices:
+                self.reduced.clamp(index, low, high)
+            self.reduced.settle()
+
+    def zero(self, indices: Sequence[int]) -> None:
+        with self._lock, torch.no_grad():
+            for index in indices:
+                if index in self._kept:
+                    self._kept[index].zero_()
+                elif self._is_open:
+                    self._arrive(index, torch.zeros_like(self._params[index]), add=False, launch=False)
+                else:
+                    self.reduced.replace_by_zero(index)
+            if not self._is_open:
+                self.reduced.settle()
+
+    def full(self, index: int) -> Tensor | None:
+        """The whole gradient of a parameter, None where no rank has one. Collective."""
+        with self._lock, torch.no_grad():
+            self.close(f"full_grad of {self.infos[index].name!r}")
+            return self.reduced.full(index) if self.held[index] else None
+
+    # --- the life of the optimizer -----------------------------------------------------------------------------------
 
     def carry_over(self, held: bytes) -> None:
         """The shards hold gradients of the first parameters: flags."""
@@ -363,7 +519,7 @@ class GradWindow:
         self._arrivals.disable()
         for hook in self._hooks:
             hook.remove()
-        for info, placeholder in zip(self.infos, self._placeholders, strict=True):
-            if info.param.grad is placeholder:
-                info.param.grad = None
+        for param, placeholder in zip(self._params, self._placeholders, strict=True):
+            if param.grad is placeholder:
+                param.grad = None
         self.launcher.release()

@@ -1,20 +1,26 @@
-"""Rows: what the fused Adam kernel works on, with the step count of every parameter.
+"""Adam rows: what the fused Adam kernel works on, with the step count and the gradient factor of every parameter.
 
 A row is a contiguous piece of one parameter with its gradient and states; a parameter may have several rows, or none on
 this rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step (D16).
+On CUDA they are in device memory, so that nothing waits for the device. A step that is captured in a CUDA graph reads
+step counts, factors and learning rates that are tensors on the device anew in each replay; which parameters are used
+is part of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import array
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bucketwheel.device import CPU, Uploads, index_of, torch_device
+from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
 
-__all__ = ["AdamRows", "expect_uniform_flags", "native_flags", "native_group"]
+__all__ = ["AdamRows", "GradFactors", "expect_uniform_flags"]
 
 
 def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
@@ -25,13 +31,13 @@ def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{key} must be the same in all parameter groups, got {given}")
 
 
-def native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
+def _native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
     """A parameter group with the learning rate ``lr``, as the kernel takes it."""
     beta1, beta2 = map(float, group["betas"])
     return core.AdamGroup(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
 
-def native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[str, bool]:
+def _native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[str, bool]:
     """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
     is another one now."""
     expect_uniform_flags(param_groups)
@@ -46,34 +52,208 @@ def native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[
     }
 
 
+# States of an entry of `GradFactors` in device memory.
+_ONE = 0  # it is 1, as far as the host knows
+_SCALED = 1  # it counts: something was multiplied into it since it was 1
+_STALE = 2  # its factor was reset: it becomes 1 before anybody reads it
+_SCALED_IS_STALE = bytes([_ONE, _STALE, _STALE]).ljust(256, b"\0")
+_STALE_IS_ONE = bytes([_ONE, _SCALED, _ONE]).ljust(256, b"\0")
+_IS_STALE = bytes([0, 0, 1]).ljust(256, b"\0")
+
+
+class GradFactors:
+    """What each gradient is still to be multiplied by, beside the average: float64, one a parameter, 1 at first.
+
+    On the CPU the host knows all factors. On CUDA a factor is the product of a number that the host knows, which ranks
+    can compare, and an entry in device memory, for what only the device knows (a clip coefficient, a loss scale).
+    `vector` moves what the host knows to the device. Nothing here waits for the device.
+    """
+
+    def __init__(self, count: int, device: int) -> None:
+        self._device = device
+        self._ones = array.array("d", [1.0]) * count
+        self._known = self._ones[:]  # what the host knows; on CUDA all 1 once it was moved to the entries
+        is_on_host = device == CPU
+        self._entries = None if is_on_host else torch.ones(count, dtype=torch.float64, device=torch_device(device))
+        self._states = bytearray(count)  # CUDA: of each entry
+        self._uploads = Uploads(device)
+        # CUDA graphs. None until something is captured. Then the capture in which all entries were last set to 1, 0 if
+        # that was outside of any: elsewhere a replay may have changed what the host knows of them.
+        self._ones_in: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._known) * self._known.itemsize + (0 if self._entries is None else self._entries.nbytes)
+
+    @property
+    def may_be_replayed(self) -> bool:
+        """Whether there has been a capture in a CUDA graph, whose replays change factors behind the host's back."""
+        return self._ones_in is not None
+
+    @property
+    def are_unsure(self) -> bool:
+        """Whether a replay may have changed what the host knows of the entries."""
+        return self._ones_in is not None and (self._ones_in == 0 or core.capture_id(self._device) != self._ones_in)
+
+    def carry_over(self, old: GradFactors) -> None:
+        """The first factors are those of ``old``."""
+        count = len(old._known)
+        self._known[:count] = old._known
+        self._states[:count] = old._states
+        if self._entries is not None and old._entries is not None:
+            self._entries[:count].copy_(old._entries)
+
+    def has(self, index: int) -> bool:
+        """Whether anything is pending for a parameter."""
+        return self._known[index] != 1.0 or self._states[index] == _SCALED
+
+    def __getitem__(self, index: int) -> float | Tensor:
+        """0-d on the device where that knows more than the host."""
+        known = self._known[index]
+        return self._entries[index] * known if self._entries is not None and self._counts(index) else known
+
+    def is_known(self, index: int, factor: float) -> bool:
+        """Whether the host knows that a factor is ``factor``."""
+        return self._known[index] == factor and not self._counts(index)
+
+    def _counts(self, index: int) -> bool:
+        """Whether an entry may differ from 1 and is to be used."""
+        state = self._states[index]
+        return state == _SCALED or (state == _ONE and self.are_unsure)
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def set(self, index: int, factor: float = 1.0) -> None:
+        """Says what is pending for a parameter, without applying what was."""
+        self._known[index] = factor
+        if self._counts(index):
+            self._states[index] = _STALE
+
+    def reset_all(self) -> None:
+        """Nothing is pending for any parameter."""
+        self._known = self._ones[:]
+        if self._entries is None:
+            return
+        capture = core.capture_id(self._device)
+        if capture or self.may_be_replayed:  # in the graph too, which a replay finds as the last one left it
+            self._ones_in = capture
+            self._entries.fill_(1.0)
+            self._states = bytearray(len(self._states))
+        else:
+            self._states = self._states.translate(_SCALED_IS_STALE)
+
+    def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
+        """Multiplies factors by a number, or by a tensor of one element, which stays where it is if that is the device."""
+        if self._entries is None or not isinstance(factor, Tensor) or index_of(factor) != self._device:
+            known, number = self._known, float(factor)
+            for index in indices:
+                known[index] *= number
+            return
+        self._apply_resets()
+        chosen = list(indices)
+        times = factor.detach().to(torch.float64).reshape(())
+        if len(chosen) < len(self._states):
+            times = torch.where(self._uploads.mask("scale", len(self._states), chosen).bool(), times, 1.0)
+        self._entries.mul_(times)
+        self._note_scaled(chosen)
+
+    def clip(
+        self,
+        indices: Sequence[int],
+        sums: Tensor,
+        average: float,
+        max_norm: float | None,
+        norm: Tensor,
+        param_norms: Tensor | None = None,
+    ) -> None:
+        """CUDA: the norm of the gradients ``indices`` into ``norm`` [1], of all into ``param_norms`` [parameters], from ``sums``
+        of squares; multiplies the factors of ``indices`` by the clip coefficient where ``max_norm`` is given."""
+        all_stale = _STALE in self._states and _SCALED not in self._states
+        resets = all_stale and not self.may_be_replayed and self._known == self._ones
+        if resets:  # by the kernel
+            self._states = self._states.translate(_STALE_IS_ONE)
+        else:
+            self._move_known()
+        chosen = self._uploads.mask("chosen", len(self._states), indices)
+        core.clip_cuda(self._device, sums, self._entries, chosen, average, max_norm, norm, param_norms, resets)
+        if max_norm is not None:
+            self._note_scaled(indices)
+
+    def _note_scaled(self, indices: Sequence[int]) -> None:
+        if len(indices) == len(self._states):
+            self._states = bytearray([_SCALED]) * len(indices)
+        for index in indices if len(indices) < len(self._states) else ():
+            self._states[index] = _SCALED
+
+    def _apply_resets(self) -> None:
+        """All at once: one operation, however many parameters were clipped."""
+        if _STALE not in self._states:
+            return
+        assert self._entries is not None
+        if _SCALED in self._states or self.may_be_replayed:
+            is_stale = self._uploads.get("reset", torch.uint8, bytes(self._states.translate(_IS_STALE))).bool()
+            self._entries.copy_(torch.where(is_stale, 1.0, self._entries))
+        else:
+            self._entries.fill_(1.0)
+        self._states = self._states.translate(_STALE_IS_ONE)
+
+    # --- what is read ------------------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> bytes:
+        """What the host knows of the factors, which is what ranks compare: doubles; empty if all are 1."""
+        return b"" if self._known == self._ones else self._known.tobytes()
+
+    @known.setter
+    def known(self, factors: bytes) -> None:
+        self._known = array.array("d", factors or self._ones)
+
+    def vector(self) -> Tensor:
+        """All factors, as the Adam kernel takes them: float64 [parameters], where the parameters are."""
+        if self._entries is None:
+            own = bytearray(self._known)
+            return torch.frombuffer(own, dtype=torch.float64) if own else torch.empty(0, dtype=torch.float64)
+        self._move_known()
+        return self._entries
+
+    def _move_known(self) -> None:
+        """Moves what the host knows to the device."""
+        self._apply_resets()
+        known = self.known
+        if known:
+            assert self._entries is not None
+            self._entries.mul_(self._uploads.get("factors", torch.float64, known))
+            self._note_scaled([index for index, factor in enumerate(self._known) if factor != 1.0])
+            self._known = self._ones[:]
+
+
 class AdamRows:
-    """The native `AdamTable` and the per-parameter scalars around it. ``steps``: int64, one a parameter, counted up
-    here.
+    """The native table of rows and the per-parameter scalars around it. ``steps``: int64, one a parameter, where the
+    parameters are; counted up here.
 
     ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters
     that have neither master nor remainder. ``seed``: of the random bits. ``amsgrad``: what the groups must say.
-    ``table``: another native table (`rows_cuda`).
     """
 
     def __init__(
         self,
         steps: Tensor,
+        device: int = CPU,
         *,
         stochastic: bool = True,
         stochastic_param: bool = False,
         seed: int = 0,
         amsgrad: bool = False,
-        table: Any = None,
     ) -> None:
-        self.table: Any = core.AdamTable() if table is None else table
+        self.table: Any = core.AdamTable() if device == CPU else core.AdamCudaTable(device)
         self.steps = steps
+        self._device = device
         self._amsgrad = amsgrad
-        self._param_of_row: list[int] = []
-        self._index: Tensor | None = None
-        self._scalars: tuple[Tensor, Tensor, Tensor] | None = None
-        self._groups: list[Any] = []
-        self._flags: dict[str, bool] = {}
         self._rounding: dict[str, Any] = {"stochastic": stochastic, "stochastic_param": stochastic_param, "seed": seed}
+        self._param_of_row: list[int] = []
+        self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
+        self._scalars: tuple[Any, ...] = ()  # CPU: what the native step takes of the step that has begun
+        self._lr: list[Tensor | None] = []  # CUDA: of each group, read when the step runs
 
     def add(
         self,
@@ -95,7 +275,7 @@ class AdamRows:
         depends on it, so that a result does not depend on how the parameter is cut).
         """
         self._param_of_row.append(param)
-        self._index = None
+        self._param_index = None
         row: int = self.table.add(
             p,
             g,
@@ -113,44 +293,69 @@ class AdamRows:
     def begin_step(
         self,
         param_groups: Sequence[dict[str, Any]],
-        used: Sequence[bool],
-        factors: Sequence[float] | Tensor,
+        used: Sequence[bool] | bytes,
+        factors: Tensor | None = None,
         average: float = 1.0,
     ) -> None:
-        """Counts a step for the parameters ``used`` and fixes the scalars of this step.
+        """Counts a step for the parameters ``used`` and fixes the scalars of this step; on CUDA it enqueues both.
 
-        ``factors``, one a parameter, are folded into the gradients with ``average``.
+        ``factors`` (`GradFactors.vector`; None: all 1) are folded into the gradients with ``average``.
         """
-        flags = native_flags(param_groups, self._amsgrad)
-        groups = [native_group(group, float(group["lr"])) for group in param_groups]  # may raise: before steps count
+        flags = _native_flags(param_groups, self._amsgrad)
+        self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
+        groups = [  # may raise: before steps count
+            _native_group(group, float(group["lr"]) if lr is None else 0.0)
+            for group, lr in zip(param_groups, self._lr, strict=True)
+        ]
+        if self._device == CPU:
+            self._begin_on_cpu(groups, flags, used, factors, average)
+            return
+        arguments = core.AdamCudaArguments(
+            self.steps,
+            used=bytes(used),
+            factors=factors,
+            lr=self._lr if any(lr is not None for lr in self._lr) else None,
+            average=average,
+            **flags,
+            **self._rounding,
+        )
+        self.table.begin(groups, arguments)
+
+    def _begin_on_cpu(
+        self,
+        groups: list[Any],
+        flags: dict[str, bool],
+        used: Sequence[bool] | bytes,
+        factors: Tensor | None,
+        average: float,
+    ) -> None:
         core.use_torch_threads(torch.get_num_threads())
-        if self._index is None:
-            self._index = torch.tensor(self._param_of_row, dtype=torch.int64)
+        if self._param_index is None:
+            self._param_index = torch.tensor(self._param_of_row, dtype=torch.int64)
         is_used = torch.tensor(list(used), dtype=torch.uint8)
         self.steps += is_used
-        self._scalars = (
-            self.steps[self._index],
-            is_used[self._index],
-            (torch.as_tensor(factors, dtype=torch.float64) * average)[self._index],
-        )
-        self._groups = groups
-        self._flags = flags
+        of_params = torch.ones(len(is_used), dtype=torch.float64) if factors is None else factors
+        scalars = (tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average))
+        self._scalars = (groups, *scalars, *flags.values(), *self._rounding.values())
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
-        """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`."""
-        assert self._scalars is not None
-        steps, used, factors = self._scalars
-        flags, rounding = self._flags, self._rounding
-        self.table.step(  # by position: names take longer than a small step
-            self._groups,
-            steps,
-            used,
-            factors,
-            first_row,
-            last_row,
-            flags["decoupled"],
-            flags["maximize"],
-            rounding["stochastic"],
-            rounding["stochastic_param"],
-            rounding["seed"],
-        )
+        """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`; on CUDA it
+        enqueues that."""
+        if self._device != CPU:
+            self.table.step(first_row, last_row)
+            return
+        groups, steps, used, factors, *choices = self._scalars
+        self.table.step(groups, steps, used, factors, first_row, last_row, *choices)  # by position: names take long
+
+    def _lr_on_device(self, lr: float | Tensor) -> Tensor | None:
+        """A learning rate that the device reads, as float32; None where it is a plain number (or a CPU tensor)."""
+        if self._device == CPU or not isinstance(lr, Tensor):
+            return None
+        if index_of(lr) != CPU:
+            return lr.detach().to(torch.float32).reshape(1)
+        if core.is_capturing(self._device):
+            raise CaptureError(
+                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give one on the "
+                "parameters' device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it is in the graph"
+            )
+        return None

@@ -5,6 +5,7 @@ Every function checks all its arguments before it changes anything, and names th
 
 from __future__ import annotations
 
+import array
 import math
 import warnings
 from collections.abc import Sequence
@@ -14,8 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bucketwheel.comm.collectives import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.device import CPU
-from bucketwheel.kernels.ops_cuda import adam_step_cuda, device_of, sums_of_squares_cuda
+from bucketwheel.device import CPU, index_of, torch_device, upload
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
 
@@ -95,7 +95,7 @@ def adam_step(
         TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
     """
     module = native()
-    device = device_of(params)
+    device = _device_of(params)
     stochastic, stochastic_param = _ROUNDINGS.get(state_rounding), _ROUNDINGS.get(param_rounding)
     if stochastic is None or stochastic_param is None:
         name, value = ("state", state_rounding) if stochastic is None else ("param", param_rounding)
@@ -108,7 +108,7 @@ def adam_step(
         _warn_of_nearest(beta2, exp_avg_sqs)
     optional = (max_exp_avg_sqs, master_params, remainders)
     if device != CPU:
-        adam_step_cuda(
+        _adam_step_cuda(
             device,
             (params, grads, exp_avgs, exp_avg_sqs, *optional),
             steps,
@@ -216,9 +216,9 @@ def l2_norm(
         ValueError: a tensor has gaps or overlaps itself, or tensors are on different devices.
         TypeError: another dtype, or not a tensor.
     """
-    device = device_of(tensors)
+    device = _device_of(tensors)
     if device != CPU:
-        each, total = sums_of_squares_cuda(device, tensors)
+        each, total = _sums_of_squares_cuda(device, tensors)
         squared = each if per_tensor else total[0]
         norm = squared.sqrt()
         return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
@@ -230,3 +230,121 @@ def l2_norm(
     else:
         norm = torch.scalar_tensor(math.sqrt(core.fold(sums)), **like)
     return (norm, ~torch.isfinite(norm)) if return_nonfinite else norm
+
+
+# --- CUDA: everything is enqueued in torch's current stream, and nothing waits for the device ------------------------
+
+
+def _device_of(tensors: Sequence[Any]) -> int:
+    """The native device of the first tensor of a list; the CPU's for an empty list, and for what is no tensor."""
+    return index_of(tensors[0]) if len(tensors) and isinstance(tensors[0], torch.Tensor) else CPU
+
+
+def _sums_of_squares_cuda(device: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of squares of each tensor (float64, [n]) and of all (float64, [1])."""
+    options: Any = {"dtype": torch.float64, "device": torch_device(device)}
+    sums, total = torch.empty(len(tensors), **options), torch.zeros(1, **options)
+    core.sumsq_cuda(device, tensors, sums, total)
+    return sums, total
+
+
+def _adam_step_cuda(
+    device: int,
+    lists: Sequence[Sequence[torch.Tensor | None] | None],
+    steps: int | Sequence[int | torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float | torch.Tensor,
+    noop: torch.Tensor | None,
+    param_ids: Sequence[int] | None,
+    **flags: Any,
+) -> None:
+    """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order."""
+    params = lists[0]
+    assert params is not None
+    count = _StepCounts(steps, len(params), device)
+    if noop is not None and index_of(noop) == CPU:
+        if noop.item() != 0:
+            return
+        noop = None
+    on_device: torch.Tensor | None = None
+    if noop is not None:
+        if count.on_host:
+            raise ValueError("steps on the cpu cannot follow a noop that is on the device: put them on the device too")
+        on_device = (noop != 0).to(torch.float32).reshape(1)
+    factors = None
+    average = 1.0
+    if isinstance(grad_scale, torch.Tensor):
+        factors = (
+            grad_scale.detach().to(torch_device(device), torch.float64).reshape(1).expand(len(params)).contiguous()
+        )
+    else:
+        average = grad_scale
+    lr_on_device = isinstance(lr, torch.Tensor) and index_of(lr) == device
+    group = core.AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
+    arguments = core.AdamCudaArguments(
+        count.taken,
+        factors=factors,
+        noop=on_device,
+        lr=[lr.detach().to(torch.float32).reshape(1)] if isinstance(lr, torch.Tensor) and lr_on_device else None,
+        average=average,
+        **flags,
+    )
+    core.adam_step_cuda(device, *lists, param_ids, group, arguments)  # type: ignore[arg-type, call-arg]
+    count.advance(on_device)
+
+
+class _StepCounts:
+    """The steps of one call: ``taken``, int64 on the device, holds the steps taken so far; the kernel counts it up."""
+
+    def __init__(self, steps: int | Sequence[int | torch.Tensor], count: int, device: int) -> None:
+        self.on_host: list[torch.Tensor] = []
+        self._on_device: list[torch.Tensor] = []
+        options: Any = {"dtype": torch.int64, "device": torch_device(device)}
+        if isinstance(steps, int):
+            if steps < 1:
+                raise ValueError(f"steps is {steps}: steps count from 1")
+            self.taken = torch.full((count,), steps - 1, **options)
+            return
+        if len(steps) != count:
+            raise ValueError(f"steps has {len(steps)} tensors, params has {count}")
+        known = array.array("q", [0] * count)
+        places = []
+        for index, step in enumerate(steps):
+            if isinstance(step, torch.Tensor):
+                if step.numel() != 1 or step.dtype not in (torch.float32, torch.int64):
+                    raise ValueError(
+                        f"steps[{index}] is {step.dtype} of shape {tuple(step.shape)}, expected one float32 or int64"
+                    )
+                if index_of(step) == device:
+                    self._on_device.append(step)
+                    places.append(index)
+                    continue
+                self.on_host.append(step)
+            known[index] = int(step) if isinstance(step, torch.Tensor) else step - 1
+            if known[index] < 0:
+                raise ValueError(f"steps[{index}] is {step}: steps count from 1")
+        if len(places) == count and count:
+            self.taken = torch.stack([step.detach().reshape(()) for step in self._on_device]).to(torch.int64)
+            return
+        self.taken = torch.empty(count, **options)
+        upload(self.taken, known.tobytes())
+        for place, step in zip(places, self._on_device, strict=True):
+            self.taken[place].copy_(step.detach().reshape(()))
+
+    def advance(self, noop: torch.Tensor | None) -> None:
+        """Counts the caller's tensors up, each once, unless ``noop`` is not zero when this runs."""
+        with torch.no_grad():
+            for step in {id(step): step for step in self.on_host}.values():
+                step += 1
+            unique = list({id(step): step for step in self._on_device}.values())
+            if unique and noop is None:
+                torch._foreach_add_(unique, 1)
+            elif unique and noop is not None:
+                by_dtype: dict[torch.dtype, torch.Tensor] = {}
+                for step in unique:
+                    by_dtype.setdefault(step.dtype, (1 - noop).to(step.dtype).reshape(()))
+                    step.add_(by_dtype[step.dtype])

@@ -8,7 +8,7 @@ of its own, so that saving one saves just that one, and a version counter of its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,7 @@ from torch.nn import Parameter
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
 
-__all__ = [
-    "FlatParams",
-    "ParamInfo",
-    "expect_dense",
-    "expect_gradient_of",
-    "expect_same_memory_kind",
-    "in_memory_order",
-]
+__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind"]
 
 _numbers = itertools.count()
 
@@ -108,12 +101,7 @@ class FlatParams:
         piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
         return piece.as_strided(tensor.shape, tensor.stride())
 
-    def moved(self) -> list[int]:
-        """Indices of the parameters whose memory was replaced."""
-        pairs = zip(self._places, self.infos, strict=True)
-        return [info.index for place, info in pairs if info.param.data_ptr() != place]
-
-    def expect_bindable(self, moved: Sequence[int]) -> None:
+    def expect_bindable(self, moved: Collection[int]) -> None:
         """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device
         or shape, and training the buffer would silently do nothing to it."""
         for slot, info in zip(self._slots, self.infos, strict=True):
@@ -125,7 +113,7 @@ class FlatParams:
             ):
                 expect_same_memory_kind(info, slot.shape, slot.stride())
 
-    def rebind(self, moved: Sequence[int]) -> None:
+    def rebind(self, moved: Collection[int]) -> None:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their values: D13."""
         for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
@@ -144,27 +132,3 @@ class FlatParams:
         self._places.clear()
         del self.flat
         self.lease.release()
-
-
-def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
-    """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder cannot stand for."""
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
-        )
-    if grad.shape != info.param.shape:
-        raise RuntimeError(
-            f"the gradient of {info.name!r} has shape {tuple(grad.shape)}, the parameter {tuple(info.param.shape)}"
-        )
-    if grad.dtype != info.dtype and info.param.grad_dtype is not None:
-        raise RuntimeError(
-            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
-            "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
-        )
-
-
-def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
-    """``grad`` as one dimension, its elements in the order of the parameter's place in flat memory."""
-    if grad.stride() != info.stride and grad.numel() > 1:
-        grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
-    return grad.detach().as_strided((grad.numel(),), (1,))

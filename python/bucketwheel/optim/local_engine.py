@@ -1,33 +1,37 @@
-"""Local: the fused AdamW of one process. No communication, no flat memory; ``p.grad`` stays a plain tensor.
+"""Local engine: the fused AdamW of one process. No communication, no flat memory; ``p.grad`` stays a plain tensor.
 
 Clipping is folded into the step here too: `clip` only measures, and `step` multiplies. A gradient that was clipped must
-not change in between; that is checked by its version counter.
+not change in between; that is checked by its version counter. On CUDA norms, clip factors and step counts are on the
+device, so that nothing waits for it, and every call may be captured in a CUDA graph (``capturable=True``): the replays
+measure, clip and step anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bucketwheel.device import CPU, Uploads, device_index
+from bucketwheel.errors import CaptureError
 from bucketwheel.grads.reduced import clip_coefficient
-from bucketwheel.kernels.adam_rows import AdamRows
+from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
 from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.precision import Precision, norm_dtype_of
+from bucketwheel.native import core
 from bucketwheel.optim import report
+from bucketwheel.optim.external_edits import ExternalEdits
 
 __all__ = ["LocalEngine"]
 
-_UNKNOWN_VERSION = -1
-
 
 class LocalEngine:
-    """States shaped like the parameters, one row of the kernel for each."""
+    """States shaped like the parameters, one row of the kernel for each. All parameters are on ``device``."""
 
     world = 1
 
@@ -35,18 +39,28 @@ class LocalEngine:
         self,
         infos: Sequence[ParamInfo],
         *,
+        device: torch.device,
         precision: Precision,
         is_static: bool = False,
+        is_capturable: bool = False,
         on_external_update: str = "resync",
     ) -> None:
         self.precision = precision
+        self._torch_device = device
+        self._device = device_index(device)
         self._is_static = is_static
-        self._on_external_update = on_external_update
-        self._clips: dict[int, tuple[Tensor, int, float]] = {}  # gradient, its version when clipped, factor
+        self._is_capturable = is_capturable
+        self._uploads = Uploads(self._device)
+        self._sums_table = None if self._device == CPU else core.SumsqCudaTable(self._device)
+        self._edits = ExternalEdits(on_external_update)
         self.infos: list[ParamInfo] = []
         self.states: list[dict[str, Tensor]] = []
-        self._versions: list[int] = []
-        self.steps = torch.zeros(0, dtype=torch.int64)
+        self.steps = torch.zeros(0, dtype=torch.int64, device=device)
+        self._factors = GradFactors(0, self._device)
+        # Which gradients were clipped: the tensor and its version then; by what says `_factors`. An entry goes with its
+        # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
+        self._clips: dict[int, tuple[Tensor, int]] = {}
+        self._clipped_in = 0  # the capture in which they were clipped, 0: in none
         self.add(infos)
 
     def add(self, infos: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = "") -> None:
@@ -55,26 +69,29 @@ class LocalEngine:
         self.infos += infos
         self.states += [_new_state(info.param.detach(), self.precision) for info in infos]
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
-        device = self.infos[0].param.device if self.infos else None
-        self.steps = torch.cat([self.steps.to(device), torch.zeros(len(infos), dtype=torch.int64, device=device)])
+        self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
+        factors = GradFactors(len(self.infos), self._device)
+        factors.carry_over(self._factors)
+        self._factors = factors
+        # static_graph: which parameters had a gradient in the first step that had any, and have in all others.
         self._static_used: list[bool] | None = None
         # Rows of one dtype next to each other: a kernel launch for each run.
         self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
-        self._versions += [info.param._version for info in infos]
+        self._edits.add(infos)
         self._bind()
 
     def watch(self, frozen: Sequence[Tensor]) -> None:
         """In one process the gradients of parameters that may be trained later are whole ones."""
 
     def _bind(self) -> None:
-        self._rows = self._new_rows()
-        self._pointers = [info.param.data_ptr() for info in self.infos]
+        """Makes the rows of the parameters where they are now."""
+        self._rows = AdamRows(self.steps, self._device, amsgrad=self.precision.amsgrad)
+        self._edits.note_bound()
         for info, state in ((self.infos[i], self.states[i]) for i in self._order):
-            param = info.param.detach()
             self._rows.add(
                 info.index,
                 info.group,
-                param,
+                info.param.detach(),
                 None,
                 state["exp_avg"],
                 state["exp_avg_sq"],
@@ -83,22 +100,27 @@ class LocalEngine:
                 remainder=state.get("remainder"),
             )
 
-    def _new_rows(self) -> Any:
-        return AdamRows(self.steps, amsgrad=self.precision.amsgrad)
+    # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        if not self._is_capturable and core.is_capturing(self._device):
+            raise CaptureError(
+                "step under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
+            )
         self._follow_edits()
         grads = [self._grad(info) for info in self.infos]
         used = [grad is not None for grad in grads]
         self._expect_static(used)
-        factors = self._pending_factors()
+        self._drop_stale_clips()
         self._rows.table.set_grads([grads[i] for i in self._order])
-        self._rows.begin_step(param_groups, used, factors)
+        self._rows.begin_step(param_groups, used, self._factors.vector() if self._clips else None)
         self._rows.step()
         self._rows.table.clear_grads()  # zero_grad() is to free their memory
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(updated)  # D14
-        self._versions = [info.param._version for info in self.infos]
+        self._edits.note_written()
+        if core.is_capturing(self._device):  # what was captured has clipped nothing yet
+            self._clips.clear()
 
     def _expect_static(self, used: list[bool]) -> None:
         """RuntimeError naming a parameter if ``static_graph`` was promised and other parameters have gradients than before."""
@@ -112,10 +134,6 @@ class LocalEngine:
                     f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step and had "
                     f"{'one' if before else 'none'} in the first"
                 )
-
-    def _pending_factors(self) -> Any:
-        """What clipping multiplies each gradient by, in the form that the rows take."""
-        return [self._clip_of(info, info.param.grad) for info in self.infos]
 
     def _grad(self, info: ParamInfo) -> Tensor | None:
         grad = info.param.grad
@@ -134,93 +152,135 @@ class LocalEngine:
 
     def _follow_edits(self) -> None:
         """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
-        edited = []
-        for i, (info, state) in enumerate(zip(self.infos, self.states, strict=True)):
+        for info, state in zip(self.infos, self.states, strict=True):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
-            is_moved = info.param.data_ptr() != self._pointers[i]
-            if info.param._version != self._versions[i] or is_moved:
-                edited.append(i)
-                if self._on_external_update == "error" and (is_moved or self._versions[i] != _UNKNOWN_VERSION):
-                    raise RuntimeError(
-                        f"parameter {info.name!r} was modified since the optimizer's last step (on_external_update='error'); call "
-                        "optimizer.reload_master_params() if that was meant"
-                    )
-        if self._on_external_update == "ignore":  # but what follows a loaded state is no edit
-            edited = [i for i in edited if self._versions[i] == _UNKNOWN_VERSION]
-        self._take_edits(edited)
-
-    def _take_edits(self, edited: Sequence[int], *, whole: bool = False) -> None:
-        for i in edited:
-            (take_param if whole else follow_param)(self.infos[i].param.detach(), self.states[i])
-        if any(info.param.data_ptr() != pointer for info, pointer in zip(self.infos, self._pointers, strict=True)):
+        edits = self._edits.find()
+        if edits.refused >= 0:
+            raise ExternalEdits.refusal(self.infos[edits.refused])
+        for i in edits.followed:
+            follow_param(self.infos[i].param.detach(), self.states[i])
+        if edits.moved:
             self._bind()
 
     def reload_masters(self) -> None:
-        self._take_edits(range(len(self.infos)), whole=True)
-        self._versions = [info.param._version for info in self.infos]
+        for info, state in zip(self.infos, self.states, strict=True):
+            take_param(info.param.detach(), state)
+        if self._edits.find().moved:
+            self._bind()
+        self._edits.note_written()
 
-    def follow_loaded_state(self) -> None:
-        """The model may be loaded after the optimizer, so masters are compared with the parameters at the next step."""
-        self._versions = [_UNKNOWN_VERSION] * len(self.infos)
+    def expect_loaded_model(self) -> None:
+        self._edits.expect_loaded_model()
 
     # --- clipping ----------------------------------------------------------------------------------------------------
 
     def total_norm(self, indices: Sequence[int] | None, ord: float) -> Tensor:
-        return torch.tensor(self._total_norm(indices, ord), dtype=self.norm_dtype)
+        self._drop_stale_clips()
+        return self._total_norm(self._held(indices), ord)
 
     def clip(self, indices: Sequence[int] | None, max_norm: float, ord: float) -> Tensor:
-        norm = self.total_norm(indices, ord)
-        self.clip_with(indices, clip_coefficient(max_norm, norm))
+        self._begin_clip()
+        held = self._held(indices)
+        if self._device != CPU and held and ord == 2.0:
+            norm = self._norm_on_cuda(held, max_norm)
+            self._note_clipped(held)
+        else:
+            norm = self._total_norm(held, ord)
+            self._multiply(held, clip_coefficient(max_norm, norm))
         return norm
 
     def clip_with(self, indices: Sequence[int] | None, coefficient: Tensor) -> None:
-        factor = float(coefficient)
-        if factor != 1.0:
-            self._scale(indices, factor)
+        self._begin_clip()
+        self._multiply(self._held(indices), coefficient)
 
-    def _total_norm(self, indices: Sequence[int] | None, ord: float) -> float:
-        grads = [(i, self.infos[i].param.grad) for i in (range(len(self.infos)) if indices is None else indices)]
-        held = [(i, grad) for i, grad in grads if grad is not None and grad.numel()]
-        if not held:
-            return 0.0
+    def _held(self, indices: Iterable[int] | None) -> list[int]:
+        """Those of ``indices`` (None: of all parameters) that have a gradient."""
+        chosen = range(len(self.infos)) if indices is None else indices
+        return [i for i in chosen if self.infos[i].param.grad is not None]
+
+    def _total_norm(self, held: Sequence[int], ord: float) -> Tensor:
+        if self._device != CPU and held and ord == 2.0:
+            return self._norm_on_cuda(held, None)
+        grads = {i: grad for i in held if (grad := self.infos[i].param.grad) is not None and grad.numel()}
+        if not grads:
+            return torch.zeros((), dtype=self.norm_dtype, device=self._torch_device)
         if ord == 2.0 and not self._clips:
-            norm = l2_norm([grad.clone() if grad._is_zerotensor() else grad.contiguous() for _, grad in held])
-            assert isinstance(norm, Tensor)
-            return float(norm)
-        norms = torch.stack(
-            [
-                torch.linalg.vector_norm(grad, ord, dtype=torch.float64) * self._clip_of(self.infos[i], grad)
-                for i, grad in held
+            readable = [grad.clone() if grad._is_zerotensor() else grad.contiguous() for grad in grads.values()]
+            norm: Any = l2_norm(readable)
+        else:
+            norms = [
+                torch.linalg.vector_norm(grad, ord, dtype=torch.float64)
+                * (self._factors[i] if i in self._clips else 1.0)
+                for i, grad in grads.items()
             ]
-        )
-        return float(torch.linalg.vector_norm(norms, ord))
+            norm = torch.linalg.vector_norm(torch.stack(norms), ord)
+        return norm.to(self.norm_dtype)
 
-    def _scale(self, indices: Sequence[int] | None, factor: float) -> None:
-        for i in range(len(self.infos)) if indices is None else indices:
+    def _norm_on_cuda(self, held: Sequence[int], max_norm: float | None) -> Tensor:
+        """The 2-norm of ``held`` together; their factors times the clip coefficient where ``max_norm`` is given."""
+        if not self._clips:
+            self._factors.reset_all()
+        sums = torch.empty(len(held), dtype=torch.float64, device=self._torch_device)
+        core.sumsq_cuda(self._device, [self._grad(self.infos[i]) for i in held], sums, None, self._sums_table)
+        if len(held) < len(self.infos):
+            sums = sums.new_zeros(len(self.infos)).index_copy_(0, self._uploads.numbers("held", held), sums)
+        norm = torch.empty(1, dtype=self.norm_dtype, device=self._torch_device)
+        self._factors.clip(held, sums, 1.0, max_norm, norm)
+        return norm[0]
+
+    def _multiply(self, held: Sequence[int], coefficient: Tensor) -> None:
+        if self._device == CPU and float(coefficient) == 1.0:
+            return
+        if not self._clips:
+            self._factors.reset_all()
+        self._factors.scale(held, coefficient)
+        self._note_clipped(held)
+
+    def _begin_clip(self) -> None:
+        """A clip that is captured starts from gradients that nobody has clipped: each replay brings new ones."""
+        capture = core.capture_id(self._device)
+        if capture not in (0, self._clipped_in):
+            self._clips.clear()
+        self._clipped_in = capture
+        self._drop_stale_clips()
+
+    def _note_clipped(self, held: Sequence[int]) -> None:
+        for i in held:
             grad = self.infos[i].param.grad
-            if grad is not None:
-                before = self._clip_of(self.infos[i], grad)
-                self._clips[i] = (grad, grad._version, before * factor)
+            assert grad is not None
+            self._clips[i] = (grad, grad._version)
 
-    def _clip_of(self, info: ParamInfo, grad: Tensor | None) -> float:
-        if not self._is_clipped(info, grad):
-            return 1.0
-        _, _, factor = self._clips[info.index]
-        return factor
+    def _drop_stale_clips(self) -> None:
+        """Factors of gradients that are no longer there become 1."""
+        stale = [i for i in self._clips if not self._is_clipped(i)]
+        for i in stale:
+            del self._clips[i]
+        for i in stale if self._clips else ():  # else all of them become 1 when they are used next
+            self._factors.set(i)
 
-    def _is_clipped(self, info: ParamInfo, grad: Tensor | None) -> bool:
-        """Whether ``grad`` is the gradient that was clipped. RuntimeError if it was written to since."""
-        if info.index not in self._clips or grad is None:
+    def _is_clipped(self, index: int) -> bool:
+        """Whether p.grad is the gradient that was clipped. RuntimeError if it was written to since."""
+        if index not in self._clips:
             return False
-        clipped, version, _ = self._clips[info.index]
-        if clipped is not grad:
+        clipped, version = self._clips[index]
+        if clipped is not self.infos[index].param.grad:
             return False
-        if grad._version != version:
+        if clipped._version != version:
             raise RuntimeError(
-                f"the gradient of {info.name!r} changed after clip_grad_norm_; clip after the last backward, right before step, "
-                "and drop gradients by optimizer.zero_grad()"
+                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last backward, right before "
+                "step, and drop gradients by optimizer.zero_grad()"
             )
         return True
+
+    def full_grad(self, index: int) -> Tensor | None:
+        """float32, or float64 that of a float64 parameter."""
+        grad = self.infos[index].param.grad
+        if grad is None:
+            return None
+        wide = grad.detach().to(torch.float64 if self.infos[index].dtype == torch.float64 else torch.float32)
+        factor = self._factors[index] if self._is_clipped(index) else 1.0
+        # A factor on the device in their dtype: with a 0-d gradient a float64 one would make the product float64.
+        return wide * (factor.to(wide.dtype) if isinstance(factor, Tensor) else factor)
 
     # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
 
@@ -247,10 +307,6 @@ class LocalEngine:
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         return lambda: None
 
-    def full_grad(self, index: int) -> Tensor | None:
-        grad = self.infos[index].param.grad
-        return None if grad is None else widened(grad, self.infos[index].dtype) * self._clip_of(self.infos[index], grad)
-
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         return [(0, self.infos[index].param.numel())]
 
@@ -268,11 +324,6 @@ class LocalEngine:
 
     def close(self) -> None:
         self._clips.clear()
-
-
-def widened(grad: Tensor, param_dtype: torch.dtype) -> Tensor:
-    """``grad`` as `full_grad` shows it: float32, or float64 that of a float64 parameter."""
-    return grad.detach().to(torch.float64 if param_dtype == torch.float64 else torch.float32)
 
 
 def _new_state(param: Tensor, precision: Precision) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Inspection: what an optimizer says of itself. Its table of buckets, its bytes by kind, and a warning of padding."""
+"""Report: what an optimizer says of itself. Its table of buckets, its bytes by kind, and a warning of padding."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import Reducer
-from bucketwheel.grads.answers import GradSync
 from bucketwheel.grads.bucket import GradBucket
-from bucketwheel.grads.reduced import ReducedGrads
+from bucketwheel.grads.window import GradWindow
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shards import Space
-from bucketwheel.optim import memory
 
 __all__ = ["ShardedParts", "describe", "describe_local", "memory_of", "memory_of_local", "warn_of_padding"]
 
@@ -44,27 +42,21 @@ class ShardedParts:
     """What a sharded engine is made of. ``options``: `ShardedOptions`."""
 
     comm: Communicator
-    grid: Reducer
+    reducer: Reducer
     options: Any
     infos: Sequence[ParamInfo]
     spaces: Sequence[Space]
-    buckets: Sequence[GradBucket]
-    grads: GradSync
-    reduced: ReducedGrads
+    grads: GradWindow
     steps: Tensor
     bucket_cap_bytes: int
 
     @property
-    def replicas(self) -> int:
-        return self.grid.replicate.size if self.grid.replicate is not None else 1
+    def buckets(self) -> Sequence[GradBucket]:
+        return self.grads.buckets
 
     @property
-    def bucket_sizes(self) -> list[memory.BucketSize]:
-        return [memory.BucketSize(bucket.nbytes, list(bucket.parts)) for bucket in self.buckets]
-
-    def partial_sums(self) -> list[tuple[int, int]]:
-        """Of each bucket, the elements of a shard and the bytes of a sum."""
-        return [(bucket.numel // self.comm.size, 8 if bucket.dtype == torch.float64 else 4) for bucket in self.buckets]
+    def replicas(self) -> int:
+        return 1 if self.reducer.replicate is None else self.reducer.replicate.size
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -81,12 +73,12 @@ def memory_of(parts: ShardedParts) -> dict[str, int]:
             found["states"] += shard.nbytes
             found[name] += shard.nbytes
     found.update(parts.grads.launcher.memory())
-    found["partial_sums"] = parts.grid.partial_bytes
+    found["partial_sums"] = parts.reducer.partial_bytes
     # Two of one pair have one pool, unless each registers its own.
-    comms = [each for comm in parts.grid.comms for each in (comm, comm.gathers)]
+    comms = [each for comm in parts.reducer.comms for each in (comm, comm.gathers)]
     pools = {pool._native: pool for pool in (parts.grads.launcher.pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
-    found["bookkeeping"] = parts.steps.nbytes + parts.reduced.bookkeeping_bytes
+    found["bookkeeping"] = parts.steps.nbytes + parts.grads.reduced.bookkeeping_bytes
     return dict(found)
 
 
@@ -110,31 +102,36 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def expected_peak(parts: ShardedParts) -> dict[str, int]:
     """docs/memory.md: a rank's bytes at their most, by kind, where gradients come in the order of the buckets."""
-    precision, limit = parts.options.precision, parts.options.max_inflight_buckets
-    spaces = [
-        memory.SpaceSize(
-            space.packing.numel,
-            space.packing.padding,
-            space.dtype.itemsize,
-            precision.accum_of(space.dtype).itemsize,
-            {name: dtype.itemsize for name, dtype in precision.kept_of(space.dtype).items()},
-        )
-        for space in parts.spaces
-    ]
-    total = memory.expected_memory(spaces, parts.comm.size)
-    sizes = parts.bucket_sizes
-    slots = min(limit, len(sizes)) if parts.comm.is_registered else 0
-    window = memory.BucketMemory(sizes, limit, overlap=parts.options.overlap_grad_sync, slots=slots)
-    for param in memory.arrivals_in_order(sizes):
-        window.gradient(param)
-    window.close()
-    kinds = {name: total[name] for name in ("params", "grads", "states")}
-    kinds["buckets"] = window.peak_bytes
-    kinds["slots"] = memory.slot_bytes([size.nbytes for size in sizes], limit) if slots else 0
-    if parts.grid.replicate is not None:
-        kinds["partial_sums"] = memory.partial_sum_bytes(parts.partial_sums(), parts.replicas, limit)
+    options, now = parts.options, memory_of(parts)
+    kinds = {name: now[name] for name in ("params", "grads", "states", "slots", "partial_sums")}
+    kinds["buckets"] = bucket_bound(
+        [bucket.nbytes for bucket in parts.buckets],
+        options.max_inflight_buckets,
+        len(parts.spaces),
+        overlap=options.overlap_grad_sync,
+        has_slots=now["slots"] > 0,
+    )
     kinds["autograd"] = max((_bytes_of([info.param]) for info in parts.infos), default=0)
     return {name: nbytes for name, nbytes in kinds.items() if nbytes}
+
+
+def bucket_bound(sizes: Sequence[int], limit: int, dtypes: int, *, overlap: bool, has_slots: bool) -> int:
+    """The most bytes that buckets of these ``sizes`` have at once where gradients come in their order, beside slots.
+
+    ``limit`` - 1 are being reduced, while one of each dtype gathers; without ``overlap`` all gather. Slots have as many as
+    ``limit`` says; only what is too early for its slot has other memory.
+    """
+    alive = limit - 1 + dtypes if overlap else len(sizes)
+    return sum(sorted(sizes, reverse=True)[: max(alive - limit, 0) if has_slots else alive])
+
+
+def wire_bytes(buckets: int, params: int, partial_sums: int, ranks: int, replicas: int) -> int:
+    """What a rank sends in a step with one window: its part of all reduce-scatters and all-gathers, of these bytes.
+
+    ``partial_sums``: bytes of a rank's shards of all buckets, as they go through the replicas.
+    """
+    among_ranks = (buckets + params) // ranks * (ranks - 1)
+    return among_ranks + 2 * partial_sums * (replicas - 1) // replicas
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -142,10 +139,10 @@ def expected_peak(parts: ShardedParts) -> dict[str, int]:
 
 def describe(parts: ShardedParts) -> str:
     """`ShardedAdamW.describe` of a sharded optimizer; the same on all ranks."""
-    comm, grid, options = parts.comm, parts.grid, parts.options
+    comm, replicate, options = parts.comm, parts.reducer.replicate, parts.options
     ranks = f"sharded over {comm.size} {'rank' if comm.size == 1 else 'ranks'} ({comm.backend})"
-    if grid.replicate is not None:
-        ranks += f", replicated {grid.replicate.size} times ({grid.replicate.backend})"
+    if replicate is not None:
+        ranks += f", replicated {replicate.size} times ({replicate.backend})"
     said = [f"{name}={getattr(options, name)}" for name, usual in _USUAL.items() if getattr(options, name) != usual]
     said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(parts.bucket_cap_bytes)}"]
     if comm.is_registered:
@@ -177,12 +174,13 @@ def describe(parts: ShardedParts) -> str:
 def _totals(parts: ShardedParts) -> list[str]:
     numel = sum(space.packing.numel for space in parts.spaces)
     padding = sum(space.packing.padding for space in parts.spaces)
-    sums = sum(numel * nbytes for numel, nbytes in parts.partial_sums()) if parts.replicas > 1 else 0
-    sent = memory.wire_bytes(
+    size = parts.comm.size
+    sums = sum(b.numel // size * (8 if b.dtype == torch.float64 else 4) for b in parts.buckets)
+    sent = wire_bytes(
         sum(bucket.nbytes for bucket in parts.buckets),
         sum(space.flat.lease.nbytes for space in parts.spaces),
-        sums,
-        parts.comm.size,
+        sums if parts.replicas > 1 else 0,
+        size,
         parts.replicas,
     )
     peak = expected_peak(parts)

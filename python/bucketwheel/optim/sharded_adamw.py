@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,23 +17,32 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ClosedError
+from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import clip_coefficient
+from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
-from bucketwheel.optim.engine import Ranks, close_all, make_engine
 from bucketwheel.optim.local_engine import LocalEngine
-from bucketwheel.optim.members import Members
-from bucketwheel.optim.param_groups import expect_hyperparameters, expect_options
-from bucketwheel.optim.scope import Scope
+from bucketwheel.optim.param_groups import (
+    collect_params,
+    communicators_for,
+    expect_hyperparameters,
+    expect_options,
+    group_texts,
+)
 from bucketwheel.optim.sharded_engine import ShardedEngine, ShardedOptions
 
 __all__ = ["ShardedAdamW"]
 
+_Self = TypeVar("_Self", bound="ShardedAdamW")
 
-class ShardedAdamW(Scope, Optimizer):
+
+class ShardedAdamW(Optimizer):
     r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
 
     The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order
@@ -47,63 +59,66 @@ class ShardedAdamW(Scope, Optimizer):
     `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
 
     Args:
-        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16,
-            float16 and float64, also mixed, on the CPU, or all on one CUDA device. Frozen parameters (``requires_grad=False``) are left alone; once
-            they are trained the next collective call takes them in. A group may
-            carry ``"granularity"``: an int, or ``"row"``: shard boundaries then never split that many consecutive
-            elements of a parameter (default 1).
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the
-            same in all groups; ``amsgrad`` stays what it is.
+        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
+            and float64, also mixed, on the CPU or all on one CUDA device. Frozen ones (``requires_grad=False``) are left
+            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``, an int
+            or ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
+            in all groups; ``amsgrad`` stays what it is.
+        decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
         foreach, fused: accepted and ignored; the update is always fused.
-        decoupled_weight_decay: False: weight decay is added to the gradient (L2), as in `torch.optim.Adam`. The same in
-            all groups.
+
+    Which ranks:
         process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
-            `Communicator.pair`, so that parameters are gathered while gradients are reduced). None: all ranks if
-            ``torch.distributed`` is initialised, else this process alone.
-        replicate_group: with a ``process_group`` of S ranks, replicate what they shard over R such groups (HSDP): the
-            R ranks that are at this rank's place in theirs. Gradients are reduced over the ``process_group`` first,
-            and only this rank's part of them over the ``replicate_group``; parameters are gathered within the
-            ``process_group``. Collective calls are those of all S x R ranks. ValueError on all ranks unless the groups
-            fit.
+            `Communicator.pair`, so that gathers and reductions overlap). None: all ranks if ``torch.distributed`` is
+            initialised, else this process alone.
+        replicate_group: replicates what the ``process_group`` shards (HSDP): the ranks that are at this rank's place in
+            theirs. Gradients are reduced over the ``process_group`` first, then this rank's part over the
+            ``replicate_group``; parameters are gathered within the ``process_group``. Collective calls are those of all
+            ranks of both. ValueError on all ranks unless the groups fit.
         gradient_average: mean over all ranks (True) or sum.
         broadcast_params: take rank 0's parameters at construction; with replicas, those of the first rank of all.
-        master_weights: where the precise weights of bfloat16 and float16 parameters are kept. ``"auto"``, ``"fp32"``: in
-            an fp32 master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of
-            12 bytes; ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own
-            weights, rounded to nearest at every step, so small updates are lost. float32 and float64 parameters always
-            are their own weights.
+
+    How precise (docs/numerics.md has a table; float64 parameters are float64 throughout):
+        master_weights: where the precise weights of bfloat16 and float16 parameters are. ``"auto"``, ``"fp32"``: in an fp32
+            master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of 12 bytes;
+            ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own weights, rounded to
+            nearest at every step, so small updates are lost.
         state_dtype: of the moments: float32 (None) or bfloat16, whose ``exp_avg_sq`` is rounded stochastically, with the
             same bits at any world size.
         reduce_dtype: of gradients in buckets: float32, bfloat16 or float16. None: the parameter's, but float32 for
             float16, whose sums would overflow. On one host sums over ranks are float32 in any case; NCCL adds in it.
-        accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16. float64 parameters
-            are float64 throughout, whatever these options say; docs/numerics.md has it all in a table.
+        accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16.
+
+    What overlaps, in how much memory:
         bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16.
+        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
+            backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the
+            communicator: how many buckets' worth of registered memory there is, all the time.
         overlap_grad_sync: reduce buckets during backward.
         overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
             waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
-        static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none are
-            dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first
-            step only. Where a step breaks it: RuntimeError naming the parameter, on its rank from backward or from the
-            end of the window; the communicator is aborted, so that the others raise `PeerError` with the same text.
+
+    What stays the same:
+        static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none is
+            dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first step
+            only. If a rank breaks it, that rank raises RuntimeError naming the parameter, in backward or at the end of the
+            window, and aborts the communicator, so that the others raise `PeerError` with the same text.
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
-            the device anew. Needs ``static_graph=True`` and CUDA. Over several ranks it needs the nccl backend, no ``overlap_param_sync``, and
-            on all of them `zero_grad` to `step` in one graph, after an eager step: docs/ordering.md, "A whole step in a graph".
-        on_external_update: what `step` does where a parameter was written to since the last one (``load_state_dict`` of
-            the model, a moving average, clamping): ``"resync"`` goes on from what was written; ``"error"`` is a
-            RuntimeError on all ranks that names it, before anything is updated; ``"ignore"`` goes on from the master
-            weight, if there is one. See `reload_master_params`.
-        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order: the one that
-            gathers, and reduce-scatters. A soft bound: those that a peer has not issued yet come on top, for backward
-            waits for nobody (on the CPU for a moment). docs/memory.md has the formula. On a communicator with
-            ``registered=True``: how many buckets' worth of registered memory there is, all the time.
+            the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
+            ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step
+            (docs/ordering.md, "A whole step in a graph").
+        on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
+            model, a moving average, clamping). ``"resync"`` goes on from what was written; ``"error"`` raises RuntimeError
+            on all ranks, naming it, before anything is updated; ``"ignore"`` goes on from the master weight, if there is
+            one. See `reload_master_params`.
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
         RuntimeError: ranks disagree on the parameters or options.
     """
 
-    steps_sharded_grads = True  # `bucketwheel.grads.foreign_step` refuses any other
+    steps_sharded_grads = True  # `_before_any_step` refuses any other
 
     def __init__(
         self,
@@ -153,11 +168,12 @@ class ShardedAdamW(Scope, Optimizer):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         super().__init__(params, defaults)
-        members = self._members = Members(self.param_groups)
+        _refuse_foreign_steps()
+        trained = self._trained = TrainedParams(self.param_groups)
         precision = Precision(
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
-        precision.expect_fits({info.dtype for info in members.infos})
+        precision.expect_fits({info.dtype for info in trained.infos})
         options = ShardedOptions(
             gradient_average=gradient_average,
             broadcast_params=broadcast_params,
@@ -170,11 +186,9 @@ class ShardedAdamW(Scope, Optimizer):
             on_external_update=on_external_update,
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
-        ranks = Ranks(process_group, replicate_group, bucket_cap_mb)
-        self._made_engine, self._owned = make_engine(
-            members.infos, self.param_groups, members.device, ranks, options, is_capturable=capturable
-        )
-        self._made_engine.watch(members.frozen)
+        ranks = _Ranks(process_group, replicate_group, bucket_cap_mb)
+        self._made_engine, self._owned = _make_engine(trained, self.param_groups, ranks, options)
+        self._made_engine.watch(trained.frozen)
         self._publish_state()
 
     @property
@@ -215,7 +229,7 @@ class ShardedAdamW(Scope, Optimizer):
         is_profiled = profiler._is_profiler_enabled  # else a range costs microseconds for nothing
         with profiler.record_function(self._zero_grad_profile_name) if is_profiled else nullcontext():
             self._engine.zero_grad(set_to_none)
-            self._members.zero_unfrozen(set_to_none)
+            self._trained.zero_unfrozen(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces
@@ -238,7 +252,7 @@ class ShardedAdamW(Scope, Optimizer):
             self._take_in_unfrozen()
             self._engine.close_window()
         else:
-            self._engine.start_window(self._members.indices(parameters) or ())
+            self._engine.start_window(self._trained.indices(parameters) or ())
 
     def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
@@ -247,7 +261,7 @@ class ShardedAdamW(Scope, Optimizer):
         Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
         forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
         """
-        self._engine.param_sync(self._members.indices(parameters))
+        self._engine.param_sync(self._trained.indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
         """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
@@ -279,7 +293,7 @@ class ShardedAdamW(Scope, Optimizer):
         ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         self._take_in_unfrozen()
-        indices = self._members.indices(parameters)
+        indices = self._trained.indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
             norm = float(self._engine.total_norm(indices, float(norm_type)))
             if not math.isfinite(norm):
@@ -299,7 +313,7 @@ class ShardedAdamW(Scope, Optimizer):
         must be left out of ``parameters`` in all but one of them.
         """
         self._take_in_unfrozen()
-        return self._engine.total_norm(self._members.indices(parameters), float(norm_type))
+        return self._engine.total_norm(self._trained.indices(parameters), float(norm_type))
 
     def clip_grads_with_norm_(
         self,
@@ -321,16 +335,16 @@ class ShardedAdamW(Scope, Optimizer):
             )
         self._take_in_unfrozen()
         norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
-        self._engine.clip_with(self._members.indices(parameters), clip_coefficient(float(max_norm), norm))
+        self._engine.clip_with(self._trained.indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
         no rank has one. Collective.
         """
         self._take_in_unfrozen()
-        if param not in self._members.index_of:
+        if param not in self._trained.index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
-        return self._engine.full_grad(self._members.index_of[param])
+        return self._engine.full_grad(self._trained.index_of[param])
 
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
@@ -384,13 +398,13 @@ class ShardedAdamW(Scope, Optimizer):
             raise
 
     def _take_in(self, why: str) -> None:
-        self._members.take_in(self._engine, why)
-        self._engine.watch(self._members.frozen)
+        self._trained.take_in(self._engine, why)
+        self._engine.watch(self._trained.frozen)
         states.load_taken_in(self)
         self._publish_state()
 
     def _take_in_unfrozen(self) -> None:
-        if self._members.has_unfrozen:
+        if self._trained.has_unfrozen:
             self._take_in("taking in what was frozen")
 
     def reload_master_params(self) -> None:
@@ -407,12 +421,15 @@ class ShardedAdamW(Scope, Optimizer):
         return self._engine.describe()
 
     def memory_summary(self) -> dict[str, int]:
-        """Bytes on this rank, exactly, as docs/memory.md has them: ``params`` (flat memory, of which ``params_padding`` belong to
-        no parameter), ``grads`` (gradient shards; locally the gradients there are), ``states`` (all; and each that there is
-        by its name, such as ``exp_avg``), ``pool`` (reserved by the communicators' pools beside ``params``: for ``buckets``,
-        those alive now, of ``buckets_peak``, the most so far, for ``slots`` of registered memory, and ``partial_sums``
-        with a ``replicate_group``), ``captured`` (buckets of CUDA graphs), ``bookkeeping`` (step counts, factors, flags, sums of
-        squares). Local.
+        """Bytes on this rank, exactly. Local. docs/memory.md has the formula of each.
+
+        - ``params``: flat memory, of which ``params_padding`` belong to no parameter
+        - ``grads``: gradient shards; locally the gradients there are
+        - ``states``: all, and each that there is by its name, such as ``exp_avg``
+        - ``pool``: reserved by the communicators' pools beside ``params``, for ``buckets`` (those alive now) of
+          ``buckets_peak`` (the most so far), ``slots`` of registered memory, and ``partial_sums`` with a ``replicate_group``
+        - ``captured``: buckets of CUDA graphs
+        - ``bookkeeping``: step counts, factors, flags, sums of squares
         """
         return self._engine.memory()
 
@@ -433,8 +450,194 @@ class ShardedAdamW(Scope, Optimizer):
         try:
             self._made_engine.close()
         finally:
-            close_all(self._owned)
+            _close_all(self._owned)
 
     def _abort(self, reason: str) -> None:
         if not self._closed.is_set():
             self._made_engine.abort(reason)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """`close`. With an exception on its way the other ranks may never come to that, so they are told, and what it says
+        is not hidden."""
+        if kind is None:
+            self.close()
+            return
+        self._abort(f"{kind.__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
+            self.close()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied: its memory is shared with other ranks. Use state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: its memory is shared with other ranks. Save state_dict()"
+        )
+
+
+# --- what it is made of ----------------------------------------------------------------------------------------------
+
+
+class TrainedParams:
+    """The parameters that an optimizer trains, by index, and those of its groups that are frozen so far.
+
+    ``param_groups`` are the optimizer's own; groups may be added to them.
+    """
+
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._param_groups = param_groups
+        self.infos: list[ParamInfo] = collect_params(param_groups)
+        self.index_of: dict[Tensor, int] = {info.param: info.index for info in self.infos}
+        everything = [p for group in param_groups for p in group["params"]]
+        self.frozen: list[Tensor] = [p for p in everything if p not in self.index_of]
+        # States that were loaded while their parameters were frozen. An entry goes when its parameter is taken in.
+        self.loaded: dict[Tensor, dict[str, Any]] = {}
+        self.device = next((p.device for p in [*self.index_of, *everything]), torch.device("cpu"))
+
+    def indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
+        """Ascending; without those that are frozen, or were until now. None: all. ValueError for another optimizer's."""
+        if parameters is None:
+            return None
+        chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for p in chosen:
+            if p not in self.index_of and p.requires_grad and not any(p is known for known in self.frozen):
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
+        return sorted({self.index_of[p] for p in chosen if p in self.index_of})
+
+    def zero_unfrozen(self, set_to_none: bool) -> None:
+        """`zero_grad` of those that are trained by now and not taken in yet."""
+        for p in self.frozen:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad = p.grad.detach().zero_()
+
+    @property
+    def has_unfrozen(self) -> bool:
+        return any(p.requires_grad for p in self.frozen)
+
+    def take_in(self, engine: LocalEngine | ShardedEngine, why: str) -> None:
+        """Gives the engine the parameters of all groups that are to be trained and were not so far. Collective."""
+        new = collect_params(self._param_groups, self.index_of)
+        engine.precision.expect_fits({info.dtype for info in (*self.infos, *new)})
+        engine.add(new, group_texts(self._param_groups), why)
+        self.infos += new
+        self.index_of.update({info.param: info.index for info in new})
+        grouped = [p for group in self._param_groups for p in group["params"]]
+        self.frozen[:] = [p for p in grouped if p not in self.index_of]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks to shard over and the replicas, as the user gave them; what a bucket holds at most."""
+
+    process_group: dist.ProcessGroup | Communicator | None
+    replicate_group: dist.ProcessGroup | Communicator | None
+    bucket_cap_mb: float | None
+
+
+def _make_engine(
+    trained: TrainedParams, param_groups: Sequence[dict[str, Any]], ranks: _Ranks, options: ShardedOptions
+) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
+    """The engine for the parameters, and the communicators that were made for it. Collective."""
+    if options.capturable and device_index(trained.device) == CPU:
+        raise ValueError(f"capturable=True is for parameters on CUDA, these are on {trained.device}")
+    comm, replicate = communicators_for(ranks.process_group, ranks.replicate_group, trained.device)
+    given = (ranks.process_group, ranks.replicate_group)
+    owned = [made for made in (comm, replicate) if made is not None and made not in given]
+    try:
+        if comm is None:
+            engine: LocalEngine | ShardedEngine = LocalEngine(
+                trained.infos,
+                device=trained.device,
+                precision=options.precision,
+                is_static=options.static_graph,
+                is_capturable=options.capturable,
+                on_external_update=options.on_external_update,
+            )
+        else:
+            _expect_capturable(comm, options)
+            groups = group_texts(param_groups)
+            engine = ShardedEngine(comm, trained.infos, groups, options, _cap_bytes(ranks, comm), replicate)
+    except BaseException:
+        _close_all(owned, 0.0)
+        raise
+    return engine, owned
+
+
+def _expect_capturable(comm: Communicator, options: ShardedOptions) -> None:
+    if not options.capturable:
+        return
+    if comm.backend != "nccl":
+        raise ValueError(
+            f"capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA graph; this one is "
+            f"of {comm.backend!r}"
+        )
+    if options.overlap_param_sync:
+        raise ValueError(
+            "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the gathers that a step "
+            "before it has left running"
+        )
+
+
+def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
+    """Each, and the other of its pair."""
+    with contextlib.ExitStack() as stack:  # every one, whichever fails
+        for comm in reversed(comms):
+            stack.callback(comm.close, timeout)
+            stack.callback(comm.gathers.close, timeout)
+
+
+def _cap_bytes(ranks: _Ranks, comm: Communicator) -> int:
+    cap_mb = ranks.bucket_cap_mb
+    if cap_mb is None:
+        # Large enough that what a launch costs does not show; on the CPU that is Python, slow where a backward has emptied
+        # the caches. Without NCCL the buckets of all ranks are on one host.
+        cap_mb = 32.0 if comm.backend == "nccl" else 16.0
+    return int(cap_mb * 2**20)
+
+
+# --- foreign optimizers cannot read the gradients of their parameters -------------------------------------------------
+
+
+@functools.cache
+def _refuse_foreign_steps() -> None:
+    """From now on the step of any optimizer raises where a ``p.grad`` is a placeholder: its `refusal`.
+
+    Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
+    only call its step.
+    """
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if getattr(optimizer, "steps_sharded_grads", False):
+        return None
+    _expect_no_placeholders(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def checked_closure() -> Any:
+        loss = closure()  # makes its gradients inside of the step
+        _expect_no_placeholders(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked_closure}
+    return (optimizer, checked_closure, *args[2:]), kwargs
+
+
+def _expect_no_placeholders(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param.grad, ShardedGrad):
+                raise param.grad.refusal(f"{type(optimizer).__name__}.step")

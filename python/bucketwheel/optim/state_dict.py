@@ -79,7 +79,7 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
     for info, tensors in zip(engine.infos, engine.states, strict=True):
         entry = state_dict["state"].get(saved_as[info.param])
         plans.append(_plan(info, tensors, engine.owned_ranges(info.index), entry))
-    optimizer._members.loaded = _states_of_frozen(optimizer, state_dict["state"], saved_as)
+    optimizer._trained.loaded = _states_of_frozen(optimizer, state_dict["state"], saved_as)
     for plan in plans:
         _carry_out(engine, *plan)
     for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
@@ -88,12 +88,12 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         ours.update(deepcopy(kept))  # schedulers write to learning rates that are tensors
         if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
             ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
-    engine.follow_loaded_state()
+    engine.expect_loaded_model()
 
 
 def load_taken_in(optimizer: ShardedAdamW) -> None:
     """Loads what `load` found for parameters that were frozen then, into those that have been taken in since."""
-    engine, loaded = optimizer._engine, optimizer._members.loaded
+    engine, loaded = optimizer._engine, optimizer._trained.loaded
     for info in engine.infos:
         if info.param in loaded:
             entry = loaded.pop(info.param)
@@ -104,7 +104,7 @@ def _states_of_frozen(
     optimizer: ShardedAdamW, state: dict[Any, Any], saved_as: dict[Tensor, Any]
 ) -> dict[Tensor, dict[str, Any]]:
     """Entries of parameters that are frozen now. ValueError for a rank's part: nobody has divided them yet."""
-    found = {p: state[saved_as[p]] for p in optimizer._members.frozen if saved_as[p] in state}
+    found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if saved_as[p] in state}
     for p, entry in found.items():
         if "ranges" in entry:
             raise ValueError(

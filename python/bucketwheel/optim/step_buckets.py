@@ -15,14 +15,13 @@ from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, torch_device
-from bucketwheel.gathers import gathers
-from bucketwheel.grads.bucket import GradBucket, Part
-from bucketwheel.grads.bucket_slots import BucketSlots
+from bucketwheel.grads.bucket import BucketSlots, GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.packing import BucketPlan, plan_buckets
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core
+from bucketwheel.optim.rank_checks import expect_equal_places
 
 __all__ = ["Cut", "StepBucket", "cut_buckets", "lease_slots"]
 
@@ -42,7 +41,7 @@ class Cut:
 
     buckets: list[StepBucket]
     pieces: dict[int, list[ShardPiece]]  # of each parameter, by its index, what this rank owns
-    row_sums: Tensor | None  # CUDA: where the accumulators write sums of squares, as `ReducedGradsCuda` has them
+    row_sums: Tensor | None  # CUDA: where the accumulators write sums of squares, as `ReducedGrads` has them
 
 
 def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows) -> Cut:
@@ -95,7 +94,7 @@ class _Accumulators:
 def lease_slots(comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], limit: int) -> BucketSlots:
     """Leases what gradients are reduced from, and registers it and the parameters' memory. Collective."""
     slots = BucketSlots(comm.pool, [bucket.grads.nbytes for bucket in buckets], limit)
-    gathers.expect_equal_places(comm, [*(space.flat.lease.place for space in spaces), *slots.places])
+    expect_equal_places(comm, [*(space.flat.lease.place for space in spaces), *slots.places])
     comm.register_pool()
     if comm.gathers is not comm:
         comm.gathers.register_pool()

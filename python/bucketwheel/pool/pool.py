@@ -184,7 +184,7 @@ class Pool:
         done, without poison: else `CaptureError`, and nothing has changed. What replays use must not be released before
         them.
         """
-        return Lease(self._native.acquire(key, nbytes, native_stream(stream)))
+        return Lease(self._native.acquire(key, nbytes, None if stream is None else native_stream(stream)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when the contiguous ``tensor`` lies in this pool's memory."""
@@ -212,12 +212,12 @@ def _event_of(after: Any) -> Any:
     """The native event that ``after`` (a handle, a native event, a stream) stands for."""
     if after is None:
         return None
-    after = native_stream(after)
-    if isinstance(after, core.Stream):
-        return after.record()
     event = getattr(after, "event", after)
     if isinstance(event, core.Event):
         return event
+    after = native_stream(after)
+    if isinstance(after, core.Stream):
+        return after.record()
     # torch's event is one that others may record again, so it says nothing for good.
     hint = ": pass the stream in which it was recorded" if isinstance(after, torch.cuda.Event) else ""
     raise TypeError(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.gathers.gathers import broadcast_flat
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
@@ -135,7 +134,7 @@ def flat_buffer(comm: Communicator) -> None:
     spec = (BF16, 6_000_001)
     flat = on_device(comm, data_of(comm.rank, spec, 0, spec[1]))
     before = all_gather([], [], comm)
-    broadcast_flat(comm, flat)
+    comm.broadcast_into(flat, 0).wait()
     assert all_gather([], [], comm).wait().seq == before.seq + 2
     assert_bitwise_equal(flat, data_of(0, spec, 0, spec[1]))
 

@@ -94,7 +94,7 @@ def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> N
         run = Run(opt, params, rank, 4)
         if rank != 3:
             run.backward(0)
-        replicas: Any = opt._engine.grid
+        replicas: Any = opt._engine.reducer
         last = [reduction.steps[-1] for reduction in replicas._waiting]
         ends: list[Handle | None] = []
         for partial in replicas._partials:

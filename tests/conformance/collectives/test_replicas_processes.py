@@ -69,7 +69,7 @@ def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
         model = model_of()
         groups = torch_groups(rank, world, 2)
         opt = ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004, max_inflight_buckets=1, **groups)
-        assert opt._engine.grid._takes_turns == takes_turns
+        assert opt._engine.reducer._takes_turns == takes_turns
         expect_free_running_steps(model, opt, rank)
         opt.close()
         assert script.fake_nccl_live_comms() == before, "close() ends all four communicators"

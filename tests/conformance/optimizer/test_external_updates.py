@@ -112,7 +112,7 @@ def test_a_parameter_that_cannot_come_back_is_refused_on_all_ranks(how: str) -> 
                 run.opt.step()
             run.opt.reload_master_params()
         run.opt.step()
-        assert not run.opt._engine._find_moved()[0], "all are in flat memory again"
+        assert not run.opt._engine._edits.find().moved, "all are in flat memory again"
         values = [p.detach().clone() for p in run.params]
         run.opt.close()
         return values
@@ -136,10 +136,10 @@ def test_a_parameter_that_was_moved_to_shared_memory_trains_on(world: int) -> No
         run = run_of(comm, torch.float32)
         if is_moved:
             run.params[3].share_memory_()
-            assert run.opt._engine._find_moved() == [[3]]
+            assert run.opt._engine._edits.find().moved == {3}
         run.backward(1)
         run.step()
-        assert run.opt._engine._find_moved() == [[]], "all are in flat memory again"
+        assert not run.opt._engine._edits.find().moved, "all are in flat memory again"
         if is_moved:
             run.params[3].share_memory_()
         run.opt.close()

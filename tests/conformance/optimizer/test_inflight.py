@@ -11,7 +11,7 @@ import torch
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.grads import inflight
+from bucketwheel.grads import launch
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import run_threads
 from tests.support.simulated_cuda import posing
@@ -71,7 +71,7 @@ def test_as_many_buckets_as_asked_for_have_memory(limit: int) -> None:
 
 def test_backward_does_not_wait_for_a_peer_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 runs backward only after rank 0 has. Rank 0 holds a window's buckets, in the same memory in every window."""
-    monkeypatch.setattr(inflight, "_MOST_PATIENCE_S", 1000.0)  # whoever waited would not come back in time
+    monkeypatch.setattr(launch, "_MOST_PATIENCE_S", 1000.0)  # whoever waited would not come back in time
     turns = [threading.Event() for _ in range(4)]
 
     def body(comm: Communicator) -> tuple[list[int], list[torch.Tensor]]:
@@ -119,7 +119,7 @@ class Memory:
 
 def test_between_hosts_memory_stays_while_ranks_run_different_graphs() -> None:
     """Windows of six buckets, of which two may have memory; in the second some rank had not launched everything."""
-    inflight_now = inflight.Inflight(0, 2, is_blind=True)
+    inflight_now = launch.Reductions(0, 2, is_blind=True)
     held, most = [0], []
     for window in range(8):
         most.append(0)
@@ -128,6 +128,6 @@ def test_between_hosts_memory_stays_while_ranks_run_different_graphs() -> None:
             inflight_now.add(Blind(), Memory(held))  # type: ignore[arg-type]
             most[-1] = max(most[-1], held[0])
         inflight_now.wait()
-        inflight_now.end_window(window != 1)
+        inflight_now.end_window(is_complete=window != 1)
         assert held == [0]
     assert most == [2, 2, 6, 6, 6, 6, 2, 2]

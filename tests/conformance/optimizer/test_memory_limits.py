@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.grads import inflight
+from bucketwheel.grads import launch
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.optim_twins import run_local
 from tests.support.slow_reductions import slow_reductions
@@ -62,7 +62,7 @@ def test_no_more_buckets_are_alive_than_asked_for(world: int, limit: int) -> Non
         def count(_: object) -> None:
             nonlocal most
             live = comm.pool.stats().live_leases - at_rest
-            assert live <= limit and live == len(opt._engine.grads.launcher.inflight.live)  # type: ignore[union-attr]
+            assert live <= limit and live == len(opt._engine.grads.launcher.reductions.live)  # type: ignore[union-attr]
             most = max(most, live)
 
         for p in params:
@@ -80,7 +80,7 @@ def test_no_more_buckets_are_alive_than_asked_for(world: int, limit: int) -> Non
         opt.close()
         return most
 
-    with mock.patch.multiple(inflight, _MOST_PATIENCE_S=20.0, _CLOSING_PATIENCE_S=20.0):
+    with mock.patch.multiple(launch, _MOST_PATIENCE_S=20.0, _CLOSING_PATIENCE_S=20.0):
         assert all(1 <= most <= limit for most in run_local(world, body))
 
 
@@ -114,5 +114,5 @@ def test_a_rank_without_gradients_keeps_to_the_limit() -> None:
         opt.close()
         return found
 
-    with slow_reductions(), mock.patch.object(inflight, "_MOST_PATIENCE_S", 0.0):
+    with slow_reductions(), mock.patch.object(launch, "_MOST_PATIENCE_S", 0.0):
         assert run_local(2, body) == [8, 2]

@@ -96,7 +96,7 @@ def train_until_one_dies(rank: int, world: int, victim: int, moment: str, folder
                 loss_with(params, dyadic(params, 3), end).backward()
             elif rank == victim:  # the window is closed: the others wait for this rank's parameters
                 loss_of(params, dyadic(params, 3)).backward()
-                opt._engine._rows.step = lambda *_: end()  # type: ignore[method-assign,union-attr]
+                opt._engine._assembly.rows.step = lambda *_: end()  # type: ignore[method-assign,union-attr]
                 opt.clip_grad_norm_(0.5)
                 opt.step()
             with pytest.raises(PeerError) as caught:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.device import CPU
-from bucketwheel.optim import sharded_engine
+from bucketwheel.kernels import adam_rows
 from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, expect_eager, trainer
 from tests.support.simulated_cuda import Calls, Graph, load
 
@@ -171,7 +171,7 @@ def apply(one: Trainer, edit: str) -> None:
         one.params[1].grad.zero_()
     elif edit == "coefficient":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded_engine, "index_of", lambda _: CPU)
+            patch.setattr(adam_rows, "index_of", lambda _: CPU)
             one.opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
     elif edit == "more":
         one.backward(0.5)
@@ -287,7 +287,7 @@ def memory_of_graphs(rank: int, world: int, registered: bool) -> None:
         assert before["captured"] == 0
         one.capture("clip")
         found = one.opt.memory_summary()
-        largest = max(bucket.grads.nbytes for bucket in one.opt._engine._buckets)
+        largest = max(bucket.grads.nbytes for bucket in one.opt._engine._assembly.buckets)
         assert found["captured"] == (0 if registered else 2 * largest), "as many as max_inflight_buckets"
         one.capture("plain")
         one.play("replay:clip eager:clip replay:plain ", captures=True)

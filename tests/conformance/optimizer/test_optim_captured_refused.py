@@ -16,7 +16,7 @@ from bucketwheel.comm import handle
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU
 from bucketwheel.errors import CaptureError, CommError, CommTimeout
-from bucketwheel.kernels import adam_rows_cuda
+from bucketwheel.kernels import adam_rows
 from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, trainer
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import Graph, load
@@ -182,7 +182,7 @@ def rate_on_the_host(rank: int, world: int) -> None:
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adam_rows_cuda, "index_of", lambda _: CPU)  # or it would pose as CUDA's
+            patch.setattr(adam_rows, "index_of", lambda _: CPU)  # or it would pose as CUDA's
             one.play("eager:clip ", captures=True)
             expect_refused(one, "a learning rate is a tensor on the CPU", lambda: one.iteration("plain"))
         one.opt.zero_grad()

@@ -199,13 +199,13 @@ def test_a_peer_that_comes_late_is_waited_for_once_a_window() -> None:
             if comm.rank == 1:
                 assert turn.wait(20)
             loss_of(params, dyadic(params, seed)).backward()
-            assert sync.launcher.inflight.is_patient == (comm.rank == 1), (
+            assert sync.launcher.reductions.is_patient == (comm.rank == 1), (
                 "rank 0 has more buckets than it may have in flight"
             )
             turn.set()
             opt.step()
             opt.zero_grad()
-            patience.append(sync.launcher.inflight.patience_s)
+            patience.append(sync.launcher.reductions.patience_s)
         return patience, [p.detach().clone() for p in params]
 
     (early, params), (late, others) = run_local(2, body)

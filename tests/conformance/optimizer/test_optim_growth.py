@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.grads import inflight
+from bucketwheel.grads import launch
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local, share
 from tests.support.replica_ranks import with_replicas
@@ -122,8 +122,8 @@ def test_1000_steps_without_growth(world: int, steps: int) -> None:
 
 
 # Ranks run the same graph here, so a hook may wait for memory until the peers come, however long the machine keeps them:
-# otherwise one more bucket is alive now and then ([Note: soft bound], grads/inflight.py).
-PATIENT: dict[str, Any] = {"target": inflight, "_MOST_PATIENCE_S": 20.0, "_CLOSING_PATIENCE_S": 20.0}
+# otherwise one more bucket is alive now and then ([Note: soft bound], grads/launch.py).
+PATIENT: dict[str, Any] = {"target": launch, "_MOST_PATIENCE_S": 20.0, "_CLOSING_PATIENCE_S": 20.0}
 
 
 def grow_in_a_process(rank: int, world: int, steps: int) -> Growth:

@@ -158,7 +158,7 @@ def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None
 
 
 def test_late_rounds_are_warned_of_once() -> None:
-    agreement._is_untold = threading.Lock()
+    agreement._warning_is_due = threading.Lock()
 
     def body(comm: Communicator) -> None:
         params = make_params()
@@ -169,7 +169,7 @@ def test_late_rounds_are_warned_of_once() -> None:
             loss_of(params, dyadic(params, step)).backward()
             opt.step()
             opt.zero_grad()
-        assert not agreement._is_untold.locked(), "one round in every window so far"
+        assert not agreement._warning_is_due.locked(), "one round in every window so far"
         comm.exchange(b"")
         for step in range(3):
             for _ in range(2 if comm.rank == 1 else 1):

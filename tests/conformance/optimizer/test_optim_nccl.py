@@ -191,7 +191,7 @@ def leases_after_backward(rank: int, world: int) -> list[int]:
 
 
 def test_memory_that_peers_have_not_issued_is_not_given_on(rank_pool):
-    """A stream that waits for it would wait for a peer that runs another graph: [Note: soft bound], grads/inflight.py."""
+    """A stream that waits for it would wait for a peer that runs another graph: [Note: soft bound], grads/launch.py."""
     first, second = rank_pool(2).run(leases_after_backward)
     assert first[2] >= 4, "rank 1 had issued two of six"
     for held in (*first[:2], *first[3:], *second):

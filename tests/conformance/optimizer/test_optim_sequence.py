@@ -46,7 +46,7 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
     """Writes down what the optimizer does inside."""
     record = Record()
     engine: Any = opt._engine
-    bucket_of = {id(bucket.grads.sink): bucket.grads.index for bucket in engine._buckets}
+    bucket_of = {id(bucket.grads.sink): bucket.grads.index for bucket in engine._assembly.buckets}
     reduce, gather, exchange = comm.reduce_scatter_into, comm.all_gather_into, comm.exchange
 
     def reduce_scatter_into(full: Tensor, sink: Any, **options: Any) -> Any:
@@ -84,7 +84,7 @@ def train(comm: Communicator, script: Callable[[Run], None], options: dict[str, 
     with recorded(opt, comm) as record:
         script(run)
     opt.param_sync()
-    result = Result(record, len(opt._engine._buckets), [p.detach().clone() for p in params], run.seen)  # type: ignore[union-attr]
+    result = Result(record, len(opt._engine._assembly.buckets), [p.detach().clone() for p in params], run.seen)  # type: ignore[union-attr]
     opt.close()
     return result
 
@@ -171,7 +171,7 @@ def test_what_each_window_costs(world: int) -> None:
 
 
 def count_windows(run: Run, record: Record) -> None:
-    made: Any = run.opt._engine._buckets
+    made: Any = run.opt._engine._assembly.buckets
     buckets = list(range(len(made)))
     with_3 = [bucket.grads.index for bucket in made if 3 in bucket.grads.parts]
 
