@@ -22,7 +22,7 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.counting_backend import compiles_in_threads
 from tests.support.optim_twins import run_local
-from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, run_flow, scaler_step
+from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded
 
 FOREACH = [True, False, None]
 # --- clipping: more of it in the conformance suite --------------------------------------------------------------------
@@ -50,23 +50,6 @@ def test_total_norm_then_clip_with_it(foreach: bool | None) -> None:
         run.opt.step()
 
     expect_equal_to_unsharded(flow)
-
-
-def test_norms_at_world_three() -> None:
-    """A third is not dyadic: the norms agree to rounding, and are the same bits on every rank."""
-
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        run.seen += [get_total_norm(run.grads, ord) for ord in (2.0, 1.0, math.inf, 3.0)]
-        clip_grad_norm_(run.params, 0.25)
-        run.opt.step()
-
-    expected, expected_params, _ = run_flow(None, flow)
-    results = run_local(3, lambda comm: run_flow(comm, flow))
-    for seen, params, _ in results:
-        assert_bitwise_equal((seen, params), results[0][:2])
-        torch.testing.assert_close(seen, expected, rtol=3e-7, atol=0)
-        torch.testing.assert_close(params, expected_params, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("foreach", FOREACH)
@@ -246,49 +229,6 @@ def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
 
 # --- processes
 # ----------------------------------------------------------------------------------------------------------
-
-
-def _clip_flow(run: Run) -> None:
-    run.loss().backward()
-    run.seen.append(clip_grad_norm_(run.params, 0.25))
-    run.opt.step()
-
-
-def _scaler_flow(run: Run) -> None:
-    if run.step == 0:
-        run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)  # type: ignore[attr-defined]
-    scaler_step(run, run.scaler, "clip")  # type: ignore[attr-defined]
-
-
-def _divergent_flow(run: Run) -> None:
-    for p in run.params:
-        p.grad = None
-    run.loss(used_by(run.rank)).backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer\.grad_sync\(\) first"):
-        clip_grad_norm_(run.params, 0.25)
-    run.opt.step()
-
-
-def _refusal_flow(run: Run) -> None:
-    run.loss().backward()
-    with pytest.raises(ShardedGradError, match=r"full_grad"):
-        run.params[0].grad.sum().item()
-    with pytest.raises(ShardedGradError, match=r"optimizer that holds it"):
-        torch.optim.SGD(run.params, lr=1.0).step()
-    run.opt.step()
-
-
-def flows_of_a_process(rank: int, world: int) -> list[Any]:
-    with Communicator(timeout_s=30) as comm:
-        assert comm.backend == "shm"
-        return [run_flow(comm, flow, steps=4) for flow in (_clip_flow, _scaler_flow, _refusal_flow, _divergent_flow)]
-
-
-def test_over_processes(rank_pool: Any) -> None:
-    results = rank_pool(2).run(flows_of_a_process, timeout_s=60)
-    expected = [run_flow(None, flow, steps=4) for flow in (_clip_flow, _scaler_flow)]
-    assert_bitwise_equal(results[0][:2], expected)
-    assert_bitwise_equal(results[1], results[0])
 
 
 def test_stock_code_after_no_sync_was_left_by_an_exception() -> None:

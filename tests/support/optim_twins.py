@@ -319,10 +319,3 @@ def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, ato
             )
         else:
             assert mine == theirs, f"seen {i}: {mine!r}, torch {theirs!r}"
-
-
-def assert_as_local_and_torch(
-    script: Script, make: Make = list, worlds: Sequence[int] = WORLDS, **options: Any
-) -> None:
-    """The whole promise for one script in fp32."""
-    assert_as_torch(assert_as_local(script, make, worlds=worlds, **options), outcome_of_torch(script, make, **options))

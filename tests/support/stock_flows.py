@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -66,27 +63,3 @@ def expect_equal_to_unsharded(flow: Flow, worlds: tuple[int, ...] = (1, 2, 4), *
         for rank, result in enumerate(run_local(world, lambda comm: run_flow(comm, flow, **options))):
             assert_bitwise_equal(result, expected, f"rank {rank} of {world}: ")
     return expected
-
-
-def scaler_step(run: Run, scaler: torch.amp.GradScaler, how: str) -> None:
-    loss = run.loss()
-    if run.step == 2:
-        # One element of one parameter, on the last rank; its part of the shards lies on the first, because it is flat
-        # memory order that is sharded.
-        loss = loss + (run.params[0][0, 0] * math.inf if run.rank == run.world - 1 else 0.0)
-    before = [p.detach().clone() for p in run.params]
-    scaler.scale(loss).backward()
-    if how != "step":
-        scaler.unscale_(run.opt)
-        with pytest.raises(RuntimeError, match="already been called"):
-            scaler.unscale_(run.opt)
-    if how == "clip":
-        run.seen.append(clip_grad_norm_(run.params, 0.25))
-    if how == "own clip":
-        run.seen.append(run.opt.clip_grad_norm_(0.25))
-    scaler.step(run.opt)
-    scaler.update()
-    is_skipped = scaler.is_enabled() and run.step == 2
-    run.seen.append(scaler.get_scale())
-    for p, old in zip(run.params, before, strict=True):
-        assert torch.equal(p, old) == is_skipped

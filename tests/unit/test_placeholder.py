@@ -26,22 +26,6 @@ from tests.support.grad_twins import (
 FOREACH = [True, False, None]
 
 
-class OwnerSGD(torch.optim.Optimizer):
-    """The least optimizer that steps gradients which an owner holds."""
-
-    steps_sharded_grads = True
-
-    def __init__(self, params: list[nn.Parameter], owner: PlainOwner, lr: float):
-        super().__init__(params, {"lr": lr, "foreach": True})
-        self.owner = owner
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for i, p in enumerate(self.param_groups[0]["params"]):
-            if p.grad is not None:
-                p.add_(self.owner.grads[i], alpha=-self.param_groups[0]["lr"])
-
-
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,13 +66,6 @@ def test_clip_grad_value_equals_plain(foreach):
     assert float(plain[4].grad.abs().max()) == 0.75
 
 
-def test_nonfinite_norm_raises_as_torch_does():
-    _, sharded, owner = make_twins()
-    owner.grads[1][2] = float("inf")
-    with pytest.raises(RuntimeError, match="non-finite"):
-        clip_grad_norm_(sharded, 1.0, error_if_nonfinite=True)
-
-
 @pytest.mark.parametrize("foreach", [True, None])
 def test_clipping_is_one_collective_call(foreach):
     _, sharded, owner = make_twins()
@@ -122,37 +99,6 @@ def test_single_norms_equal_plain_and_may_be_written_to():
 
 
 # --- loss scaling -----------------------------------------------------------------------------------------------------
-
-
-def test_stock_grad_scaler_equals_plain():
-    plain, sharded = make_params(), make_params()
-    owner = PlainOwner(sharded)
-    sgd, owner_sgd = torch.optim.SGD(plain, lr=0.01), OwnerSGD(sharded, owner, lr=0.01)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
-    scales = []
-    for step in range(6):
-        before = [p.detach().clone() for p in sharded]
-        owner.calls.clear()
-        for params, optimizer, scaler in ((plain, sgd, scalers[0]), (sharded, owner_sgd, scalers[1])):
-            loss = sum((p.square() * 3).sum() for p in params)
-            if step == 2:
-                loss = loss + params[1][3] * float("inf")
-            scaler.scale(loss).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-                clip_grad_norm_(params, 1.0)
-                with pytest.raises(RuntimeError, match="already been called"):
-                    scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert names_of(owner).count("unscale") == 1
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        scales.append(scalers[1].get_scale())
-        for p, q, old in zip(plain, sharded, before, strict=True):
-            assert_same_bits(q.data, p.data)
-            assert torch.equal(q, old) == (step == 2 or not q.numel())
-    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
 
 
 # --- accumulation, zeroing, scaling -----------------------------------------------------------------------------------
@@ -212,20 +158,6 @@ def test_division_multiplies_by_the_double_reciprocal():
     sharded[0].grad.div_(0.0)
     sharded[0].grad.div_(-0.0)
     assert [call[2] for call in owner.calls[1:]] == [float("inf"), float("-inf")]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("how", ["optimizer", "foreach", "module"])
-def test_zero_grad(how, set_to_none):
-    plain, sharded, owner = make_twins()
-    for params in (plain, sharded):
-        if how == "module":
-            nn.ParameterList(params).zero_grad(set_to_none)
-        else:
-            torch.optim.SGD(params, lr=1.0, foreach=how == "foreach").zero_grad(set_to_none)
-        backward(params)
-    assert names_of(owner).count("zero") == (0 if set_to_none else 1 if how == "foreach" else len(sharded))
-    assert_same_grads(owner, plain)
 
 
 def test_zero_in_other_words():

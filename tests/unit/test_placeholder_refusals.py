@@ -20,7 +20,6 @@ from bucketwheel.grads.placeholder import ShardedGrad
 from tests.support.grad_twins import (
     PlainOwner,
     assert_same_bits,
-    assert_same_grads,
     backward,
     make_params,
     make_twins,
@@ -273,23 +272,6 @@ def make_models():
     return models
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_a_ddp_wrapper_leaves_the_gradients_to_the_owner(world_of_one, options):
-    plain, sharded = make_models()
-    owner = PlainOwner(list(sharded.parameters()))
-    grad_module._warn_of_reducer.cache_clear()
-    with pytest.warns(UserWarning, match="wrapped in DistributedDataParallel") as caught:
-        wrapped = DistributedDataParallel(sharded, **options)
-        for step in range(3):
-            x = torch.full((5, 3), 0.5 + step)
-            wrapped(x).square().sum().backward()
-            plain(x).square().sum().backward()
-    assert not any(g.is_in_reducer for g in owner.placeholders)
-    assert len([w for w in caught if "bucketwheel" in str(w.message)]) == 1
-    assert_same_grads(owner, list(plain.parameters()))
-    assert all(p.grad is g for p, g in zip(sharded.parameters(), owner.placeholders, strict=True))
-
-
 def test_a_reducer_reads_zeros_and_writes_back_once():
     _, sharded, owner = make_twins()
     want = owner.grads[0] + sharded[0].detach() * 6
@@ -308,16 +290,6 @@ def test_a_reducer_reads_zeros_and_writes_back_once():
     (sharded[0].square() * 3).sum().backward()
     assert seen[0].tolist() == [0.0] * 15 + [1.0] * 5 and seen[1] is owner.placeholders[0]
     assert_same_bits(owner.grads[0], want)
-
-
-def test_ddp_that_replaces_gradients_is_refused_at_the_next_backward(world_of_one):
-    _, sharded = make_models()
-    owner = PlainOwner(list(sharded.parameters()))
-    wrapped = DistributedDataParallel(sharded, gradient_as_bucket_view=True)
-    wrapped(torch.ones(5, 3)).sum().backward()
-    with pytest.raises(ShardedGradError, match=r"gradient_as_bucket_view=True\) replaced the gradient of 'p\d'"):
-        wrapped(torch.ones(5, 3)).sum().backward()
-    assert owner.grads
 
 
 def test_ddp_with_a_communication_hook_is_refused(world_of_one):

@@ -71,22 +71,6 @@ def test_float64_stays_float64() -> None:
         assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
 
 
-def test_ranks_that_use_other_parameters_in_other_orders() -> None:
-    def script(run: Run) -> None:
-        for step in range(6):
-            used = {(3 * run.rank + step + i) % 9 for i in range(4)}
-            if (run.rank + step) % 3:
-                order = sorted(used, reverse=bool((run.rank + step) % 2))
-                grads = dyadic(run.params, 10 * step + run.rank)
-                for i in order:
-                    (run.params[i] * grads[i]).sum().backward()
-            run.clip(0.5)
-            run.step()
-
-    for options in (TINY, {"bucket_cap_mb": 3e-3}):
-        assert_equal_ranks(run_with_replicas(2, 2, script, **options), on_flat(4, script, **options), 2)
-
-
 def test_buckets_leave_during_backward() -> None:
     """All three operations of a bucket are issued from the hooks, in bucket order, on every rank."""
 
@@ -122,17 +106,6 @@ def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
         return str(raised.value)
 
     assert all("lr 0." in message for message in with_replicas(2, 2, body))
-
-
-def test_replicas_that_do_different_things_are_told() -> None:
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate)
-        Run(opt, params, rank, 4).backward(0)
-        with pytest.raises(RuntimeError, match="ranks did different things"):
-            opt.step() if replicate.rank else opt.clip_grad_norm_(1.0)
-
-    with_replicas(2, 2, body)
 
 
 @pytest.mark.parametrize("poses", [False, True])
