@@ -1,7 +1,7 @@
 # make demo        train a small GPT on two CPU ranks, beside DDP        make test      the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
-# make tidy        clang-tidy over csrc and the native tests, minutes; what was clean and is as it was is not read again
+# make tidy        clang-tidy over csrc and the native tests, up to 15 minutes; TIDY='pool.*' only where the path has this
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
 # make mutants     what the tests of kernels and optimizer notice: one place broken at a time, hours; what is known of the
 #                  optimizer's is not run again (build/mutants_optim.jsonl)
@@ -61,7 +61,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 tidy: $(INSTALLED)
-	$(BIN)/python tests/tidy.py
+	$(BIN)/cmake -S cmake --preset tidy -DPython_EXECUTABLE='$(abspath $(BIN)/python)'
+	$(BIN)/python $(BIN)/run-clang-tidy.py -quiet -clang-tidy-binary $(BIN)/clang-tidy -p build/cmake/tidy \
+	  '/(csrc|tests/native)/.*$(TIDY)[^/]*\.cpp$$'
 
 format: $(INSTALLED)
 	$(BIN)/clang-format -i $(CXX_FILES)

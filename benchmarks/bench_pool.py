@@ -24,15 +24,14 @@ import torch  # noqa: E402
 from harness import Results, Timing, measure, parse_args  # noqa: E402
 
 import bucketwheel as bw  # noqa: E402
-from tests.native.objects import module_objects, object_of, program  # noqa: E402
+from tests.native.cmake import built  # noqa: E402
 
 LEASES, LEASE_BYTES, STANDING = 1000, 1 << 20, 1000
 NATIVE_LIMIT_S, PYTHON_LIMIT_S = 300e-9, 2e-6
 
 
 def in_native_code(samples: int) -> dict[str, Timing]:
-    objects = [object_of(ROOT / "benchmarks" / "pool_leases.cpp"), *module_objects(["base", "device", "pool"], "plain")]
-    command = [str(program("pool_leases", objects)), str(samples), str(LEASES)]
+    command = [str(built("pool_leases")), str(samples), str(LEASES)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     found: dict[str, list[float]] = defaultdict(list)
     for line in done.stdout.splitlines():

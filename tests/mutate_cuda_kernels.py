@@ -172,9 +172,10 @@ class Builder:
 
 
 def kernels_of(test: str) -> list[str]:
-    found = re.search(r"^// with: (.*)$", (NATIVE / f"{test}.cpp").read_text(), re.MULTILINE)
+    found = re.search(r"^// needs: (.*)$", (NATIVE / f"{test}.cpp").read_text(), re.MULTILINE)
     assert found, test
-    return [Path(name).name for name in found.group(1).split() if name.endswith(".cu")]
+    names = [f"{name}.cu" for name in found.group(1).split()]
+    return [name for name in names if (ROOT / "csrc" / "kernels" / name).is_file()]
 
 
 def main() -> int:

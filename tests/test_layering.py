@@ -8,14 +8,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
-
-from bucketwheel.native import toolchain as _toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
@@ -190,63 +184,16 @@ def test_headers_have_a_guard_and_the_namespace() -> None:
     report(problems)
 
 
-PYBIND = "#include <pybind11/pybind11.h>"
-
-
-def headers_compile(headers: list[Path], scratch: Path) -> None:
-    """Those that include pybind11 have it precompiled in front, as reading it takes most of the time."""
-    toolchain = _toolchain.find_toolchain()
-    recipe = _toolchain.read_recipe(CSRC)
-    own = {Path(source.path).stem: source.flags for source in recipe.sources}
-    # Headers of kernels need CUDA's, and have pragmas of nvcc; the tests' emulation stands in for it.
-    folders = [*toolchain.includes, str(ROOT / "tests" / "native" / "fake_cuda")]
-    include = [word for folder in folders for word in ("-isystem", folder)]
-    flags = [*recipe.flags, "-Werror", "-Wno-unknown-pragmas", "-O0"]
-    pybind = scratch / "pybind.h"
-
-    def problem_of(what: object, *words: str) -> str:
-        command = [*toolchain.cxx, *flags, "-I.", *include, *words]
-        done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, timeout=100, check=False)
-        return "" if done.returncode == 0 else f"{what} does not compile alone:\n{done.stderr[:2000]}"
-
-    def compile_alone(header: Path) -> str:
-        before = ["-include", str(pybind), "-Winvalid-pch"] if PYBIND in header.read_text() else []
-        # The header is included, by a source that is empty: as a source it would be one with `#pragma once`.
-        included = ["-include", str(header.relative_to(CSRC)), "-x", "c++", os.devnull]
-        return problem_of(header, *own.get(header.stem, ()), "-fsyntax-only", *before, *included)
-
-    if any(PYBIND in header.read_text() for header in headers):
-        pybind.write_text(PYBIND + "\n")
-        report([*filter(None, [problem_of(pybind, "-x", "c++-header", str(pybind), "-o", f"{pybind}.gch")])])
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        report([problem for problem in pool.map(compile_alone, headers) if problem])
-
-
 def first_include(path: Path) -> str:
     found = INCLUDE.search(path.read_text())
     return found[2] if found else ""
 
 
 def test_a_source_includes_its_own_header_first() -> None:
-    """So the build itself shows that this header compiles alone."""
+    """So every build shows that this header compiles alone; cmake/ compiles the other ones."""
     pairs = [(path, path.with_suffix(".h")) for path in native_files() if path.suffix in {".cpp", ".cu"}]
     wrong = [cpp for cpp, header in pairs if header.is_file() and first_include(cpp) != str(header.relative_to(CSRC))]
     report([f"{path}: its first include is {first_include(path)!r}" for path in wrong])
-
-
-@pytest.mark.timeout_s(300)
-@pytest.mark.slow
-def test_other_headers_compile_alone(tmp_path: Path) -> None:
-    headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name != "bindings"]
-    assert headers
-    headers_compile(headers, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout_s(300)
-def test_binding_headers_compile_alone(tmp_path: Path) -> None:
-    headers = [path for path in native_files() if path.suffix == ".h" and path.parent.name == "bindings"]
-    headers_compile(headers, tmp_path)
 
 
 # ---- Python ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// What most native tests and fakes include. objects.py compiles it once for each sanitizer and puts it in front of each
-// source (a precompiled header): reading these headers takes longer than compiling what is behind them. Sources include
+// What most native tests and fakes include. cmake/ compiles it once for each preset and puts it in front of each source
+// (a precompiled header): reading these headers takes longer than compiling what is behind them. Sources include
 // what they need all the same. It has no `#pragma once`: nothing includes it, and to compile one that has it is a warning.
 
 #include <algorithm>

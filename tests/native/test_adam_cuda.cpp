@@ -1,7 +1,6 @@
 // kernels/adam_cuda.cu: the source that nvcc compiles, run by the emulation, against a plain loop over elements and
 // against the CPU's kernels. Run by test_native.py.
-// needs: base device kernels
-// with: fake_cuda/fibers.cpp kernels/adam_cuda.cu
+// needs: base device kernels fibers adam_cuda
 // runs: address
 // slow: address
 #include "kernels/adam_cuda.h"

@@ -1,7 +1,6 @@
 // kernels/adam_scalars_cuda.cu, run by the emulation: which rows step, which step it is, and with what. Run by
 // test_native.py.
-// needs: base device kernels
-// with: fake_cuda/fibers.cpp kernels/adam_scalars_cuda.cu
+// needs: base device kernels fibers adam_scalars_cuda
 // runs: address
 // slow: address
 #include <cmath>

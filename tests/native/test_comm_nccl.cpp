@@ -1,7 +1,6 @@
 // comm/comm_nccl, nccl_session, inflight, peers_store: ranks that are threads, over the fake NCCL, whose work is in the
 // streams of the simulated CUDA device. Run by test_native.py.
-// needs: base device kernels pool comm
-// with: bindings/cuda_runtime.cu fake_cuda/runtime.cpp fake_cuda/capture.cpp fake_cuda/fibers.cpp kernels/adam_cuda.cu kernels/adam_scalars_cuda.cu kernels/norm_cuda.cu kernels/norm_fold_cuda.cu kernels/pack_cuda.cu fake_nccl/board.cpp fake_nccl/comm.cpp fake_nccl/fake_nccl.cpp fake_nccl/lives.cpp fake_nccl/script.cpp fake_nccl/windows.cpp
+// needs: base device kernels pool comm cuda_runtime fake_cuda fibers adam_cuda adam_scalars_cuda norm_cuda norm_fold_cuda pack_cuda fake_nccl
 // link: -rdynamic -Wl,--wrap=dlopen
 // slow: thread
 #include "comm/nccl/comm.h"

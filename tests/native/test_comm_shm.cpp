@@ -1,7 +1,7 @@
 // comm/comm_shm: the real transport, sockets and memfds, with ranks that are threads over one mapping of each memfd, so
 // that ThreadSanitizer sees what ranks do to each other's memory. Run by test_native.py.
 // needs: base device kernels pool comm
-// with: one_mapping.cpp
+// with: tests/native/one_mapping.cpp
 // link: -Wl,--wrap=mmap -Wl,--wrap=munmap
 // runs: thread address
 // slow: address

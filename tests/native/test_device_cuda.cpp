@@ -1,6 +1,6 @@
 // device/device_cuda.h: which devices a thread is set to. Run by test_native.py.
 // needs: base device
-// with: comm/reaper.cpp comm/peers/watchdog.cpp
+// with: csrc/comm/reaper.cpp csrc/comm/peers/watchdog.cpp
 #include "device/device_cuda.h"
 
 #include <atomic>

@@ -1,7 +1,6 @@
 // The emulation of CUDA that the kernels' tests stand on: it computes what CUDA would, and every fault it promises to
 // see shows in a small kernel that is wrong on purpose. Run by test_native.py.
-// needs: base
-// with: fake_cuda/fibers.cpp
+// needs: base fibers
 // runs: address thread
 // slow: address
 #include <atomic>

@@ -1,7 +1,6 @@
 // The fake NCCL, and our use of NCCL's functions through it: data, order, streams, splits, groups. Run by
 // test_native.py.
-// needs: base comm device kernels pool
-// with: fake_nccl/board.cpp fake_nccl/comm.cpp fake_nccl/fake_nccl.cpp fake_nccl/lives.cpp fake_nccl/script.cpp fake_nccl/windows.cpp
+// needs: base comm device kernels pool fake_nccl
 // link: -rdynamic
 #include <atomic>
 #include <chrono>

@@ -1,41 +1,40 @@
-"""Builds and runs the C++ tests: plain, under sanitizers, with the streams' test modes, under valgrind, and for
-aarch64 under qemu.
+"""Builds the C++ tests by cmake/ and runs them: plain, under sanitizers, with the streams' test modes, under valgrind,
+and for aarch64 under qemu.
 
-Each test_*.cpp has a line ``// needs: base device pool``: the folders of csrc/ that it is linked with. A line ``//
-with: fake_cuda/fibers.cpp kernels/adam_cuda.cu`` adds sources from this folder or csrc/, CUDA ones compiled as C++ with
-the emulation of fake_cuda/; ``// link: -rdynamic`` adds flags of the link; ``// runs: address`` names the only runs
-that say something about this test, and has them in the default run; ``// slow: thread`` leaves runs to `make test-all`.
-One that names none is compiled once for the default run: for the thread sanitizer or, where that is slow, plain, and then
-it is run with inline and with fuzzed streams too. valgrind and aarch64 run them all. Objects and binaries are kept in build/native for as long as their sources do not
-change.
+A line ``// runs: address`` in a test_*.cpp names the only runs that say something about this test, and has them in the
+default run; ``// slow: thread`` leaves runs to `make test-all`. One that names none is compiled once for the default run:
+for the thread sanitizer or, where that is slow, plain, and then it is run with inline and with fuzzed streams too.
+valgrind and aarch64 run them all. cmake/CMakeLists.txt says what the other lines mean.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.native.objects import (
-    HERE,
-    ROOT,
-    in_parallel,
-    module_objects,
-    object_of,
-    program,
-    run_checked,
-)
+from bucketwheel.native import compile, toolchain
+from tests.native.cmake import HERE, ROOT, built, find_tool, run_checked
 from tests.support.requirements import need_aarch64, need_valgrind
 
 TESTS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
-RUN_ENV = {
-    "ASAN_OPTIONS": "detect_stack_use_after_return=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-    # The fork tests start a thread in the child.
-    "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1 second_deadlock_stack=1",
+# The preset and the environment of each run.
+RUNS = {
+    "plain": ("plain", {}),
+    "thread": ("thread", {}),
+    "address": ("address", {}),
+    "inline": ("plain", {"BW_HOST_STREAM": "inline"}),
+    "fuzzed": ("plain", {"BW_HOST_STREAM_FUZZ": "1"}),
+}
+SANITIZED = {
+    f"fuzzed {preset} {seed}": (preset, {"BW_HOST_STREAM_FUZZ": seed, "BW_POOL_POISON": "1"})
+    for preset in ("address", "thread")
+    for seed in ("2", "3")
 }
 RUN_TIMEOUT_S = 640.0
 EMULATED_TIMEOUT_S = 400.0
@@ -58,69 +57,34 @@ def words(test: str, key: str) -> list[str]:
     return found.group(1).split() if found else []
 
 
-def for_tests_that_run(run: str, *, build: str = "plain") -> pytest.MarkDecorator:
-    """The tests that do this run, which needs this build: all that name none, and those that name it."""
-    chosen = [test for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
-
-    def marks_of(test: str) -> list[pytest.MarkDecorator]:
-        default = "plain" if "thread" in words(test, "slow") else "thread"
-        is_default = bool(words(test, "runs")) or build == default
-        return [] if is_default and run not in words(test, "slow") else [pytest.mark.slow]
-
-    return pytest.mark.parametrize("test", [pytest.param(test, marks=marks_of(test)) for test in chosen])
+def case_of(test: str, run: str) -> object:
+    default = "plain" if "thread" in words(test, "slow") else "thread"
+    is_default = run in words(test, "runs") or (run in RUNS and RUNS[run][0] == default)
+    is_slow = not is_default or run in words(test, "slow")
+    return pytest.param(test, run, marks=[pytest.mark.slow] if is_slow else [])
 
 
-def binary(test: str, build: str) -> Path:
-    """The binary of one test, from build/native or compiled now."""
-    folders = words(test, "needs")
-    assert folders, f"{test}.cpp does not say what it needs"
-    extra = [HERE / name if (HERE / name).exists() else ROOT / "csrc" / name for name in words(test, "with")]
-    objects = in_parallel(lambda path: object_of(path, build=build), [HERE / f"{test}.cpp", *extra])
-    objects += module_objects(folders, build)
-    return program(f"run_{test}", objects, *words(test, "link"), build=build)
+@pytest.mark.timeout_s(800)
+@pytest.mark.parametrize(
+    ("test", "run"),
+    [case_of(test, run) for run in RUNS for test in TESTS if run in words(test, "runs") or not words(test, "runs")]
+    + [case_of(test, run) for run in SANITIZED for test in TESTS if not words(test, "runs")],
+)
+def test_native(test: str, run: str) -> None:
+    preset, env = {**RUNS, **SANITIZED}[run]
+    folder = built(test, preset).parent
+    argv = [find_tool("ctest"), "--test-dir", str(folder), "-R", f"^{test}$", "--no-tests=error", "--output-on-failure"]
+    run_checked(argv, RUN_TIMEOUT_S, env={**os.environ, **env})
 
 
-def run(test: str, build: str, *under: str, **env: str) -> None:
-    """Runs all of a test, ``under`` a program that runs or watches others."""
-    limit_s = EMULATED_TIMEOUT_S if under else RUN_TIMEOUT_S
-    out = run_checked([*under, str(binary(test, build))], limit_s, env={**os.environ, **RUN_ENV, **env})
+def run_under(watcher: list[str], binary: Path, **env: str) -> None:
+    out = run_checked([*watcher, str(binary)], EMULATED_TIMEOUT_S, env={**os.environ, **env})
     assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
 
 
-@pytest.mark.timeout_s(800)
-@for_tests_that_run("plain")
-def test_plain(test: str) -> None:
-    run(test, "plain")
-
-
-@pytest.mark.timeout_s(800)
-@for_tests_that_run("thread", build="thread")
-def test_threads(test: str) -> None:
-    run(test, "thread")
-
-
-@pytest.mark.timeout_s(800)
-@for_tests_that_run("address", build="address")
-def test_address(test: str) -> None:
-    run(test, "address")
-
-
-@pytest.mark.timeout_s(800)
 def test_bits_of_the_plain_kernels() -> None:
-    """And test_plain those of the best kernels that this processor runs, test_aarch64 those of another."""
-    run("test_bits", "plain", BW_CPU_ISA="plain")
-
-
-@pytest.mark.timeout_s(800)
-@for_tests_that_run("inline")
-def test_inline_streams(test: str) -> None:
-    run(test, "plain", BW_HOST_STREAM="inline")
-
-
-@pytest.mark.timeout_s(800)
-@for_tests_that_run("fuzzed")
-def test_fuzzed_streams(test: str) -> None:
-    run(test, "plain", BW_HOST_STREAM_FUZZ="1")
+    """And test_native those of the best kernels that this processor runs, test_aarch64 those of another."""
+    run_under([], built("test_bits"), BW_CPU_ISA="plain")
 
 
 @pytest.mark.slow
@@ -129,7 +93,8 @@ def test_fuzzed_streams(test: str) -> None:
 def test_aarch64(test: str) -> None:
     """Without the kernels for AVX, and with the memory order and the system calls of another machine, as far as qemu
     has them."""
-    run(test, "aarch64", *need_aarch64(), BW_TEST_EMULATOR="qemu")
+    emulator = need_aarch64()
+    run_under(emulator, built(test, "aarch64"), BW_TEST_EMULATOR="qemu")
 
 
 @pytest.mark.slow
@@ -137,34 +102,55 @@ def test_aarch64(test: str) -> None:
 @pytest.mark.parametrize("test", TESTS)
 def test_valgrind(test: str) -> None:
     """No leak, and no decision by what was never written, which the sanitizers do not see."""
-    run(test, "plain", need_valgrind(), *VALGRIND, BW_CPU_ISA="avx2", BW_TEST_EMULATOR="valgrind")
+    run_under([need_valgrind(), *VALGRIND], built(test), BW_CPU_ISA="avx2", BW_TEST_EMULATOR="valgrind")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout_s(900)
-@pytest.mark.parametrize("seed", ["2", "3"])
-@pytest.mark.parametrize("build", ["address", "thread"])
-@for_tests_that_run("fuzzed")
-def test_fuzzed_streams_under_sanitizers(test: str, build: str, seed: str) -> None:
-    run(test, build, BW_HOST_STREAM_FUZZ=seed, BW_POOL_POISON="1")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout_s(500)
-@pytest.mark.parametrize("name", ["module.cpp", "cuda_module.cpp"])
-def test_the_bindings_compile_without_a_warning(name: str) -> None:
-    """As the rest of csrc/ does in the tests' other builds."""
-    object_of(ROOT / "csrc" / "bindings" / name)
+@pytest.mark.timeout_s(800)
+@pytest.mark.parametrize("target", ["bindings", "all_verify_interface_header_sets"])
+def test_the_bindings_compile_without_a_warning_and_each_header_alone(target: str) -> None:
+    built(target)
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    done = subprocess.run(
-        [binary("test_device", "plain"), "preconditions"],
-        env={**os.environ, "BW_HOST_STREAM": "inlined"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
+    env = {**os.environ, "BW_HOST_STREAM": "inlined"}
+    argv = [built("test_device", "thread"), "preconditions"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert done.returncode != 0
     assert "BW_HOST_STREAM='inlined': expected 'thread' or 'inline'" in done.stderr
+
+
+# ---- cmake/ compiles as the build at first use does ------------------------------------------------------------------
+
+
+def parsed(argv: list[str], folder: Path) -> tuple[frozenset[Path], list[str]]:
+    """The sources of a compile command, and its flags that change the object."""
+    sources, flags = set(), []
+    words = iter(argv[1:])
+    for word in words:
+        if word in ("-c", "-include"):
+            path = folder / next(words)
+            if path.parent.name == "Unity":
+                sources |= {Path(name) for name in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE)}
+            elif not path.name.startswith("cmake_pch"):
+                sources.add(path)
+        elif word in ("-o", "-MF"):
+            next(words)
+        elif word == "-isystem":
+            flags.append(f"-isystem {next(words)}")
+        elif not word.startswith(("-I", "-W", "-M")):
+            flags.append(word)
+    return frozenset(sources), sorted(flags)
+
+
+def test_units_are_compiled_as_in_the_build_at_first_use() -> None:
+    recipe, tools = toolchain.read_recipe(ROOT / "csrc"), toolchain.find_toolchain()
+    ours = dict(
+        parsed(list(compile.command(recipe, tools, *unit, out=Path("unit.o"))), recipe.csrc)
+        for unit in compile.units(recipe)
+    )
+    folder = built("build.ninja").parent
+    found = json.loads((folder / "compile_commands.json").read_text())
+    theirs = dict(parsed(shlex.split(entry["command"]), Path(entry["directory"])) for entry in found)
+    assert len(ours) > 15
+    assert {unit: theirs.get(unit) for unit in ours} == ours

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from bucketwheel.native import toolchain
-from tests.native.objects import BUILD_TIMEOUT_S, ROOT
+from tests.native.cmake import BUILD_TIMEOUT_S, ROOT
 from tests.support.requirements import need_nccl
 
 # What nccl.h asks of CUDA's headers: size_t and a stream's type, and no more as long as CUDART_VERSION is not defined.

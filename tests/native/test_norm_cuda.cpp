@@ -1,7 +1,6 @@
 // kernels/norm_cuda.cu and norm_fold_cuda.cu, run by the emulation, against the CPU kernels and plain loops. Run by
 // test_native.py.
-// needs: base device kernels
-// with: fake_cuda/fibers.cpp kernels/norm_cuda.cu kernels/norm_fold_cuda.cu
+// needs: base device kernels fibers norm_cuda norm_fold_cuda
 // runs: address
 // slow: address
 #include "kernels/norm_cuda.h"

@@ -1,6 +1,5 @@
 // kernels/pack_cuda.cu, run by the emulation, against plain loops. Run by test_native.py.
-// needs: base device kernels
-// with: fake_cuda/fibers.cpp kernels/pack_cuda.cu
+// needs: base device kernels fibers pack_cuda
 // runs: address
 // slow: address
 #include "kernels/pack_cuda.h"

@@ -1,6 +1,6 @@
 // comm/watchdog: who is looked after, when, and what stop() promises. Run by test_native.py.
 // needs: base device
-// with: comm/peers/watchdog.cpp
+// with: csrc/comm/peers/watchdog.cpp
 // runs: plain thread address
 // slow: address
 #include <dirent.h>

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "clang-tidy", "root", "netns", "mounts")
+NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "root", "netns", "mounts")
 
 
 def required() -> set[str]:
@@ -83,12 +83,6 @@ def need_mounts() -> None:
         or subprocess.run(command, capture_output=True, timeout=20, check=False).returncode
     ):
         unmet("mounts", "no file system can be mounted for one process alone (unshare --mount; needs root)")
-
-
-def need_clang_tidy() -> str:
-    from tests import tidy
-
-    return tidy.find_tool() or unmet("clang-tidy", "it is not installed (pip install clang-tidy)")
 
 
 def slow_case(*values: Any) -> Any:

@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_leaves
 from bucketwheel.device import install
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
-from bucketwheel.native import toolchain as _toolchain
-from tests.native.objects import HERE, ROOT, in_parallel, object_of, stored, toolchain
+from tests.native.cmake import built
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
 BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device")
@@ -39,11 +38,8 @@ ALLOCATING = ("malloc_device", "malloc_host", "stream_create", "event_create")
 
 
 def build() -> Path:
-    """The simulated module, from build/native or compiled now (15 s)."""
-    recipe = _toolchain.read_recipe(ROOT / "csrc", module=_toolchain.CUDA)
-    sources = [recipe.csrc / source.path for source in recipe.sources] + sorted((HERE / "fake_cuda").glob("*.cpp"))
-    objects = in_parallel(object_of, sources)
-    return stored("_cuda_sim.so", objects, [*toolchain().cxx, "-shared", "-pthread", *map(str, objects)])
+    """The simulated module."""
+    return built("_cuda_sim.so")
 
 
 @functools.cache

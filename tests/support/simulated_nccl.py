@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bucketwheel.comm import nccl_library
-from tests.native.objects import HERE, in_parallel, object_of, stored, toolchain
+from tests.native.cmake import built
 from tests.support import simulated_cuda
 
 LAUNCH = "fake_cuda_launch_host", "fake_cuda_is_captured"
@@ -36,14 +36,9 @@ ARGUMENTS = {
 COUNTS = ("hanging_calls", "live_comms", "open_groups", "live_windows", "live_bytes", "max_concurrent")
 
 
-def build(*defines: str) -> Path:
-    """The library, from build/native or compiled now (10 s). ``defines``: "FAKE_NCCL_WITHOUT_OPTIONAL", ..."""
-    objects = in_parallel(
-        lambda path: object_of(path, *(f"-D{define}" for define in defines)), sorted((HERE / "fake_nccl").glob("*.cpp"))
-    )
-    stem = "-".join(["fake", *(define.removeprefix("FAKE_NCCL_").lower() for define in defines)])
-    link = [*toolchain().cxx, "-shared", "-pthread", "-Wl,-soname,libnccl.so.2", *map(str, objects)]
-    return stored(f"{stem}_libnccl.so", objects, link)
+def build(without: str = "") -> Path:
+    """The library; ``without``: "_WITHOUT_OPTIONAL" or "_WITHOUT_ALL_GATHER", its name for calls that older ones lack."""
+    return built(f"libnccl{without}.so")
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -245,7 +245,7 @@ def test_features_follow_the_version(version: str, features: str) -> None:
 @pytest.mark.timeout_s(300)
 def test_features_need_their_functions() -> None:
     """A version may promise what a build of it does not have."""
-    path = str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))
+    path = str(simulated_nccl.build("_WITHOUT_OPTIONAL"))
     assert found_by(FEATURES, BW_NCCL_LIB=path, FAKE_NCCL_VERSION="23000") == ["multi_rank_gpu"]
 
 
@@ -262,7 +262,7 @@ def test_an_old_library_is_refused() -> None:
 @pytest.mark.slow  # compiles the fake once more
 @pytest.mark.timeout_s(300)
 def test_a_missing_function_is_named() -> None:
-    path = str(simulated_nccl.build("FAKE_NCCL_WITHOUT_ALL_GATHER"))
+    path = str(simulated_nccl.build("_WITHOUT_ALL_GATHER"))
     error = error_of(BW_NCCL_LIB=path)
     assert f"NCCL: {path} (BW_NCCL_LIB) cannot be used: it has no ncclAllGather; " in error
     # The version is looked at first: an old library may lack many.

@@ -329,5 +329,5 @@ def without_windows(rank: int, size: int) -> str:
 
 @pytest.mark.slow  # compiles the fake once more
 def test_registered_memory_where_the_library_has_none():
-    with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("FAKE_NCCL_WITHOUT_OPTIONAL"))) as pool:
+    with fresh_ranks(1, backend=None, BW_NCCL_LIB=str(simulated_nccl.build("_WITHOUT_OPTIONAL"))) as pool:
         assert "libnccl" in pool.run(without_windows)[0]
