@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -35,7 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 470.0  # of 8 minutes
 LEAST_S = 5.0  # a part is not started with less
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
-LOG_BYTES = 400_000  # of one part in logs.txt
 # What ranks that share a GPU openly say where they cannot.
 MULTI_RANK_UNFIT = "ranks that share a GPU need NCCL 2.30 or newer"
 _RESULT = re.compile(r"(?:BW_JSON )?(\{.*\})\s*")
@@ -145,7 +145,7 @@ def environment() -> dict[str, str]:
 
 
 def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
-    """Run a part for at most ``limit_s``; none of its processes is left when this returns or raises."""
+    """Run a part for at most ``limit_s``; no process of its group is left when this returns or raises."""
     if part.missing:
         return Outcome(part.name, "left out", 0.0, last_line=part.missing)
     start = time.monotonic()
@@ -162,11 +162,7 @@ def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
             )
         except OSError as error:
             return Outcome(part.name, "failed", 0.0, last_line=str(error))
-        try:
-            in_time = _ends_within(process.pid, limit_s)
-        finally:
-            # Not reaped yet, so its id still names its own group.
-            _end(process)
+        in_time = _ends_within(process, limit_s)
     seconds = round(time.monotonic() - start, 2)
     exit_code = process.returncode if in_time else None
     verdict, says = _verdict(part, log, exit_code)
@@ -191,49 +187,20 @@ def _verdict(part: Part, log: Path, exit_code: int | None) -> tuple[str, str]:
     return "failed", last
 
 
-def _ends_within(pid: int, limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the group of a part, and what it started in groups of their own, then reap it."""
-    strays = _descendants(process.pid)
-    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        _signal_all(process.pid, strays, signal.SIGTERM)
-        _ends_within(process.pid, GRACE_S)
-        strays |= _descendants(process.pid)
-    _signal_all(process.pid, strays, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_all(group: int, strays: set[int], number: int) -> None:
-    for send, target in [(os.killpg, group), *((os.kill, pid) for pid in strays)]:
-        try:
-            send(target, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-
-
-def _descendants(pid: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        new = [child for child in children.get(waiting.pop(), []) if child not in found]
-        found.update(new)
-        waiting += new
-    return found
+def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Whether a part ended by itself. What is left of its group, and of it, is ended in any case."""
+    try:
+        process.wait(limit_s)
+        return True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _lines(log: Path) -> list[str]:
@@ -287,11 +254,7 @@ def _bundle(logs: list[tuple[Part, Path]], bundle: Path) -> None:
     with open(bundle, "wb") as file:
         for part, log in logs:
             file.write(f"==== {part.name}: {' '.join(part.argv)}\n".encode())
-            text = log.read_bytes() if log.exists() else b""
-            if len(text) > LOG_BYTES:
-                cut = f"\n---- {len(text) - LOG_BYTES} bytes left out ----\n".encode()
-                text = text[: LOG_BYTES // 4] + cut + text[-(LOG_BYTES - LOG_BYTES // 4) :]
-            file.write(text + b"\n")
+            file.write((log.read_bytes() if log.exists() else b"") + b"\n")
     for _, log in logs:
         log.unlink(missing_ok=True)
 
@@ -311,7 +274,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help=f"seconds for all together (default {LIMIT_S:.0f})"
     )
-    parser.add_argument("--list", action="store_true", help="print the parts and end")
     options = parser.parse_args(arguments)
     parts = all_parts()
     if options.only:
@@ -319,9 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := set(names) - {part.name for part in parts}:
             parser.error(f"no such part: {', '.join(sorted(unknown))}")
         parts = [part for part in parts if part.name in names]
-    if options.list:
-        print("\n".join(f"{part.name:16}{part.timeout_s:5.0f} s  {' '.join(part.argv)}" for part in parts))
-        return 0
     outcomes = run_all(parts, options.out.absolute(), options.limit)
     print(table(outcomes), flush=True)
     return min(100, sum(not outcome.ok for outcome in outcomes))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.gpu import run_all
-from tests.support.adam_cases import KINDS
 from tests.support.requirements import slow_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +28,8 @@ pytestmark = [
 ]
 
 
-def output_of(*argv: str, status: int = 0, **variables: str) -> str:
-    """The output of a part, which must end with ``status``."""
+def output_of(*argv: str, **variables: str) -> str:
+    """The output of a part, which must succeed."""
     environment = {
         **run_all.environment(),
         "BW_GPU_SIMULATE": "1",
@@ -51,9 +50,7 @@ def output_of(*argv: str, status: int = 0, **variables: str) -> str:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == status, (
-        f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-    )
+    assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
@@ -91,31 +88,15 @@ def test_the_sanitizers_cases() -> None:
     assert not ran["left_out"]
 
 
-def test_the_sanitizers_cases_begin_with_each_kind_of_weight_and_some_must_run() -> None:
-    out = output_of("tests/gpu/sanitizer_cases.py", "memcheck", "--seconds", "0", status=1)
-    left = json.loads(out.strip().splitlines()[-2])["left_out"]
-    first = left[: left.index("copy torch.float16 to torch.float16")]
-    for weight in {kind[0] for kind in KINDS}:
-        assert any(name.startswith(f"adam {weight},") for name in first), weight
-    assert f"{len(left)} left out" in out.strip().splitlines()[-1]
-
-
 def test_the_benchmarks() -> None:
     """Every section writes its lines to standard output, as `make gpu` reads them."""
     out = output_of("benchmarks/bench_gpu.py", "--section", "all", "--quick", "--json", "/dev/stdout")
     printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     lines = [line for line in printed if "omitted" not in line]
     omitted = {line["config"]: line["omitted"] for line in printed if "omitted" in line}
-    sizes = ("16 M", "256 M", "1 G")
-    for config in "EFG":
-        assert all("torch" in omitted[f"{config} {size}: torch foreach"] for size in sizes), config
     assert not any(config[0] in "ACDH" for config in omitted), omitted
     of = lambda section: [line for line in lines if line["bench"] == section and "ceiling" not in line["config"]]  # noqa: E731
     assert {line["config"] for line in of("adam")} >= set("ACDEFGH")
-    for config, casts in {"A": "", "C": " + casts", "D": " + casts", "H": ""}.items():
-        for way in ("fused", "foreach", "for-loop"):
-            peers = [line for line in of("adam") if (line["config"], line["peer"]) == (config, f"torch {way}{casts}")]
-            assert len(peers) == len(sizes), (config, way)
     for section, least in (("adam", 24), ("norm", 26), ("layouts", 12), ("host", 4), ("gpt", 8), ("nccl", 8)):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
@@ -126,16 +107,6 @@ def test_the_benchmarks() -> None:
     for dtype in ("float32", "bfloat16"):  # only the sharded gradients have their sums of squares already
         assert by_config[f"clip {dtype}"]["kernels"]["launch_sumsq"] == 1
         assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
-        for config in (f"clip + step {dtype}", f"clip + step {dtype}, sharded"):
-            assert {"clipping_adds_us", "peers_clipping_adds_us"} <= by_config[config].keys()
-    for call in ("all_gather", "reduce_scatter"):
-        assert "simulated" in omitted[f"host time, {call} of 8: torch's coalescing manager"]
-        assert all(by_config[f"host time, {call}{way} of 8"]["us"] > 0 for way in ("", ", prepared"))
-    at_once = by_config["gather and reduce at once, 256 MB each"]
-    assert at_once["gather_ms"][1] > 0 and {"common_ms", "alone_ms"} <= at_once.keys()
-    for size_mb in (4, 128):
-        for place in ("hot", "cold"):
-            assert by_config[f"norm on arrival, {place}, {size_mb} MB"]["copy_ms"] > 0
 
 
 class Clocks:
@@ -188,9 +159,3 @@ def test_the_hold_is_as_long_as_the_host_needs(monkeypatch: pytest.MonkeyPatch, 
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     found = [(line.get("host_bound"), line.get("peer_host_bound")) for line in lines]
     assert found == [(True, None), (None, True), (None, None)]
-
-
-def test_every_part_has_its_file() -> None:
-    for part in run_all.all_parts():
-        scripts = [word for word in part.argv if word.endswith(".py")]
-        assert all((ROOT / script).is_file() for script in scripts), part.name
