@@ -1,8 +1,5 @@
-// device/: what streams and events promise; fork. Run by test_native.py.
+// device/: what streams and events promise. Run by test_native.py; test_device.py has deadlines and fork.
 // needs: base device
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -12,7 +9,6 @@
 #include "base/futex.h"
 #include "check.h"
 #include "device/device.h"
-#include "gate.h"
 
 using namespace bucketwheel;
 
@@ -33,25 +29,6 @@ TEST(tasks_run_in_order) {
   for (int i = 0; i < 1000; ++i) {
     CHECK(ran[i] == i);
   }
-}
-
-TEST(event_completes_after_what_was_enqueued_before_it) {
-  Gate gate;
-  auto stream = cpu_device().new_stream("event");
-  CHECK(stream->record()->query());
-  if (is_inline()) {
-    return;
-  }
-  stream->run([&] { gate.wait(); });
-  EventRef behind = stream->record();
-  CHECK(!behind->query());
-  CHECK(!behind->synchronize(deadline_in(0.02)));
-  stream->run([] {});
-  EventRef last = stream->record();
-  gate.open();
-  CHECK(behind->synchronize(deadline_in(30)));
-  CHECK(last->synchronize());
-  CHECK(behind->query() && last->query());
 }
 
 TEST(task_is_destroyed_before_its_event_completes) {
@@ -144,54 +121,6 @@ TEST(preconditions) {
   CHECK_THROWS(ValueError, "got no task", stream->run(nullptr));
   CHECK_THROWS(ValueError, "got no event", stream->wait(nullptr));
   CHECK(stream->record()->query());  // and the stream is as before
-}
-
-// In a forked child the parent's streams refuse and new ones work; the parent's go on.
-TEST(fork_child_refuses_the_parents_streams) {
-  if (!may_fork()) {
-    return;
-  }
-  Gate gate;
-  auto stream = cpu_device().new_stream("parent");
-  stream->run([] {});
-  EventRef done = stream->record();
-  CHECK(done->synchronize());
-  EventRef open_at_fork = done;
-  if (!is_inline()) {
-    stream->run([&] { gate.wait(); });
-    open_at_fork = stream->record();
-  }
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    alarm(20);
-    CHECK_THROWS(DeviceError, "belongs to the parent process", stream->run([] {}));
-    CHECK_THROWS(DeviceError, "belongs to the parent process", stream->record());
-    CHECK_THROWS(DeviceError, "'spawn'", stream->synchronize());
-    CHECK(done->query());
-    if (!is_inline()) {
-      CHECK_THROWS(DeviceError, "belongs to the parent process", open_at_fork->query());
-      CHECK_THROWS(DeviceError, "belongs to the parent process", open_at_fork->synchronize());
-    }
-    if (may_start_threads_after_fork()) {
-      auto own = cpu_device().new_stream("child");
-      if (!is_inline()) {
-        CHECK_THROWS(DeviceError, "belongs to the parent process", own->wait(open_at_fork));
-      }
-      int ran = 0;
-      own->run([&] { ran = 1; });
-      CHECK(own->synchronize());
-      CHECK(ran == 1);
-    }
-    stream.reset();
-    open_at_fork.reset();
-    end_child();
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  gate.open();
-  CHECK(stream->synchronize(deadline_in(30)));
 }
 
 TEST(futex_wait_times_out_and_wakes) {

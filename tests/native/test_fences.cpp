@@ -18,34 +18,6 @@
 
 using namespace bucketwheel;
 
-TEST(next_owners_stream_waits_for_the_fence_and_the_host_does_not) {
-  if (is_inline()) {
-    return;
-  }
-  Gate gate;
-  auto pool = make_pool();
-  auto reader = cpu_device().new_stream("reader");
-  auto writer = cpu_device().new_stream("writer");
-  auto first = pool->acquire("w0", 1024);
-  std::byte* bytes = first->data();
-  bytes[0] = std::byte{1};
-  std::byte seen{0};
-  reader->run([&] {
-    gate.wait();
-    seen = bytes[0];
-  });
-  first->release(reader->record());
-  auto second = pool->acquire("w1", 1024, writer);  // does not block: the gate is closed
-  CHECK(second->data() == bytes);
-  writer->run([bytes] { bytes[0] = std::byte{2}; });
-  EventRef written = writer->record();
-  CHECK(!written->query());
-  CHECK(pool->stats().waits == 1 && pool->stats().reuses == 1);
-  gate.open();
-  CHECK(written->synchronize());
-  CHECK(seen == std::byte{1} && bytes[0] == std::byte{2});
-}
-
 TEST(without_a_stream_the_host_waits_outside_the_lock) {
   if (is_inline()) {
     return;
@@ -188,25 +160,19 @@ TEST(memory_in_use_outlives_pool_and_lease) {
   CHECK(*upstream->mapped == 0);
 }
 
-TEST(poison_fills_what_is_acquired_and_released) {
-  auto pool = make_pool({512, kSlab, true});
-  auto lease = pool->acquire("p", 1000);
-  auto is_poisoned = [](const std::byte* bytes, size_t size) { return holds_only(bytes, size, 0xFF); };
-  std::byte* bytes = lease->data();
-  CHECK(is_poisoned(bytes, 1000));
-  std::memset(bytes, 1, 1000);
-  lease->release();
-  CHECK(is_poisoned(bytes, 1000));
+TEST(the_next_owners_stream_poisons_after_the_last_use) {
   if (is_inline()) {
     return;
   }
-  // Behind fences the next owner's stream does it, after the last use.
+  auto is_poisoned = [](const std::byte* bytes, size_t size) { return holds_only(bytes, size, 0xFF); };
+  auto pool = make_pool({512, kSlab, true});
   Gate gate;
   Gate late;
   auto reader = cpu_device().new_stream("reader");
   auto filler = cpu_device().new_stream("filler");
   auto user = cpu_device().new_stream("user");
-  lease = pool->acquire("p", 1000);
+  auto lease = pool->acquire("p", 1000);
+  std::byte* bytes = lease->data();
   std::memset(bytes, 7, 1000);
   bool was_intact = false;
   reader->run([&] {

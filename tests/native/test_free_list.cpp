@@ -135,28 +135,6 @@ TEST(zero_bytes_large_sizes_and_alignments) {
   }
 }
 
-TEST(a_fixed_cycle_allocates_one_slab) {
-  auto upstream = std::make_shared<CountedUpstream>();
-  auto pool = Pool::make(cpu_device(), upstream, {512, kSlab, false});
-  std::vector<std::pair<uint32_t, size_t>> first_places;
-  for (int step = 0; step < 500; ++step) {
-    std::vector<LeaseRef> leases;
-    for (int i = 0; i < 10; ++i) {
-      leases.push_back(pool->acquire(std::to_string(i), 10000 * (i + 1)));
-      const std::pair place(leases[i]->slab()->id, leases[i]->offset_bytes());
-      if (step == 0) {
-        first_places.push_back(place);
-      }
-      CHECK(place == first_places[i]);  // a key keeps its address
-    }
-    for (auto& lease : leases) {
-      lease->release();
-    }
-  }
-  CHECK(upstream->allocated == 1);
-  CHECK(pool->stats().reuses == 4990);
-}
-
 TEST(hundred_thousand_leases) {
   auto pool = make_pool();
   std::vector<LeaseRef> leases;
