@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bucketwheel.tools import cache_command, doctor, flight
+from bucketwheel.tools import doctor, flight
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,11 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flight.add_arguments(
         commands.add_parser("flight", help="who stopped first, by what the ranks wrote to BW_TRACE_DIR")
     )
-    cache_command.add_arguments(
-        commands.add_parser("cache", help="the modules that were built, where they are and who builds now; --clear")
-    )
     options = parser.parse_args(arguments)
-    return {"doctor": doctor.main, "flight": flight.main, "cache": cache_command.main}[options.command](options)
+    return {"doctor": doctor.main, "flight": flight.main}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What nvcc makes of the CUDA module: registers and spills of every kernel for three architectures, and the whole
-module linked and imported without a GPU. Objects and what ptxas said of them are kept in build/cuda, by content."""
+module linked and imported without a GPU. It is built in build/cuda, where what ptxas said of each source is kept too."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from bucketwheel.native import compile, nvcc
-from bucketwheel.native import toolchain as _toolchain
+from bucketwheel.native import compile, toolchain
 from bucketwheel.native.toolchain import CUDA
 from tests.native.ptxas import Kernel, kernels_in
 from tests.support.requirements import need_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / "build" / "cuda"
+BUILT = ROOT / "build" / "cuda"
 ARCHS = "8.0;9.0;10.0"
 TIMEOUT_S = 400.0
-SETTINGS = {"BW_CACHE_DIR": str(CACHE), "BW_CUDA_ARCH_LIST": ARCHS}
+SETTINGS = {"BW_NATIVE_DIR": str(BUILT)}
 
 # Registers for each thread: what leaves room for 4, 3 and 2 blocks of 256 threads on a multiprocessor of 64 K
 # registers.
@@ -38,29 +36,19 @@ def kernels() -> list[Kernel]:
     need_nvcc()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BW_CUDA_ARCH_LIST", ARCHS)
-        toolchain = nvcc.find_cuda_toolchain()
-    recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
-    for folder in ("objects", "ptxas"):
-        (CACHE / folder).mkdir(parents=True, exist_ok=True)
-
-    def compile_one(source: _toolchain.Source) -> str:
-        key = compile.object_key(recipe, toolchain, source)
-        stored, said = CACHE / "objects" / f"{key}.o", CACHE / "ptxas" / f"{key}.txt"
-        if not (stored.exists() and said.exists()):
-            out = CACHE / "ptxas" / f"{key}.{os.getpid()}.o"
-            command = compile.command(recipe, toolchain, source, out=out)
-            done = subprocess.run(
-                command, cwd=recipe.csrc, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-            assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-            said.write_text(done.stdout + done.stderr)
-            compile.store(out, stored)
-            out.unlink()
-        return said.read_text()
-
-    sources = [source for source in recipe.sources if source.path.endswith(".cu")]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return [kernel for text in pool.map(compile_one, sources) for kernel in kernels_in(text)]
+        tools = toolchain.find_cuda_toolchain()
+    BUILT.mkdir(parents=True, exist_ok=True)
+    recipe = compile.copy_sources(toolchain.read_recipe(ROOT / "csrc", module=CUDA), BUILT)
+    compile.compile_module(recipe, tools, BUILT, BUILT / "build.log")
+    # The log has what was compiled now; of the others, what ptxas said is kept.
+    steps = re.split(r"^\[\d+/\d+\] ", (BUILT / "build.log").read_text(), flags=re.MULTILINE)
+    for command, _, said in (step.partition("\n") for step in steps[1:]):
+        if source := re.search(r" -c (\S+)\.cu ", command):
+            (BUILT / f"{source[1].replace('/', '_')}.ptxas").write_text(said)
+    names = [
+        source.path.removesuffix(".cu").replace("/", "_") for source in recipe.sources if source.path.endswith(".cu")
+    ]
+    return [kernel for name in names for kernel in kernels_in((BUILT / f"{name}.ptxas").read_text())]
 
 
 def kind_of(kernel: Kernel) -> str:
@@ -104,9 +92,9 @@ def test_registers(kernels: list[Kernel], kind: str) -> None:
 
 
 def ptx_of(kernel: str) -> str:
-    recipe = _toolchain.read_recipe(ROOT / "csrc", module=CUDA)
-    toolchain = nvcc.find_cuda_toolchain()
-    command = [toolchain.nvcc[0], *recipe.nvcc_flags, "-I.", "-arch=compute_90", "-ptx", f"kernels/{kernel}.cu"]
+    recipe = toolchain.read_recipe(ROOT / "csrc", module=CUDA)
+    tools = toolchain.find_cuda_toolchain()
+    command = [tools.nvcc[0], *recipe.nvcc_flags, "-I.", "-arch=compute_90", "-ptx", f"kernels/{kernel}.cu"]
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         subprocess.run([*command, "-o", file.name], cwd=recipe.csrc, check=True, timeout=TIMEOUT_S)
         return Path(file.name).read_text()

@@ -35,10 +35,10 @@ def unmet(need: str, reason: str) -> NoReturn:
 
 def need_nvcc() -> None:
     from bucketwheel.errors import BuildError
-    from bucketwheel.native import nvcc
+    from bucketwheel.native import toolchain
 
     try:
-        nvcc.nvcc_version(nvcc.find_nvcc())
+        toolchain.version_of(toolchain.find_nvcc(), toolchain.CUDA)
     except BuildError as error:
         unmet("nvcc", str(error).splitlines()[0])
 

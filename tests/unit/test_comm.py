@@ -292,13 +292,13 @@ import os, sys, threading
 from unittest import mock
 from bucketwheel import Communicator, errors
 from bucketwheel.comm import communicator
-from bucketwheel.native import modules, nvcc
+from bucketwheel.native import cache, modules, toolchain
 
 modules.native()
-which = nvcc.shutil.which
+which = toolchain.shutil.which
 what_is_there = lambda: [
     sorted(threading.enumerate(), key=id), len(os.listdir("/proc/self/task")), os.listdir("/proc/self/fd"),
-    sorted(modules.cache.cache_dir().iterdir()), list(communicator._open_communicators),
+    sorted(cache.cache_dir().iterdir()), list(communicator._open_communicators),
 ]
 before = what_is_there()
 makings = [
@@ -306,7 +306,7 @@ makings = [
     lambda: Communicator(device="cuda"),
     lambda: Communicator.pair(),
 ]
-with mock.patch.object(nvcc.shutil, "which", lambda name: None if name.endswith("nvcc") else which(name)):
+with mock.patch.object(toolchain.shutil, "which", lambda name: None if name.endswith("nvcc") else which(name)):
     for make in makings:
         try:
             make()

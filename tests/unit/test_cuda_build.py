@@ -1,4 +1,4 @@
-"""Finding and building the CUDA module: as test_build.py, and what is its own. A false nvcc runs the C++ compiler."""
+"""Finding and building the CUDA module: what is its own, beside test_build.py. A false nvcc runs the C++ compiler."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ def compiles(tree: TinyTree) -> list[str]:
     return [line[line.index("-c") + 1] if "-c" in line else "link" for line in words]
 
 
-def test_the_second_process_finds_it(tree: TinyTree) -> None:
+def test_the_modules_are_built_once_and_do_not_need_each_other(tree: TinyTree) -> None:
     out, err = tree.run(LOAD_CUDA)
     assert out == "142"
     assert "building the CUDA module for GPU architectures 9.0 (BW_CUDA_ARCH_LIST) (once;" in err
     assert compiles(tree) == ["kernels/answer.cu", "link"] and tree.compiled() == ["bindings/cuda.cpp"]
     assert all("-gencode=arch=compute_90,code=sm_90" in call for call in tree.nvcc_calls())
-    assert tree.run(LOAD_CUDA) == ("142", "")
-    (log,) = (tree.cache / "logs").iterdir()
+    (log,) = tree.cache.glob("builds/*/build.log")
     assert "Used 8 registers" in log.read_text()
-    assert len(compiles(tree)) == 2
-
-
-def test_the_modules_do_not_need_each_other(tree: TinyTree) -> None:
-    tree.run(LOAD_CUDA)
     assert tree.entries() == [] and len(tree.entries("cuda")) == 1
-    tree.run(LOAD)
-    assert len(tree.entries()) == 1 and len(compiles(tree)) == 2
-    code = "import sys, bucketwheel; from bucketwheel.native.modules import cuda, native; first = cuda()\n"
-    code += "assert cuda() is first is sys.modules['bucketwheel._cuda'] is bucketwheel._cuda; print(core.answer)"
-    assert tree.run(code) == ("42", "")
+    assert tree.run(LOAD)[0] == "42"
+    assert tree.run(LOAD_CUDA, BW_JIT="0") == ("142", "") and len(compiles(tree)) == 2
+
+
+def test_an_edited_header_compiles_its_users_only(tree: TinyTree) -> None:
+    tree.run(LOAD_CUDA)
+    tree.write("base/answer.h", "#define ANSWER 43\n")
+    assert tree.run(LOAD_CUDA)[0] == "143"
+    assert compiles(tree) == ["kernels/answer.cu", "link"] * 2 and tree.compiled() == ["bindings/cuda.cpp"]
 
 
 def test_another_nvcc_or_architecture_gives_another_entry(tree: TinyTree) -> None:
@@ -52,16 +50,7 @@ def test_another_nvcc_or_architecture_gives_another_entry(tree: TinyTree) -> Non
     tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST="8.0;9.0")
     tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST=None, TORCH_CUDA_ARCH_LIST="9.0+PTX")
     assert len(tree.entries("cuda")) == 4
-    assert compiles(tree) == ["kernels/answer.cu", "link"] * 4
-    assert tree.compiled() == ["bindings/cuda.cpp"]  # not nvcc's: one object serves all
     assert tree.run(LOAD_CUDA, BW_CUDA_ARCH_LIST="9.0,8.0") == ("142", "")
-
-
-def test_an_edited_header_compiles_its_users_only(tree: TinyTree) -> None:
-    tree.run(LOAD_CUDA)
-    tree.write("base/answer.h", "#define ANSWER 43\n")
-    assert tree.run(LOAD_CUDA)[0] == "143"
-    assert compiles(tree) == ["kernels/answer.cu", "link"] * 2 and tree.compiled() == ["bindings/cuda.cpp"]
 
 
 def test_a_folder_named_for_both(tree: TinyTree) -> None:
@@ -77,57 +66,36 @@ def test_a_folder_named_for_both(tree: TinyTree) -> None:
     assert tree.run(LOAD, BW_NATIVE_DIR=str(entry), **changes) == ("42", "")
 
 
-def install(tree: TinyTree, modules: str) -> None:
+@pytest.mark.parametrize("modules", ["(CPU, CUDA)", "(CPU,)"])
+def test_compiled_at_install(tree: TinyTree, modules: str) -> None:
     native = tree.root / "python" / "bucketwheel" / "_native"
-    code = "from pathlib import Path; from bucketwheel.native.modules import *; from bucketwheel.native.toolchain import CPU, CUDA\n"
+    code = "from pathlib import Path; from bucketwheel.native.modules import build_into\n"
+    code += "from bucketwheel.native.toolchain import CPU, CUDA\n"
     tree.run(code + f"build_into(Path({str(native)!r}), {modules})")
-
-
-def test_both_compiled_at_install(tree: TinyTree) -> None:
-    install(tree, "(CPU, CUDA)")
-    changes = {"PATH": "/nowhere", "CXX": None, "NVCC": None, "BW_JIT": "0"}
-    assert tree.run(LOAD, **changes) == ("42", "")
-    assert tree.run(LOAD_CUDA, **changes) == ("142", "")
-    assert tree.entries() == tree.entries("cuda") == []
-    tree.write("base/answer.h", "#define ANSWER 43\n")
-    out, err = tree.run(LOAD_CUDA)
-    assert out == "143" and "compiled at install from other sources" in err
-
-
-def test_one_compiled_at_install(tree: TinyTree) -> None:
-    install(tree, "(CPU,)")
+    if "CUDA" in modules:
+        changes = {"PATH": "/nowhere", "CXX": None, "NVCC": None, "BW_JIT": "0"}
+        assert tree.run(LOAD, **changes) == ("42", "") and tree.run(LOAD_CUDA, **changes) == ("142", "")
+        assert tree.entries() == tree.entries("cuda") == []
+        return
     out, err = tree.run(LOAD_CUDA)
     assert out == "142" and "building the CUDA module" in err and "at install" not in err
 
 
-def test_jit_off(tree: TinyTree) -> None:
-    message = tree.error(LOAD_CUDA, BW_JIT="0")
-    assert "BW_JIT=0 forbids building" in message and "BW_AOT=cuda" in message
-    tree.run(LOAD_CUDA)
-    assert tree.run(LOAD_CUDA, BW_JIT="0") == ("142", "")
-
-
 def test_without_nvcc_the_cpu_module_works(tree: TinyTree) -> None:
     tree.nvcc.unlink()
-    hide = "from bucketwheel.native import nvcc as _nvcc; _nvcc.shutil.which = lambda name, which=_nvcc.shutil.which: "
-    hide += "None if name.endswith('nvcc') else which(name)\n"
-    code = (
-        hide
-        + "from bucketwheel import errors; from bucketwheel.native import modules as _build; print(_build.native().answer)\n"
-    )
-    message = tree.error(code + "_build.cuda()")
-    assert "CUDA module: nvcc is missing" in message
+    code = "import shutil; which = shutil.which\n"
+    code += "shutil.which = lambda name: None if name.endswith('nvcc') else which(name)\n"
+    message = tree.error(code + LOAD + "; modules.cuda()")
+    assert "CUDA module: nvcc is missing" in message and len(tree.entries()) == 1
     for remedy in ("CUDA_HOME=", "NVCC=", "BW_NATIVE_DIR=", "BW_AOT=cuda", "on the CPU"):
         assert remedy in message
-    assert len(tree.entries()) == 1
+    assert "BW_AOT=cuda" in tree.error(LOAD_CUDA, BW_JIT="0")
 
 
 def test_a_compile_error_shows_the_error_and_not_ptxas(tree: TinyTree) -> None:
-    chatter = (
-        "for i in $(seq 40); do echo 'ptxas info    : Used 8'; echo '    0 bytes stack frame, 0 bytes spill'; done\n"
-    )
+    chatter = "echo 'ptxas info    : Used 8'; echo '    0 bytes stack frame, 0 bytes spill'"
     script = tree.nvcc.read_text().replace("exec c++", "c++").rstrip()
-    tree.nvcc.write_text(f"{script}\nstatus=$?\n{chatter}exit $status\n")
+    tree.nvcc.write_text(f"{script}\nstatus=$?\nfor i in $(seq 40); do {chatter}; done\nexit $status\n")
     tree.write("kernels/answer.cu", "#error not on this GPU\n")
     message = tree.error(LOAD_CUDA)
     assert "CUDA module: compiling kernels_answer.cu.o failed" in message and "not on this GPU" in message
@@ -137,7 +105,7 @@ def test_a_compile_error_shows_the_error_and_not_ptxas(tree: TinyTree) -> None:
 
 
 def test_without_a_gpu_the_default_is_said(tree: TinyTree) -> None:
-    hide = "from bucketwheel.native import nvcc as _nvcc; _nvcc.visible_devices = lambda: []\n"
+    hide = "from bucketwheel.native import toolchain; toolchain.visible_devices = lambda: []\n"
     _, err = tree.run(hide + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
     assert "for GPU architectures 9.0 (no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST)" in err
     _, err = tree.run(hide.replace("[]", "[(8, 6), (12, 0)]") + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)

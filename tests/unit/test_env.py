@@ -19,7 +19,7 @@ import torch
 from bucketwheel import ShardedAdamW
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import BuildError
-from bucketwheel.native import cache, env, modules, nvcc
+from bucketwheel.native import cache, env, modules, toolchain
 from bucketwheel.native.toolchain import CPU
 from bucketwheel.tools import doctor
 from tests.support.optim_twins import run_local
@@ -104,10 +104,10 @@ def raised(call: Callable[[], object]) -> Callable[[str], str]:
 # Name: bad values, what is allowed, and what reads it. BW_COMM_CHECK: tests/conformance/collectives/test_nccl_check.py.
 BY_PYTHON: dict[str, tuple[tuple[str, ...], str, Callable[[str], str]]] = {
     "BW_AOT": (("gpu", "1"), "'cpu' can be compiled, or 'cuda'", set_up),
-    "BW_BUILD_TIMEOUT": (("soon", "0", "-1", "nan", "inf"), "a number of seconds above 0", raised(cache.timeout_s)),
+    "BW_BUILD_TIMEOUT": (("soon", "0", "-1", "nan", "inf"), "a number of seconds above 0", raised(env.build_timeout_s)),
     "BW_CACHE_DIR": ((__file__,), "it is no folder", raised(cache.cache_dir)),
     "BW_COMM_CHECK": (("true", "2"), "expected 0 or 1", raised(lambda: env.flag("BW_COMM_CHECK"))),
-    "BW_CUDA_ARCH_LIST": (("Hopper", "9"), "write BW_CUDA_ARCH_LIST='9.0'", raised(lambda: nvcc.choose_archs([]))),
+    "BW_CUDA_ARCH_LIST": (("Hopper", "9"), "write BW_CUDA_ARCH_LIST='9.0'", raised(lambda: toolchain.choose_archs([]))),
     "BW_DEBUG": (("true", "on"), "expected 0 or 1", make_optimizer),
     "BW_JIT": (("no", "false"), "expected 0 or 1", raised(lambda: modules.locate(CPU))),
     "BW_NATIVE_DIR": (("/nowhere",), "has no _cpu.", raised(lambda: modules.locate(CPU))),

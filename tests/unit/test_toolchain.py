@@ -1,17 +1,24 @@
-"""The list of sources, and which files an object depends on."""
+"""The list of sources, the build key, nvcc, and which GPU architectures a build is for."""
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bucketwheel.native import compile
-from bucketwheel.native import toolchain as _toolchain
-from bucketwheel.native.toolchain import Source, Toolchain
+from bucketwheel.errors import BuildError
+from bucketwheel.native import compile, toolchain
+from bucketwheel.native.toolchain import CPU, CUDA, Source, Toolchain
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BW_CUDA_ARCH_LIST", "TORCH_CUDA_ARCH_LIST", "NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def write(root: Path, **files: str) -> None:
@@ -26,31 +33,31 @@ def test_lines_give_sources_and_flags(tmp_path: Path) -> None:
     text = "# a comment\nflags: -O3 '-DNAME=a b'\nflags: -Wall\nlink: -shared # one more\n\n"
     text += "a.cpp -DA\nsimd/b.cpp only=x86_64 only=riscv64 -mavx2\n"
     (tmp_path / "sources.txt").write_text(text)
-    recipe = _toolchain.read_recipe(tmp_path, "x86_64")
+    recipe = toolchain.read_recipe(tmp_path, "x86_64")
     assert recipe.flags == ("-O3", "-DNAME=a b", "-Wall") and recipe.link_flags == ("-shared",)
     assert recipe.sources == (Source("a.cpp", ("-DA",)), Source("simd/b.cpp", ("-mavx2",)))
-    assert _toolchain.read_recipe(tmp_path, "riscv64") == recipe
-    assert _toolchain.read_recipe(tmp_path, "aarch64").sources == recipe.sources[:1]
+    assert toolchain.read_recipe(tmp_path, "riscv64") == recipe
+    assert toolchain.read_recipe(tmp_path, "aarch64").sources == recipe.sources[:1]
 
 
 def test_an_unknown_source_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "sources.txt").write_text("\ngone.cpp\n")
     with pytest.raises(ValueError, match=r"sources\.txt:2: no such source: 'gone\.cpp'"):
-        _toolchain.read_recipe(tmp_path)
+        toolchain.read_recipe(tmp_path)
 
 
 def test_a_source_listed_twice_names_the_line(tmp_path: Path) -> None:
     write(tmp_path, a_dot_cpp="")
     (tmp_path / "sources.txt").write_text("a.cpp\n\na.cpp -O1\n")
     with pytest.raises(ValueError, match=r"sources\.txt:3: listed twice: 'a\.cpp'"):
-        _toolchain.read_recipe(tmp_path)
+        toolchain.read_recipe(tmp_path)
 
 
 def test_every_source_file_is_listed() -> None:
     listed: list[str] = []
-    for module in (_toolchain.CPU, _toolchain.CUDA):
-        found = [source.path for source in _toolchain.read_recipe(CSRC, "x86_64", module).sources]
-        others = [source.path for source in _toolchain.read_recipe(CSRC, "aarch64", module).sources]
+    for module in (CPU, CUDA):
+        found = [source.path for source in toolchain.read_recipe(CSRC, "x86_64", module).sources]
+        others = [source.path for source in toolchain.read_recipe(CSRC, "aarch64", module).sources]
         listed += found + [path for path in others if path not in found]
     present = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu")]
     assert sorted(listed) == sorted(str(path.relative_to(CSRC)) for path in present)
@@ -59,9 +66,9 @@ def test_every_source_file_is_listed() -> None:
 def test_cuda_files_have_flags_and_a_compiler_of_their_own(tmp_path: Path) -> None:
     write(tmp_path, a_dot_cu="", b_dot_cpp="")
     (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3 -fmad=false\nflags: -O2\nlink: -shared\na.cu -DA\nb.cpp\n")
-    recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
-    toolchain = Toolchain(("g++",), ("/include",), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
-    cu, cpp = (compile.command(recipe, toolchain, source, out=Path("out.o")) for source in recipe.sources)
+    recipe = toolchain.read_recipe(tmp_path, module=CUDA)
+    tools = Toolchain(("g++",), ("/include",), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
+    cu, cpp = (compile.command(recipe, tools, source, out=Path("out.o")) for source in recipe.sources)
     assert " ".join(cu) == "nvcc -gencode=x -O3 -fmad=false -DA -I. -c a.cu -o out.o"
     assert " ".join(cpp) == "g++ -O2 -I. -isystem /include -c b.cpp -o out.o"
 
@@ -80,51 +87,26 @@ def test_neighbours_of_a_folder_are_compiled_as_one(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "sources.txt").write_text("\n".join(names).replace("fast.cpp", "fast.cpp -O3"))
-    recipe = _toolchain.read_recipe(tmp_path)
+    recipe = toolchain.read_recipe(tmp_path)
     units = compile.units(recipe)
     assert [source for unit in units for source in unit] == list(recipe.sources)
     assert [len(unit) for unit in units] == [1, 1, 7, 2, 1, 1, 2]
 
-    toolchain = Toolchain(("g++",), ("/include",), "g++ 12")
-    command = compile.command(recipe, toolchain, *units[3], out=Path("out.o"))
+    tools = Toolchain(("g++",), ("/include",), "g++ 12")
+    command = compile.command(recipe, tools, *units[3], out=Path("out.o"))
     assert " ".join(command) == "g++ -I. -isystem /include -include a/7.cpp -c a/8.cpp -o out.o"
-    keys = {compile.object_key(recipe, toolchain, *unit) for unit in units}
-    assert len(keys) == len(units)
-    for number in (7, 8):
-        (tmp_path / f"a/{number}.cpp").write_text("int edited;")
-        changed = {compile.object_key(recipe, toolchain, *unit) for unit in units}
-        assert len(keys & changed) == len(units) - 1
-        keys = changed
 
 
-def test_the_key_of_an_object_holds_what_made_it(tmp_path: Path) -> None:
+def test_the_key_holds_what_made_the_binary(tmp_path: Path) -> None:
     write(tmp_path, a_dot_cu="", b_dot_cpp="")
-    (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3\nflags: -O2\na.cu\nb.cpp\n")
-    recipe = _toolchain.read_recipe(tmp_path, module=_toolchain.CUDA)
-    toolchain = Toolchain(("g++",), (), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
-
-    def keys(recipe: _toolchain.Recipe, toolchain: Toolchain) -> list[str]:
-        return [compile.object_key(recipe, toolchain, source) for source in recipe.sources]
-
-    cu, cpp = keys(recipe, toolchain)
-    others = [(recipe, replace(toolchain, nvcc=("nvcc", "-gencode=y"))), (replace(recipe, nvcc_flags=()), toolchain)]
-    others.append((recipe, replace(toolchain, nvcc_identity="nvcc 14")))
-    for other in others:
-        assert keys(*other)[0] != cu and keys(*other)[1] == cpp
-        assert _toolchain.build_key(*other) != _toolchain.build_key(recipe, toolchain)
-    assert keys(replace(recipe, flags=()), toolchain)[0] == cu
-    changed = keys(recipe, replace(toolchain, identity="g++ 13"))  # nvcc's host compiler too
-    assert changed[0] != cu and changed[1] != cpp
-
-
-def test_an_object_depends_on_what_its_source_includes(tmp_path: Path) -> None:
-    write(tmp_path, a__a_dot_cpp='#include "one.h"\n  #  include "b/two.h"\n#include <vector>\n')
-    write(tmp_path, a__one_dot_h='#include "b/two.h"\n', b__two_dot_h='#include <b/three.h>\n#include "a/one.h"\n')
-    write(tmp_path, b__three_dot_h="", b__other_dot_h="")
-    names = [str(path.relative_to(tmp_path)) for path in compile.closure(tmp_path, "a/a.cpp")]
-    assert sorted(names) == ["a/a.cpp", "a/one.h", "b/three.h", "b/two.h"]
-    write(tmp_path, a__one_dot_h="#include NAMED_BY_A_MACRO\n")
-    assert len(compile.closure(tmp_path, "a/a.cpp")) == 5
+    (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3\nflags: -O2\nlink: -shared\na.cu\nb.cpp\n")
+    recipe = toolchain.read_recipe(tmp_path, module=CUDA)
+    tools = Toolchain(("g++",), (), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
+    changes = [{"sources": recipe.sources[:1]}, {"flags": ()}, {"link_flags": ()}, {"nvcc_flags": ()}]
+    others = [(replace(recipe, **change), tools) for change in changes]
+    changes = [{"identity": "g++ 13"}, {"nvcc": ("nvcc", "-gencode=y")}, {"nvcc_identity": "nvcc 14"}]
+    others += [(recipe, replace(tools, **change)) for change in changes]
+    assert len({toolchain.build_key(*one) for one in [(recipe, tools), *others]}) == 1 + len(others)
 
 
 def test_the_digest_sees_renames_and_moved_bytes(tmp_path: Path) -> None:
@@ -132,5 +114,128 @@ def test_the_digest_sees_renames_and_moved_bytes(tmp_path: Path) -> None:
     for files in ({"a": "12", "b": "3"}, {"a": "1", "b": "23"}, {"a": "12", "c": "3"}):
         folder = tmp_path / str(len(digests))
         write(folder, **files)
-        digests.add(_toolchain.sources_digest(folder))
+        digests.add(toolchain.sources_digest(folder))
     assert len(digests) == 3
+
+
+# ---- nvcc ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("9.0", ["90,code=sm_90"]),
+        ("8.0;9.0+PTX", ["80,code=sm_80", "90,code=sm_90", "90,code=compute_90"]),
+        ("9.0 8.0", ["80,code=sm_80", "90,code=sm_90"]),
+        ("8.0+PTX, 10.0", ["80,code=sm_80", "100,code=sm_100", "100,code=compute_100"]),
+        ("9.0a", ["90a,code=sm_90a"]),
+        ("sm_90;90;9.0", ["90,code=sm_90"]),
+        ("12.0f+PTX", ["120f,code=sm_120f", "120f,code=compute_120f"]),
+    ],
+)
+def test_arch_lists(text: str, flags: list[str]) -> None:
+    assert list(toolchain.parse_archs(text, "X").flags) == [f"-gencode=arch=compute_{flag}" for flag in flags]
+
+
+@pytest.mark.parametrize("text", ["Hopper", "9", "9.0;", "9.0+ptxas", "9.0b", "all"])
+def test_what_is_no_architecture_names_the_variable(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
+    with pytest.raises(BuildError, match="TORCH_CUDA_ARCH_LIST='.*is no architecture") as caught:
+        toolchain.choose_archs([])
+    assert "BW_CUDA_ARCH_LIST='9.0'" in str(caught.value)
+
+
+def test_who_chooses_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice() -> str:
+        return str(toolchain.choose_archs([(9, 0), (8, 6), (9, 0)]))
+
+    assert str(toolchain.choose_archs([])) == "9.0" and "the default" in toolchain.choose_archs([]).origin
+    assert choice() == "8.6;9.0"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    assert choice() == "8.0+PTX"
+    monkeypatch.setenv("BW_CUDA_ARCH_LIST", "10.0")
+    assert choice() == "10.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "runs"),
+    [
+        ("9.0", (9, 0), True),
+        ("8.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("9.0+PTX", (8, 0), False),
+        ("9.0a", (9, 0), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("10.0a", (10, 3), False),
+        ("10.0f", (10, 3), True),
+    ],
+)
+def test_what_runs_where(text: str, device: tuple[int, int], runs: bool) -> None:
+    assert toolchain.parse_archs(text, "X").covers(device) is runs
+
+
+def test_devices_are_those_of_the_driver(tmp_path: Path) -> None:
+    source = tmp_path / "driver.c"
+    source.write_text(
+        "int cuInit(unsigned flags) { return 0; }\n"
+        "int cuDeviceGetCount(int* count) { *count = 2; return 0; }\n"
+        "int cuDeviceGetAttribute(int* value, int number, int device) {\n"
+        "  *value = number == 75 ? 8 + device : number == 76 ? 6 * (1 - device) : -1; return 0; }\n"
+    )
+    library = tmp_path / "libdriver.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    assert toolchain.visible_devices(str(library)) == [(8, 6), (9, 0)]
+    source.write_text("int cuInit(unsigned flags) { return 100; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "none.so", source], check=True, timeout=60)
+    assert toolchain.visible_devices(str(tmp_path / "none.so")) == []
+    assert toolchain.visible_devices(str(tmp_path / "gone.so")) == []
+
+
+def test_where_nvcc_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("named", "home/bin", "path"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert toolchain.find_nvcc() == (str(tmp_path / "path" / "nvcc"),)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert toolchain.find_nvcc() == (str(tmp_path / "home" / "bin" / "nvcc"),)
+    monkeypatch.setenv("NVCC", f"{tmp_path}/named/nvcc --threads=2")
+    assert toolchain.find_nvcc() == (f"{tmp_path}/named/nvcc", "--threads=2")
+    monkeypatch.setenv("NVCC", "no-such-nvcc")
+    with pytest.raises(BuildError, match="NVCC='no-such-nvcc' names no program"):
+        toolchain.find_nvcc()
+    monkeypatch.delenv("NVCC")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match="has no bin/nvcc"):
+        toolchain.find_nvcc()
+
+
+def test_without_nvcc_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    with pytest.raises(BuildError) as caught:
+        toolchain.find_nvcc()
+    message = str(caught.value)
+    for remedy in ("CUDA module: nvcc is missing", "CUDA_HOME=", "NVCC=", "BW_AOT=cuda", "BW_NATIVE_DIR", "on the CPU"):
+        assert remedy in message
+    assert len(message.splitlines()) <= 8
+
+
+@pytest.mark.parametrize(("cxx", "ccbin"), [("c++", ["-ccbin", "c++"]), ("env c++ -g -O1", ["-ccbin", "c++"])])
+def test_the_compiler_is_nvccs_host_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, ccbin: list[str]
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho release 13.0\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("NVCC", str(nvcc))
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("BW_CUDA_ARCH_LIST", "9.0")
+    gencode = "-gencode=arch=compute_90,code=sm_90"
+    plain = toolchain.find_cuda_toolchain()
+    assert list(plain.nvcc) == [str(nvcc), *ccbin, gencode]
+    assert str(plain.archs) == "9.0" and plain.archs.origin == "BW_CUDA_ARCH_LIST"
+    monkeypatch.setenv("NVCC_CCBIN", "clang++")
+    chosen = toolchain.find_cuda_toolchain()
+    assert list(chosen.nvcc) == [str(nvcc), gencode] and chosen.nvcc_identity != plain.nvcc_identity

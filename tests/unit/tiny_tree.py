@@ -13,25 +13,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
-# tools/doctor.py and __main__.py need torch, the others nothing.
-REAL = (
-    "native/modules.py",
-    "native/cache.py",
-    "native/compile.py",
-    "native/env.py",
-    "native/nvcc.py",
-    "native/toolchain.py",
-    "native/trust.py",
-    "_version.py",
-)
-REAL += (
-    "errors.py",
-    "tools/cache_command.py",
-    "tools/doctor.py",
-    "tools/flight.py",
-    "comm/nccl_library.py",
-    "__main__.py",
-)
+# tools/doctor.py and __main__.py need torch, the others do not.
+REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "toolchain")]
+REAL += ["_version.py", "errors.py", "tools/doctor.py", "tools/flight.py", "comm/nccl_library.py", "__main__.py"]
 
 MODULE = """
 #include <Python.h>
@@ -90,10 +74,10 @@ done
 echo "ptxas info    : Used 8 registers"
 exec c++ "$@"
 """
-# Waiters report at once, so that a test knows when they wait.
-WAIT = "from bucketwheel.native import modules as _build; from bucketwheel.native import cache as _cache; _cache.REPORT_S = 0.0; print(_build.native().answer, flush=True)"
-LOAD = "from bucketwheel.native import modules as _build; print(_build.native().answer, flush=True)"
-LOAD_CUDA = "from bucketwheel.native import modules as _build; print(_build.cuda().answer, flush=True)"
+LOAD = "from bucketwheel.native import modules; print(modules.native().answer, flush=True)"
+LOAD_CUDA = LOAD.replace("native()", "cuda()")
+# Waiters report soon, so that a test knows when they wait.
+WAIT = "from bucketwheel.native import cache; cache.REPORT_S = 0.1; " + LOAD
 
 
 class TinyTree:
@@ -157,7 +141,7 @@ class TinyTree:
         return [line[line.index("-c") + 1] if "-c" in line else "link" for line in words]
 
     def entries(self, kind: str = "cpu") -> list[Path]:
-        return sorted(self.cache.glob(f"bucketwheel_{kind}-*"))
+        return sorted(self.cache.glob(f"{kind}-*"))
 
     def environment(self, **changes: str | None) -> dict[str, str]:
         ours = ("BW_", "CXX", "PYTHONPATH", "NVCC", "CUDA", "TORCH_CUDA")

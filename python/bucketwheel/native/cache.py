@@ -1,85 +1,63 @@
-"""The folder of built modules: where it is, who builds in it, how an entry gets there and is trusted.
+"""The cache of built modules: which folder, whether it can be trusted, one builder at a time, how a module gets in.
 
-An entry is a folder with a module and its manifest. See [Note: one build] in `bucketwheel.native.modules`.
+[Note: one build]
+A folder cpu-VERSION-PYTHON-KEY is an entry: a module and its manifest. Who needs one that is missing takes the lock of the
+build folder builds/cpu-COMPILER-SOURCES; the first builds, the others then find the entry. The kernel ends the lock with
+its holder. An entry is made in a temporary folder and renamed to its place: readers see all of it or nothing. If two build
+the same (two installations of the same sources), the second to rename finds the first one's entry and takes it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from bucketwheel.errors import BuildError
-from bucketwheel.native import env, trust
-from bucketwheel.native.toolchain import Module, explain, say
-
-__all__ = ["CacheFolder", "cache_dir", "cached", "checked", "choose_folder", "holder", "is_held", "is_network"]
-__all__ += ["private_folder", "prune", "publish", "read_manifest", "take", "timeout_s", "touch", "unwritable", "write"]
+from bucketwheel.native import env
+from bucketwheel.native.toolchain import CPU, Module, explain, say
 
 REPORT_S = 10.0
-NOBODY = "an unnamed process"
 _NETWORK_FILE_SYSTEMS = set(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
 )
-_UNUSED_DAYS = 60
-
-
-@dataclass(frozen=True)
-class CacheFolder:
-    """Where the cache is, and for what reason it is there."""
-
-    path: Path
-    why: str
+_UNUSED_S = 60 * 86400.0
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir() -> Path:
-    """The folder of built modules. Not created, and not promised to be writable, if ``BW_CACHE_DIR`` names it.
-
-    Raises `BuildError` where it is not trusted: [Note: trusted files] in `bucketwheel.native.trust`.
-    """
-    chosen = choose_folder()
-    if chosen.path.exists() and not chosen.path.is_dir():
-        raise unwritable(chosen.path, f"it is no folder ({chosen.why})")
-    trust.expect_trusted(chosen.path)
-    return chosen.path
+    """The folder of built modules. It need not exist. Raises `BuildError` if it is no folder or not trusted."""
+    folder = _choose_folder()
+    if folder.exists() and not folder.is_dir():
+        raise unwritable(folder, "it is no folder")
+    expect_trusted(folder)
+    return folder
 
 
-def choose_folder() -> CacheFolder:
+def _choose_folder() -> Path:
+    """BW_CACHE_DIR; else the user's cache; if that is on a network file system or not writable, the temporary folder."""
     if named := env.text("BW_CACHE_DIR"):
-        return CacheFolder(Path(named).expanduser().absolute(), f"BW_CACHE_DIR={named}")
-    variable = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME"
+        return Path(named).expanduser().absolute()
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folder = home / "bucketwheel"
-    if not home.is_absolute():
-        why = f"{variable} has no absolute path"
-    elif is_network(home):
-        why = f"{home} is on a network file system"
-    else:
-        try:
-            trust.make_folder(folder)
-        except OSError:
-            pass
+    if home.is_absolute() and not is_network(home):
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
-            return CacheFolder(folder, f"by {variable}")
-        why = f"{folder} cannot be written"
-    local = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
-    try:
-        local.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise unwritable(local, error) from error
-    return CacheFolder(local, f"in the temporary folder, because {why}")
+            return folder
+    return Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
@@ -91,202 +69,130 @@ def unwritable(folder: Path, why: object) -> BuildError:
 def is_network(path: Path) -> bool:
     """Whether the longest mount point above ``path`` is of a network file system."""
     try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError:
         return False
-    path = path.resolve()
-    best, kind = "", ""
-    for line in mounts:
-        _, point, file_system, *_ = line.split(" ")
-        point = point.replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, file_system
-    return kind in _NETWORK_FILE_SYSTEMS
+    points = [(point.replace("\\040", " "), kind) for point, kind in (line.split(" ")[1:3] for line in lines)]
+    above = [(point, kind) for point, kind in reversed(points) if path.resolve().is_relative_to(point)]
+    return bool(above) and max(above, key=lambda mount: len(mount[0]))[1] in _NETWORK_FILE_SYSTEMS
 
 
-def prune(cache: Path) -> None:
-    """Remove what dead builders left, and objects unused for a long time. Never fails: it is housekeeping."""
-    oldest = time.time() - _UNUSED_DAYS * 86400
-    for folder in (cache / "tmp").glob("*"):
-        try:
-            if folder.stat().st_mtime < oldest:
-                shutil.rmtree(folder, ignore_errors=True)
-            if not folder.name.startswith(f"{socket.gethostname()}-"):
-                continue  # a lock tells of this host's processes only
-            with open(folder / "alive", "r+b") as alive:  # NFS locks only what may be written
-                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # its builder lives, or has not locked it yet, or somebody else removed it
-    for path in (cache / "objects").glob("*"):
-        try:
-            if path.stat().st_mtime < oldest:
-                path.unlink()
-        except OSError:
-            continue
+def expect_trusted(path: Path, module: Module = CPU) -> None:
+    """Raises `BuildError` if somebody else may write to ``path``: a module in it runs with all rights of this process.
 
-
-# ---- locks -----------------------------------------------------------------------------------------------------------
-
-
-def timeout_s() -> float:
-    """The limit for one build, and for waiting for one."""
-    return env.seconds("BW_BUILD_TIMEOUT", 600.0)
-
-
-def take(fd: int, path: Path, module: Module) -> bool:
-    """Take the lock; whether another process had it. Raises `BuildError` after ``BW_BUILD_TIMEOUT`` seconds."""
-    start = time.monotonic()
-    reported = start
-    waited = False
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return waited
-        except BlockingIOError:
-            waited = True
-        except OSError:
-            return waited  # a file system without locks: see [Note: one build]
-        now = time.monotonic()
-        if now - start > timeout_s():
-            raise explain(
-                f"waited {now - start:.0f} s (BW_BUILD_TIMEOUT) for another build: {holder(path)}",
-                module=module,
-                remedies=[f"look at that process; the lock is {path}", "set another BW_CACHE_DIR"],
-            )
-        if now - reported >= REPORT_S:
-            reported = now
-            say(f"waited {now - start:.0f} s for the {module.title}, being built by {holder(path)}")
-        time.sleep(0.05)
-
-
-def holder(path: Path) -> str:
-    """Who wrote into the lock last: the process that has it, if any has."""
+    Its owner must be root, this user or the owner of this package, and nobody else may write. What does not exist passes.
+    """
     try:
-        return path.read_text().partition("\n")[0] or NOBODY
+        status = path.stat()
     except OSError:
-        return NOBODY
-
-
-def is_held(path: Path) -> bool:
-    """Whether some process has the lock now."""
-    try:
-        with open(path) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # gone, or a file system without locks
-    return False
-
-
-def write(lock: IO[str], text: str) -> None:
-    """Replace what the lock says of its holder."""
-    lock.seek(0)
-    lock.truncate()
-    lock.write(text)
-    lock.flush()
-
-
-# ---- entries ---------------------------------------------------------------------------------------------------------
-
-
-def checked(entry: Path, module: Module, wanted: dict[str, str]) -> Path | None:
-    """The module in ``entry`` if its manifest says ``wanted`` and its bytes are the published ones, else None."""
-    path = entry / module.file
-    try:
-        wanted = {**wanted, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    except OSError:
-        return None
-    manifest = read_manifest(entry, module)
-    return path if all(manifest.get(name) == value for name, value in wanted.items()) else None
-
-
-def cached(entry: Path, module: Module, key: str) -> Path | None:
-    """The module that was published in ``entry``. Raises `BuildError` where somebody else may have put it there."""
-    for path in (entry, entry / module.manifest, entry / module.file):
-        trust.expect_trusted(path, module=module)
-    return checked(entry, module, {"key": key})
-
-
-def read_manifest(entry: Path, module: Module) -> dict[str, Any]:
-    """What it says; nothing, where it is not there or is none."""
-    try:
-        manifest = json.loads((entry / module.manifest).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
-
-
-def touch(path: Path, module: Module) -> None:
-    """Remember that a module was used now: its manifest's time says so. A cache that is only read keeps no such time."""
-    with suppress(OSError):
-        os.utime(path.parent / module.manifest)
+        return
+    if status.st_uid not in {0, os.geteuid(), os.stat(__file__).st_uid}:
+        why = f"it belongs to another user, {status.st_uid}"
+    elif status.st_mode & _WRITABLE_BY_OTHERS:
+        why = f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return
+    remedies = [
+        "look at what is in it; if it is yours, close it to others: `chmod -R go-w FOLDER`, or remove it",
+        "name a folder of your own: BW_CACHE_DIR=...",
+        "to share modules, let root or whoever installed bucketwheel own them, and the others only read",
+    ]
+    what = f"{path} is not used, because {why}: whoever writes there could run code in this process"
+    raise explain(what, module=module, remedies=remedies)
 
 
 @contextmanager
-def private_folder(cache: Path) -> Iterator[Path]:
-    """A folder that `prune` leaves alone while this process lives."""
-    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    try:
-        alive = _make_locked(cache / "tmp" / f".{name}", cache / "tmp" / name)
-    except OSError as error:
-        raise unwritable(cache, error) from error
-    try:
-        with alive:
-            yield cache / "tmp" / name
-    finally:  # once the file is closed: NFS keeps the name of an open one, and so the folder
-        shutil.rmtree(cache / "tmp" / name, ignore_errors=True)
-
-
-def _make_locked(unlocked: Path, folder: Path) -> IO[bytes]:
-    unlocked.mkdir(mode=0o700)
-    with ExitStack() as opened:
-        alive = opened.enter_context(open(unlocked / "alive", "wb"))
-        with suppress(OSError):  # a file system without locks: nobody can take it away either
-            fcntl.flock(alive, fcntl.LOCK_EX)
-        unlocked.rename(folder)  # only now, locked, does it have a name that prune looks at
-        opened.pop_all()
-        return alive
-
-
-def publish(out: Path, entry: Path, module: Module, key: str) -> Path:
-    """Rename the finished folder to its place, all at once, after its bytes are on the disk."""
-    try:
-        return _publish(out, entry, module, key)
-    except OSError as error:
-        raise unwritable(entry.parent, error) from error
-
-
-def _publish(out: Path, entry: Path, module: Module, key: str) -> Path:
-    for path in [*out.iterdir(), out]:
-        trust.close_to_others(path)  # by umask 002 a group could write, and the entry would not be trusted
-        _sync(path)
-    for _ in range(600):
+def take(folder: Path, module: Module) -> Iterator[bool]:
+    """Hold the lock of a build folder; yields whether another process had it. `BuildError` after ``BW_BUILD_TIMEOUT``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder, builder = FileLock(f"{folder}.lock"), folder / "builder.txt", "an unnamed process"
+    limit_s, start, waited = env.build_timeout_s(), time.monotonic(), False
+    while not lock.is_locked:
+        left_s = limit_s + start - time.monotonic()
         try:
-            out.rename(entry)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            # Somebody published first (seen late on network file systems), or a damaged entry is in the way.
-            if (published := checked(entry, module, {"key": key})) is not None:
-                return published
+            lock.acquire(timeout=max(0.0, min(REPORT_S, left_s)) if waited else 0.0)
+        except Timeout:
             with suppress(OSError):
-                entry.rename(out.parent / f"damaged-{uuid.uuid4().hex[:12]}")
-            time.sleep(0.1)
-    else:
-        raise unwritable(entry.parent, f"{entry.name} stays in the way")
-    _sync(entry.parent)
-    return entry / module.file
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+                builder = holder.read_text()
+            if left_s <= 0:
+                raise explain(
+                    f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}",
+                    module=module,
+                    remedies=[f"look at that process; its lock is {folder}.lock", "set another BW_CACHE_DIR"],
+                ) from None
+            if waited:
+                say(f"waited {limit_s - left_s:.0f} s for the {module.title}, being built by {builder}")
+            waited = True
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-            raise  # those only say that this file system knows no such thing for folders
+        if not any(folder.iterdir()):
+            _seed(folder)
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}")
+        yield waited
     finally:
-        os.close(fd)
+        lock.release()
+
+
+def _seed(folder: Path) -> None:
+    """Start an empty build folder from a copy of one by the same compiler: two checkouts have most files in common."""
+    for log in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/.ninja_log"):
+        with suppress(Timeout, OSError), FileLock(f"{log.parent}.lock", timeout=0):
+            with tempfile.TemporaryDirectory(prefix="new-", dir=folder.parents[1], ignore_cleanup_errors=True) as name:
+                shutil.copytree(log.parent, Path(name, "copy")).rename(folder)
+                return
+
+
+def checked(entry: Path, module: Module, wanted: Mapping[str, str]) -> Path | None:
+    """The module in ``entry`` if its manifest says ``wanted`` and its bytes are the published ones, else None."""
+    path = entry / module.file
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+    manifest = read_manifest(entry, module)
+    return path if all(manifest.get(name) == value for name, value in {**wanted, "sha256": digest}.items()) else None
+
+
+def read_manifest(entry: Path, module: Module) -> dict[str, Any]:
+    """Its content; empty if it is missing or damaged."""
+    try:
+        return dict(json.loads((entry / module.manifest).read_text()))
+    except (OSError, TypeError, ValueError, RecursionError):
+        return {}
+
+
+def publish(built: Path, module: Module, manifest: Mapping[str, Any], entry: Path) -> Path:
+    """Copy a module and write its manifest into a temporary folder, then rename that to ``entry``."""
+    with tempfile.TemporaryDirectory(prefix="new-", dir=entry.parent, ignore_cleanup_errors=True) as name:
+        made = Path(name, entry.name)
+        write_entry(built, module, manifest, made)
+        for _ in range(10):
+            try:
+                made.rename(entry)
+                return entry / module.file
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                # Somebody published first, or a damaged entry is in the way.
+                if (path := checked(entry, module, {"key": manifest["key"]})) is not None:
+                    return path
+                with suppress(OSError):
+                    entry.rename(Path(name, f"damaged-{time.monotonic_ns()}"))
+    raise unwritable(entry.parent, f"{entry.name} stays in the way")
+
+
+def write_entry(built: Path, module: Module, manifest: Mapping[str, Any], entry: Path) -> None:
+    """A module and its manifest, that only their owner may write to, whatever the umask is."""
+    entry.mkdir(exist_ok=True)
+    shutil.copyfile(built, entry / module.file)
+    digest = hashlib.sha256((entry / module.file).read_bytes()).hexdigest()
+    (entry / module.manifest).write_text(json.dumps({**manifest, "sha256": digest}, indent=1) + "\n")
+    for path in (entry, entry / module.file, entry / module.manifest):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
+
+
+def prune(cache: Path) -> None:
+    """Remove build folders and temporary folders that were not used for 60 days. Never fails: it is housekeeping."""
+    for path in [*(cache / "builds").glob("*/builder.txt"), *cache.glob("new-*/*")]:
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path.parent, ignore_errors=True)

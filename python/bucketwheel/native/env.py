@@ -37,6 +37,11 @@ def flag(name: str, *, default: bool = False) -> bool:
     return value == "1" if value else default
 
 
+def build_timeout_s() -> float:
+    """The limit for one build, and for waiting for one."""
+    return seconds("BW_BUILD_TIMEOUT", 600.0)
+
+
 def seconds(name: str, default: float) -> float:
     value = text(name)
     try:

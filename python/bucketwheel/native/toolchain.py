@@ -1,40 +1,41 @@
-"""What a native module is built from and with: its list of sources, the C++ compiler, the build key.
+"""What a native module is built from and with: its list of sources, the C++ compiler, nvcc, the build key.
 
-nvcc is found by `bucketwheel.native.nvcc`, `bucketwheel.native.compile` compiles, `bucketwheel.native.modules` knows about caches and
-locks. None of them imports torch: setup.py uses them to compile at install, before the package or torch can be
-imported.
+nvcc compiles for the GPU architectures of the first of ``BW_CUDA_ARCH_LIST``, ``TORCH_CUDA_ARCH_LIST``, the visible GPUs, "9.0".
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError
 
-__all__ = ["CPU", "CUDA", "Module", "Recipe", "Source", "Toolchain", "build_key", "explain", "find_compiler"]
-__all__ += ["find_csrc", "find_toolchain", "read_recipe", "say", "sources_digest", "tree"]
-
 _ERROR_LINES = 30
+_ARCH = re.compile(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(\+PTX)?", re.IGNORECASE)
+_DEFAULT_ARCHS = "9.0"
+# nvcc reads these itself: they change what it makes.
+_NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 @dataclass(frozen=True)
 class Module:
-    """One of the two native modules. ``kind`` is its word in ``BW_AOT``, in the cache and in messages."""
+    """One of the two native modules."""
 
-    kind: str
-    title: str
-    sources: str  # its list in csrc/
+    kind: str  # its word in BW_AOT and in the cache
+    title: str  # its name in messages
+    sources: str  # its list of sources in csrc/
     elsewhere: tuple[str, ...]  # remedies that need no compiler
 
     @property
@@ -48,7 +49,7 @@ class Module:
 
     @property
     def manifest(self) -> str:
-        """What lies beside the module and says from what it was built."""
+        """The file beside the module that says what it was built from."""
         return f"{self.name}.json"
 
 
@@ -64,7 +65,7 @@ CUDA = Module(
 
 @dataclass(frozen=True)
 class Source:
-    """One translation unit: its path relative to csrc/ and the flags that only it gets."""
+    """One source file: its path relative to csrc/ and the flags that only it gets."""
 
     path: str
     flags: tuple[str, ...] = ()
@@ -84,17 +85,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler and the headers it needs. ``identity`` holds everything about them that changes the binary.
-
-    ``nvcc`` compiles .cu files and links; it is empty for a module without them.
-    """
+    """A compiler and the headers it needs."""
 
     cxx: tuple[str, ...]
     includes: tuple[str, ...]
-    identity: str
-    nvcc: tuple[str, ...] = ()
+    identity: str  # everything about the compiler and the headers that changes the binary
+    nvcc: tuple[str, ...] = ()  # compiles .cu files and links; empty for the CPU module
     nvcc_identity: str = ""
-    note: str = ""  # for the user, when a build starts
+    archs: ArchList | None = None
 
 
 def explain(
@@ -106,23 +104,21 @@ def explain(
     log: Path | None = None,
     remedies: Sequence[str] = (),
 ) -> BuildError:
-    """A `BuildError` of one screen: what was needed, the command, the compiler's last lines, the log, what to do."""
+    """A `BuildError` of one screen: what was needed, the command, the last lines of its output, the log, what to do."""
     text = [f"bucketwheel needs its {module.title}: {what}"]
-    if command:
-        text.append(f"  command: {command}")
+    text += [f"  command: {command}"] if command else []
     if lines:
         text.append(f"  ---- last {min(len(lines), _ERROR_LINES)} lines of its output ----")
         text += [f"  {line}" for line in lines[-_ERROR_LINES:]]
         text.append("  ----")
-    if log is not None:
-        text.append(f"  log: {log}")
+    text += [f"  log: {log}"] if log else []
     text.append("  What you can do:")
     text += [f"    - {remedy}" for remedy in (*remedies, *module.elsewhere)]
     return BuildError("\n".join(text))
 
 
 def say(text: str) -> None:
-    """Tell the user on stderr what takes long."""
+    """Tell the user on stderr why the program pauses."""
     print(f"[bucketwheel] {text}", file=sys.stderr, flush=True)
 
 
@@ -130,7 +126,7 @@ def say(text: str) -> None:
 
 
 def find_csrc() -> Path:
-    """csrc/ as installed inside the package, else as it lies in the repository."""
+    """csrc/ inside the installed package, else that of the repository."""
     package = Path(__file__).resolve().parents[1]
     for csrc in (package / "_csrc", package.parents[1] / "csrc"):
         if (csrc / "sources.txt").is_file():
@@ -139,10 +135,7 @@ def find_csrc() -> Path:
 
 
 def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) -> Recipe:
-    """Read a list of sources; the head of csrc/sources.txt describes the format.
-
-    ``machine`` is `platform.machine()` unless given.
-    """
+    """The module's list of sources for ``machine`` (default: this one). csrc/sources.txt describes the format."""
     machine = machine or platform.machine()
     sources: list[Source] = []
     seen: set[str] = set()
@@ -154,10 +147,9 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
         if words[0] in common:
             common[words[0]] += words[1:]
             continue
-        if not (csrc / words[0]).is_file():
-            raise ValueError(f"{csrc / module.sources}:{number}: no such source: {words[0]!r}")
-        if words[0] in seen:
-            raise ValueError(f"{csrc / module.sources}:{number}: listed twice: {words[0]!r}")
+        if words[0] in seen or not (csrc / words[0]).is_file():
+            problem = "listed twice" if words[0] in seen else "no such source"
+            raise ValueError(f"{csrc / module.sources}:{number}: {problem}: {words[0]!r}")
         seen.add(words[0])
         only = [word[len("only=") :] for word in words[1:] if word.startswith("only=")]
         if not only or machine in only:
@@ -178,44 +170,30 @@ def sources_digest(csrc: Path) -> str:
 
 
 def tree(csrc: Path) -> list[Path]:
-    """The files under ``csrc`` that count."""
-    # Hidden files and editors' backups must not start a build.
-    return sorted(
-        path
-        for path in csrc.rglob("*")
-        if path.is_file() and not path.name.endswith("~") and not path.name.startswith((".", "#"))
-    )
+    """The files under ``csrc``, without hidden files and editors' backups: these must not start a build."""
+    found = sorted(path for path in csrc.rglob("*") if path.is_file())
+    return [path for path in found if not path.name.endswith("~") and not path.name.startswith((".", "#"))]
 
 
 def build_key(recipe: Recipe, toolchain: Toolchain) -> str:
-    """sha256 of all that the binary depends on. Torch is not part of it: the module knows no torch header."""
-    text = [sources_digest(recipe.csrc), toolchain.identity, repr(recipe.sources)]
-    text += [repr(recipe.flags), repr(recipe.link_flags)]
-    if recipe.nvcc_flags:
-        text += [repr(recipe.nvcc_flags), repr(toolchain.nvcc), toolchain.nvcc_identity]
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+    """sha256 of all that the binary depends on. Torch is not part of it: the module includes no torch header."""
+    made_from = (sources_digest(recipe.csrc), recipe.sources, recipe.flags, recipe.link_flags, recipe.nvcc_flags)
+    made_by = (toolchain.identity, toolchain.nvcc, toolchain.nvcc_identity)
+    return hashlib.sha256(repr((*made_from, *made_by)).encode()).hexdigest()
 
 
-# ---- with what -------------------------------------------------------------------------------------------------------
+# ---- the C++ compiler ------------------------------------------------------------------------------------------------
 
 
 def find_toolchain() -> Toolchain:
     """The compiler ($CXX, else c++, g++, clang++) and the headers of Python and pybind11, or a `BuildError`."""
     cxx = find_compiler()
-    try:
-        version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise explain(
-            f"the compiler does not answer: {error}",
-            command=shlex.join([*cxx, "--version"]),
-            remedies=["name a working C++20 compiler: CXX=g++"],
-        ) from error
+    version = version_of(cxx, CPU)
     try:
         import pybind11
     except ImportError as error:
-        raise explain(
-            f"pybind11 is not installed for {sys.executable}", remedies=["pip install 'pybind11>=2.13'"]
-        ) from error
+        remedies = ["pip install 'pybind11>=2.13'"]
+        raise explain(f"pybind11 is not installed for {sys.executable}", remedies=remedies) from error
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "unknown"
     identity = [shlex.join(cxx), version, str(sysconfig.get_config_var("SOABI")), str(libc), platform.machine()]
     identity.append(f"pybind11 {pybind11.__version__}")
@@ -224,15 +202,30 @@ def find_toolchain() -> Toolchain:
 
 def find_compiler() -> tuple[str, ...]:
     remedies = ["install a C++20 compiler (Debian: apt install g++)", "name one: CXX=/path/to/g++"]
-    if named := os.environ.get("CXX", "").strip():
-        words = shlex.split(named)
-        if shutil.which(words[0]) is None:
-            raise explain(f"CXX={named!r} names no program", remedies=remedies)
-        return tuple(words)
+    if words := _named("CXX", CPU, remedies):
+        return words
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return (path,)
     raise explain("no C++ compiler found (looked for $CXX, c++, g++, clang++ on PATH)", remedies=remedies)
+
+
+def _named(variable: str, module: Module, remedies: Sequence[str]) -> tuple[str, ...]:
+    """The command that an environment variable holds; empty if it is not set."""
+    words = tuple(shlex.split(text := os.environ.get(variable, "").strip()))
+    if words and shutil.which(words[0]) is None:
+        raise explain(f"{variable}={text!r} names no program", module=module, remedies=remedies)
+    return words
+
+
+def version_of(program: Sequence[str], module: Module) -> str:
+    """What the compiler of a module says of itself, or a `BuildError`."""
+    argv, remedy = [*program, "--version"], "NVCC=/path/to/nvcc" if module is CUDA else "CXX=g++, with C++20"
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        what, remedies = f"{program[0]} does not answer: {error}", [f"name a working one: {remedy}"]
+        raise explain(what, module=module, command=shlex.join(argv), remedies=remedies) from error
 
 
 def _python_includes() -> tuple[str, ...]:
@@ -243,7 +236,107 @@ def _python_includes() -> tuple[str, ...]:
         if (folder / "Python.h").is_file():
             # Debian's pyconfig.h includes <x86_64-linux-gnu/...>, found from the folder above.
             return (str(folder), str(private)) if folder.parent == private else (str(folder),)
-    raise explain(
-        f"Python.h is not in {sysconfig.get_paths()['include']}",
-        remedies=[f"install Python's headers (Debian: apt install {version}-dev)"],
-    )
+    remedies = [f"install Python's headers (Debian: apt install {version}-dev)"]
+    raise explain(f"Python.h is not in {sysconfig.get_paths()['include']}", remedies=remedies)
+
+
+# ---- nvcc and GPU architectures --------------------------------------------------------------------------------------
+
+
+def find_cuda_toolchain() -> Toolchain:
+    """The C++ compiler, and nvcc with it as host compiler, for the chosen architectures. Raises `BuildError`."""
+    nvcc, toolchain, archs = find_nvcc(), find_toolchain(), choose_archs()
+    version = version_of(nvcc, CUDA)
+    settings = {name: os.environ[name] for name in _NVCC_VARIABLES if os.environ.get(name)}
+    if "NVCC_CCBIN" not in settings:
+        # Of CXX="ccache g++ -g": the compiler.
+        nvcc = (*nvcc, "-ccbin", [word for word in toolchain.cxx if not word.startswith("-")][-1])
+    identity = f"{version}\n{settings!r}"
+    return replace(toolchain, nvcc=(*nvcc, *archs.flags), nvcc_identity=identity, archs=archs)
+
+
+def find_nvcc() -> tuple[str, ...]:
+    """$NVCC, $CUDA_HOME/bin/nvcc, nvcc on PATH, /usr/local/cuda/bin/nvcc; or a `BuildError`."""
+    remedies = ["install the CUDA toolkit, or name it: CUDA_HOME=/usr/local/cuda, NVCC=/path/to/nvcc"]
+    if words := _named("NVCC", CUDA, remedies):
+        return words
+    if home := os.environ.get("CUDA_HOME", "").strip():
+        path = Path(home, "bin", "nvcc")
+        if not os.access(path, os.X_OK):
+            raise explain(f"CUDA_HOME={home!r} has no bin/nvcc", module=CUDA, remedies=remedies)
+        return (str(path),)
+    if found := shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc"):
+        return (found,)
+    where = "$NVCC, $CUDA_HOME/bin/nvcc, nvcc on PATH, /usr/local/cuda/bin/nvcc"
+    raise explain(f"nvcc is missing (looked for {where})", module=CUDA, remedies=remedies)
+
+
+@dataclass(frozen=True)
+class ArchList:
+    """What nvcc compiles for."""
+
+    archs: tuple[tuple[int, int, str], ...]  # ascending; "a" or "f": code for this architecture or family only
+    has_ptx: bool  # PTX of the highest one too, for newer GPUs
+    origin: str  # who chose them, for messages
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        digits = [f"{major}{minor}{variant}" for major, minor, variant in self.archs]
+        codes = [(one, f"sm_{one}") for one in digits] + [(digits[-1], f"compute_{digits[-1]}")] * self.has_ptx
+        return tuple(f"-gencode=arch=compute_{one},code={code}" for one, code in codes)
+
+    def __str__(self) -> str:
+        names = [f"{major}.{minor}{variant}" for major, minor, variant in self.archs]
+        return ";".join(names) + ("+PTX" if self.has_ptx else "")
+
+    def covers(self, device: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability can run the code."""
+        runs = (
+            (major, minor) == device or (variant != "a" and major == device[0] and minor < device[1])
+            for major, minor, variant in self.archs
+        )
+        *highest, variant = self.archs[-1]
+        return any(runs) or (self.has_ptx and not variant and tuple(highest) <= device)
+
+
+def parse_archs(text: str, origin: str) -> ArchList:
+    """Parse torch's syntax: "8.0;9.0+PTX", "9.0a", separated by semicolons, commas or blanks. PTX is of the highest only."""
+    found, has_ptx = set(), False
+    for word in re.split(r"[;,\s]+", text.strip()):
+        match = _ARCH.fullmatch(word)
+        if match is None:
+            what = f"{origin}={text!r}: {word!r} is no architecture"
+            raise explain(what, module=CUDA, remedies=["write BW_CUDA_ARCH_LIST='9.0', or '8.0;9.0+PTX'"])
+        found.add((int(match[1]), int(match[2]), match[3].lower()))
+        has_ptx = has_ptx or match[4] is not None
+    return ArchList(tuple(sorted(found)), has_ptx, origin)
+
+
+def choose_archs(devices: Sequence[tuple[int, int]] | None = None) -> ArchList:
+    """The architectures to compile for. ``devices``: compute capabilities (default: those of the visible GPUs)."""
+    for name in ("BW_CUDA_ARCH_LIST", "TORCH_CUDA_ARCH_LIST"):
+        if text := os.environ.get(name, "").strip():
+            return parse_archs(text, name)
+    if devices := visible_devices() if devices is None else devices:
+        return ArchList(tuple(sorted({(*device, "") for device in devices})), False, "the visible GPUs")
+    return parse_archs(_DEFAULT_ARCHS, "no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST")
+
+
+def visible_devices(library: str = "libcuda.so.1") -> list[tuple[int, int]]:
+    """The compute capabilities of the visible GPUs, from the driver; none without a driver."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return []
+    count, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+
+    found = []
+    for device in range(count.value):
+        capability = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            status = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            capability.append(value.value if status == 0 else 0)
+        found.append((capability[0], capability[1]))
+    return [device for device in found if device[0] > 0]

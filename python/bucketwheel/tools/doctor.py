@@ -7,7 +7,6 @@ or a module named by ``--build`` cannot be built. `facts` looks, `judge` decides
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -27,9 +26,7 @@ from bucketwheel._version import __version__
 from bucketwheel.comm import nccl_library
 from bucketwheel.errors import BuildError, DeviceError
 from bucketwheel.native import cache as _cache
-from bucketwheel.native import compile, env, toolchain
-from bucketwheel.native import modules as _build
-from bucketwheel.native import nvcc as _nvcc
+from bucketwheel.native import compile, env, modules, toolchain
 from bucketwheel.native.toolchain import CPU, CUDA, Module
 
 __all__ = ["add_arguments", "facts", "judge", "main", "render"]
@@ -39,6 +36,9 @@ _VARIABLES = (
     *("BW_", "CXX", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVCC", "TORCH_CUDA_ARCH_LIST"),
     *("NCCL_", "XDG_CACHE_HOME"),
 )
+
+# The attribute by which torch 2.10 and later hand over tensors without a call of Python.
+_DLPACK = "__dlpack_c_exchange_api__"
 
 Facts = dict[str, Any]
 
@@ -61,19 +61,23 @@ def main(options: argparse.Namespace) -> int:
 def facts(build: Sequence[str] = ()) -> Facts:
     """All that is to be known, as values that JSON can hold. Builds the modules of these kinds first."""
     built = {kind: _built(_MODULES[kind]) for kind in build}
-    modules = {kind: {**_state(module), **built.get(kind, {})} for kind, module in _MODULES.items()}
+    states = {kind: {**_state(module), **built.get(kind, {})} for kind, module in _MODULES.items()}
     return {
-        "bucketwheel": {"version": __version__, "path": str(Path(__file__).parent)},
+        "bucketwheel": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {
             "version": sys.version.split()[0],
             "path": sys.executable,
             "soabi": sysconfig.get_config_var("SOABI"),
         },
-        "torch": {"version": str(torch.__version__), "cuda": torch.version.cuda, "dlpack": _dlpack_version()},
+        "torch": {
+            "version": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "dlpack": hasattr(torch.Tensor, _DLPACK),
+        },
         "tools": _tools(),
         "gpus": _gpus(),
-        "modules": modules,
-        "nccl": _nccl_facts(modules["cpu"]),
+        "modules": states,
+        "nccl": _nccl_facts(states["cpu"]),
         "cache": _cache_facts(),
         "environment": _environment(),
     }
@@ -88,53 +92,29 @@ def _environment() -> dict[str, str]:
 # ---- looking ---------------------------------------------------------------------------------------------------------
 
 
-def _dlpack_version() -> str | None:
-    """The version of torch's DLPack C exchange API: two integers at the head of the struct in the capsule."""
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return None
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    try:
-        address = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
-    except (TypeError, ValueError):
-        return None
-    major, minor = (ctypes.c_uint32 * 2).from_address(address)
-    return f"{major}.{minor}"
-
-
-def _tools() -> dict[str, str | None]:
-    """What each tool says of itself; "missing: ..." with the reason where it is not there."""
-
-    def first_line(*argv: str) -> str:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout.strip().splitlines()[0]
-
-    def compiler() -> str:
-        cxx = toolchain.find_compiler()
-        return f"{first_line(*cxx, '--version')} ({' '.join(cxx)})"
+def _tools() -> dict[str, str]:
+    """What each tool says of itself, or "missing: ..." with the reason."""
 
     def nvcc() -> str:
-        argv = _nvcc.find_nvcc()
-        release = re.search(r"release .*", _nvcc.nvcc_version(argv))
+        argv = toolchain.find_nvcc()
+        release = re.search(r"release .*", toolchain.version_of(argv, CUDA))
         return f"{release[0] if release else 'unknown release'} ({' '.join(argv)})"
 
-    def ninja() -> str:
-        path = compile.find_ninja()
-        return f"{first_line(path, '--version')} ({path})" if path else "missing: threads compile instead"
+    def compiler() -> str:
+        argv = toolchain.find_compiler()
+        return f"{toolchain.version_of(argv, CPU).splitlines()[0]} ({' '.join(argv)})"
 
     def pybind11() -> str:
         import pybind11
 
         return f"{pybind11.__version__} ({pybind11.get_include()})"
 
-    found: dict[str, str | None] = {}
-    for name, look in (("compiler", compiler), ("nvcc", nvcc), ("ninja", ninja), ("pybind11", pybind11)):
+    found = {}
+    for look in (compiler, nvcc, compile.find_ninja, pybind11):
+        name = look.__name__.removeprefix("find_")
         try:
             found[name] = look()
-        except (BuildError, ImportError, OSError, subprocess.SubprocessError, IndexError) as error:
+        except (BuildError, ImportError, IndexError) as error:
             found[name] = f"missing: {str(error).splitlines()[0].partition(': ')[2] or error}"
     return found
 
@@ -142,69 +122,56 @@ def _tools() -> dict[str, str | None]:
 def _gpus() -> dict[str, Any]:
     """The devices as torch sees them, else as the driver does; neither is needed for anything on the CPU."""
     devices, driver = _nvidia_smi()
-    if torch.cuda.is_available():
-        devices = []
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            capability = [properties.major, properties.minor]
-            devices.append({"name": properties.name, "capability": capability, "gib": _gib(properties.total_memory)})
-    return {"devices": devices, "driver": driver, "torch_sees_them": torch.cuda.is_available()}
+    is_seen = torch.cuda.is_available()
+    if is_seen:
+        seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        devices = [_gpu(one.name, (one.major, one.minor), one.total_memory) for one in seen]
+    return {"devices": devices, "driver": driver, "torch_sees_them": is_seen}
 
 
-def _gib(size_bytes: float) -> float:
-    return round(size_bytes / 2**30, 1)
+def _gpu(name: str, capability: tuple[int, int], size_bytes: float) -> dict[str, Any]:
+    return {"name": name, "capability": list(capability), "gib": round(size_bytes / 2**30, 1)}
 
 
 def _nvidia_smi() -> tuple[list[dict[str, Any]], str | None]:
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return [], None
-    devices, driver = [], None
-    for line in lines:
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 4 and re.fullmatch(r"\d+\.\d+", words[1]) and re.fullmatch(r"\d+", words[2]):
-            name, capability, mib, driver = words
-            major, minor = capability.split(".")
-            devices.append({"name": name, "capability": [int(major), int(minor)], "gib": _gib(int(mib) * 2**20)})
-    return devices, driver
+    found = re.findall(r"^(.+), (\d+)\.(\d+), (\d+), (.+)$", text, re.MULTILINE)
+    devices = [_gpu(name, (int(major), int(minor)), int(mib) * 2**20) for name, major, minor, mib, _ in found]
+    return devices, found[0][-1] if found else None
 
 
 def _built(module: Module) -> dict[str, Any]:
     start = time.monotonic()
     try:
-        _build.locate(module)
+        modules.locate(module)
     except (BuildError, ValueError) as error:  # ValueError: an environment variable
         return {"error": str(error)}
     return {"seconds": round(time.monotonic() - start, 2)}
 
 
 def _state(module: Module) -> dict[str, Any]:
-    """``state``: named, installed, cached or missing, as `_build.Found` has it, or unavailable, with the ``error``."""
+    """``state``: named, installed, cached or missing, as in `modules.Found`, or unavailable, with the ``error``."""
     state: dict[str, Any] = {"state": "unavailable"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = _build.find(module)
+            found = modules.find(module)
             state = {"state": found.origin, "path": str(found.path or found.entry)}
             if module is CUDA:
-                state["archs"] = _archs(found)
+                archs = found.toolchain and found.toolchain.archs
+                manifest = _cache.read_manifest(found.path.parent, CUDA) if found.path else {}
+                state["archs"] = str(archs) if archs else manifest.get("archs")
             if found.path is not None:
-                _build.try_import(module, found.path)
+                modules.try_import(module, found.path)
         except (BuildError, ValueError) as error:
             state["error"] = str(error)
     if caught:
         state["warning"] = str(caught[0].message)
     return state
-
-
-def _archs(found: _build.Found) -> str | None:
-    nvcc = found.toolchain.nvcc if found.toolchain else ()
-    if not nvcc and found.path:
-        nvcc = _cache.read_manifest(found.path.parent, CUDA).get("nvcc", ())
-    archs = _nvcc.archs_of(nvcc)
-    return str(archs) if archs else None
 
 
 def _nccl_facts(core: dict[str, Any]) -> dict[str, Any]:
@@ -226,14 +193,12 @@ def _cache_facts() -> dict[str, Any]:
     above = folder
     while not above.exists() and above != above.parent:
         above = above.parent
-    entries = [path for path in sorted(folder.glob("bucketwheel_*")) if path.is_dir()]
-    locks = sorted((folder / "locks").glob("*"))
+    entries = sorted(path.parent for path in folder.glob("c*-*/_c*.json"))
     return {
         "path": str(folder),
         "writable": above.is_dir() and os.access(above, os.W_OK),
         "network": _cache.is_network(folder),
         "entries": {entry.name: sum(path.stat().st_size for path in entry.glob("*")) for entry in entries},
-        "builders": {lock.name: _cache.holder(lock) for lock in locks if _cache.is_held(lock)},
     }
 
 
@@ -244,7 +209,7 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
     """What is broken, and what to be warned of."""
     errors: list[str] = []
     concerns: list[str] = []
-    if found["torch"]["dlpack"] is None:
+    if not found["torch"]["dlpack"]:
         errors.append(f"torch {found['torch']['version']} has no DLPack exchange API: install torch 2.10 or later")
     devices = found["gpus"]["devices"]
     for kind, module in found["modules"].items():
@@ -258,19 +223,12 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
             errors.append(f"the {_MODULES[kind].title} is not built yet, and {why}")
         if "warning" in module:
             concerns.append(module["warning"])
-    cache = found["cache"]
-    if "error" in cache:
-        concerns.append(cache["error"])
-    elif not cache["writable"]:
-        concerns.append(f"the cache folder {cache['path']} cannot be written: name another with BW_CACHE_DIR")
-    elif cache["network"]:
-        concerns.append(f"the cache folder {cache['path']} is on a network file system: BW_CACHE_DIR names a local one")
+    concerns += _about_cache(found["cache"])
     if devices and found["torch"]["cuda"] is None:
         concerns.append(f"there are GPUs, but torch {found['torch']['version']} is built without CUDA")
     elif devices and not found["gpus"]["torch_sees_them"]:
-        concerns.append(
-            "there are GPUs, but torch sees none: is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
-        )
+        why = "is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
+        concerns.append(f"there are GPUs, but torch sees none: {why}")
     is_nccl_needed = "BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"] is not None)
     if is_nccl_needed and "error" in found["nccl"]:
         concerns.append(found["nccl"]["error"])
@@ -280,9 +238,21 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
     return errors, concerns
 
 
+def _about_cache(cache: Facts) -> list[str]:
+    if "error" in cache:
+        return [cache["error"]]
+    if not cache["writable"]:
+        return [f"the cache folder {cache['path']} cannot be written: name another with BW_CACHE_DIR"]
+    if cache["network"]:
+        return [f"the cache folder {cache['path']} is on a network file system: BW_CACHE_DIR names a local one"]
+    return []
+
+
 def _unbuildable(found: Facts) -> str:
     if found["environment"].get("BW_JIT") == "0":
         return "BW_JIT=0 forbids building it"
+    if found["tools"]["ninja"].startswith("missing"):
+        return "ninja is not installed: pip install ninja"
     cache = found["cache"]
     return "" if "error" not in cache and cache["writable"] else "the cache cannot be written"
 
@@ -290,8 +260,8 @@ def _unbuildable(found: Facts) -> str:
 def _not_covered(devices: list[dict[str, Any]], text: str | None) -> list[str]:
     if text is None:
         return []
-    archs = _nvcc.parse_archs(text, "archs")
-    wrong = [device for device in devices if not _nvcc.covers(archs, tuple(device["capability"]))]
+    archs = toolchain.parse_archs(text, "archs")
+    wrong = [device for device in devices if not archs.covers(tuple(device["capability"]))]
     return [
         f"the CUDA module is for GPU architectures {text}, which do not run on {device['name']} "
         f"({device['capability'][0]}.{device['capability'][1]}): set BW_CUDA_ARCH_LIST"
@@ -308,7 +278,7 @@ def render(found: Facts) -> str:
     rows = [
         ("bucketwheel", f"{found['bucketwheel']['version']} ({found['bucketwheel']['path']})"),
         ("python", f"{found['python']['version']}, {found['python']['soabi']} ({found['python']['path']})"),
-        ("torch", f"{torch_facts['version']}, CUDA {torch_facts['cuda']}, DLPack API {torch_facts['dlpack']}"),
+        ("torch", f"{torch_facts['version']}, CUDA {torch_facts['cuda']}"),
         *found["tools"].items(),
         ("driver", found["gpus"]["driver"] or "none"),
     ]
@@ -326,7 +296,7 @@ def render(found: Facts) -> str:
         notes = "" if cache["writable"] else ", cannot be written"
         notes += ", on a network file system" if cache["network"] else ""
         rows.append(("cache", f"{cache['path']}: {len(cache['entries'])} entries, {size:.0f} MiB{notes}"))
-        rows += [("building", f"{lock}: {holder}") for lock, holder in cache["builders"].items()]
+        rows += [("", f"{name}, {size / 2**20:.1f} MiB") for name, size in cache["entries"].items()]
     rows += [("environment", f"{name}={value}") for name, value in found["environment"].items()]
     lines = [f"{name:12} {text}" for name, text in rows]
     lines += [f"\nwarning: {text}" for text in found["warnings"]] + [f"\nbroken: {text}" for text in found["errors"]]
