@@ -47,9 +47,7 @@ MAY_IMPORT = {
     "grads": LAYOUT,
     "gathers": LAYOUT | {"grads"},
     "optim": LAYOUT | {"grads", "gathers"},
-    "testing": {"_bitwise", "_fork_server"},
-    "_bitwise": set(),
-    "_fork_server": set(),
+    "testing": set(),
     "__init__": LAYOUT | {"optim"},
     "__main__": {"tools"},
 }

@@ -1,10 +1,11 @@
 """Run ranks in tests, and compare tensors bit for bit.
 
 `run_ranks` starts fresh processes for one call, `RankPool` keeps them for many calls, `run_threads` makes ranks of this
-process's threads. All three return one result per rank or raise `RankFailed` with the traceback of every failed rank;
-none of them waits past its deadline and no rank outlives its runner, not even when the runner is killed (Linux).
+process's threads. All return one result per rank or raise `RankFailed` with the traceback of every failed rank. None waits
+past its deadline, and no rank outlives its runner, not even one that is killed (Linux).
 
-Functions given to processes are pickled by name: top-level functions of an importable module or of the main script.
+Functions for processes are pickled by name: they are at the top level of an importable module or of the main script, which
+needs ``if __name__ == "__main__":`` around what only the first process is to do, as with `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -14,40 +15,36 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import multiprocessing.connection
-import multiprocessing.spawn
+import multiprocessing.util
 import os
 import pickle
 import queue
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-from bucketwheel import _fork_server
-from bucketwheel._bitwise import assert_bitwise_equal
-from bucketwheel._fork_server import ForkedProcess
+from unittest import mock
 
 __all__ = ["RankFailed", "RankPool", "assert_bitwise_equal", "run_ranks", "run_threads"]
 
-# Python, torch and the rendezvous; generous, because a busy machine starts many ranks at once.
-_START_TIMEOUT_S = 120.0
-# How long the others may still run once a rank has failed: they mostly wait for the failed one.
-_GRACE_S = 5.0
-# How long an orderly exit may take: tearing down torch is seconds of work on a busy machine.
-_EXIT_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 120.0  # Python, torch and the rendezvous, on a busy machine
+_GRACE_S = 5.0  # for the others once a rank has failed: they mostly wait for it
+_EXIT_TIMEOUT_S = 30.0  # tearing down torch is seconds of work on a busy machine
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
+# What the fork server imports. The first optimizer of a process imports the third, which takes as long as torch.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+_READ_LATE = ("BW_", "GLOO_", "NCCL_", "PYTEST_")  # variables that a forked process can follow
 
 
 class RankFailed(RuntimeError):
@@ -81,31 +78,32 @@ def run_ranks(
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: BaseProcess
     connection: multiprocessing.connection.Connection
     stacks: Path  # faulthandler writes here, on a crash and on SIGUSR1
 
     def end_of(self, seconds: float) -> int | None:
         """The exit code, None when still alive after ``seconds``."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(seconds)
-        return None
+        self.process.join(seconds)
+        return self.process.exitcode
 
     def kill(self) -> None:
         # The rank leads its own process group: what it started goes with it.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # it may not lead one yet
+        self.process.join()
         self.connection.close()
 
     def dump_stacks(self) -> str:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
             time.sleep(0.3)
         return self.stacks.read_text(errors="replace").strip() or "(no Python stacks)"
 
     def obituary(self) -> str:
-        code = self.process.wait()
+        self.process.join()
+        code = self.process.exitcode or 0
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"died: {cause}\n{self.stacks.read_text(errors='replace')}"
 
@@ -116,9 +114,8 @@ class RankPool:
     Each run begins with the same torch seed and a garbage collection. A failed run or a death ends the processes; the
     next run starts new ones. ``run`` is ``submit`` and ``collect``; between these two, ``kill`` ends a rank.
 
-    ``forked``: the processes are forked off one that has imported torch, which saves that time, instead of started from
-    nothing; not where ``env`` or `os.environ` have what such a process could not follow. Not for measuring memory,
-    which is shared then.
+    ``forked``: the processes are forked off a server that has imported torch, so that a rank is there at once instead of
+    after seconds; unless ``env`` has what such a process could not follow. Not for measuring memory, which is shared then.
     """
 
     def __init__(
@@ -126,18 +123,20 @@ class RankPool:
         world_size: int,
         *,
         backend: str | None = "gloo",
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
         forked: bool = False,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self._backend = backend
-        self._forked = forked and sys.platform == "linux"
         self._env = dict(env or {})
+        self._forked = forked and all(name.startswith(_READ_LATE) for name in self._env)
         self._ranks: list[_Rank] = []
-        self._directory: Path | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None  # while there are ranks
         self._is_running = False
+        # If nobody stops this pool, its end does, or that of the process: before multiprocessing waits for the ranks.
+        multiprocessing.util.Finalize(self, _kill_all, (self._ranks,), exitpriority=1)
 
     def __enter__(self) -> RankPool:  # noqa: PYI034 (typing.Self is newer than Python 3.10)
         return self
@@ -158,11 +157,10 @@ class RankPool:
         if self._is_running:
             raise ValueError("the pool is running a function already; collect() its results first")
         call = pickle.dumps((fn, args))
-        main = getattr(sys.modules["__main__"], "__file__", None) if fn.__module__ == "__main__" else None
         if not self._ranks:
             self._start()
         for rank in self._ranks:
-            rank.connection.send((list(sys.path), main, call))
+            rank.connection.send((list(sys.path), call))
         self._is_running = True
 
     def collect(self, *, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list:
@@ -183,7 +181,7 @@ class RankPool:
 
     def kill(self, rank: int) -> None:
         """SIGKILL one rank of the running function and what it started."""
-        os.killpg(self._ranks[rank].process.pid, signal.SIGKILL)
+        os.killpg(self._ranks[rank].process.pid or 0, signal.SIGKILL)
 
     def close(self) -> None:
         """End the ranks in an orderly way. Raises `RankFailed` when one does not exit, or not with code 0."""
@@ -207,13 +205,19 @@ class RankPool:
             raise RankFailed(failures, {}, self.world_size)
 
     def _start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="bw-ranks-"))
-        env = {**_fork_server.default_env(), **self._env}
+        self._directory = tempfile.TemporaryDirectory(prefix="bw-ranks-")
+        env = {"OMP_NUM_THREADS": "1", **os.environ, **self._env}
         if sys.platform == "linux":  # gloo otherwise resolves the host name, which need not work
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             for index in range(self.world_size):
-                self._ranks.append(self._start_rank(index, self._directory, env))
+                stacks = Path(self._directory.name, f"stacks-{index}")
+                stacks.touch()
+                ours, theirs = multiprocessing.Pipe()
+                setup = (theirs, index, self.world_size, self._directory.name, self._backend)
+                with theirs:
+                    process = start_process(_rank_main, *setup, env=env, forked=self._forked)
+                self._ranks.append(_Rank(process, ours, stacks))
             _, failures, dead = self._gather(_START_TIMEOUT_S, ())
         except BaseException:
             self._stop()
@@ -221,27 +225,6 @@ class RankPool:
         if failures or dead:
             self._stop()
             raise RankFailed(failures, {}, self.world_size)
-
-    def _start_rank(self, index: int, directory: Path, env: dict[str, str]) -> _Rank:
-        ours, theirs = socket.socketpair()
-        stacks = directory / f"stacks-{index}"
-        stacks.touch()
-        setup = (index, self.world_size, str(directory), self._backend)
-        code = f"import bucketwheel.testing as t; t._rank_main(fd, server, *{setup!r})"
-        with theirs:
-            forked = _fork_server.fork(code, theirs.fileno(), env) if self._forked else None
-            process = forked or subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"import sys; sys.path[:] = {sys.path!r}; fd, server = {theirs.fileno()}, {os.getpid()}; {code}",
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=env,
-                start_new_session=True,
-            )
-        return _Rank(process, multiprocessing.connection.Connection(ours.detach()), stacks)
 
     def _gather(self, timeout_s: float, expect_dead: Collection[int]) -> tuple[dict, dict, set]:
         """Wait for one message per rank. Returns results and failures by rank, and the ranks that are no more."""
@@ -254,7 +237,7 @@ class RankPool:
         while by_connection:
             readable = multiprocessing.connection.wait(list(by_connection), timeout=_POLL_S)
             # A process that a dead rank forked may hold the connection open: look at the rank itself too.
-            ready = [c for c, i in by_connection.items() if c in readable or self._ranks[i].process.poll() is not None]
+            ready = [c for c, i in by_connection.items() if c in readable or not self._ranks[i].process.is_alive()]
             for connection in ready:
                 index = by_connection.pop(connection)
                 story = self._receive(index, expect_dead, results, dead)
@@ -274,7 +257,7 @@ class RankPool:
         """Take one rank's message (or its death); return its story if it failed."""
         rank = self._ranks[index]
         try:
-            if not rank.connection.poll() and rank.process.poll() is not None:
+            if not rank.connection.poll() and not rank.process.is_alive():
                 raise EOFError
             is_ok, payload = pickle.loads(rank.connection.recv_bytes())
         except (EOFError, OSError):
@@ -289,26 +272,54 @@ class RankPool:
         return str(payload)
 
     def _stop(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks = []
+        _kill_all(self._ranks)
         self._is_running = False
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
             self._directory = None
 
 
-def _rank_main(fd: int, parent: int, rank: int, world_size: int, directory: str, backend: str | None) -> None:
-    """The life of a rank process: join the group, say so, then run what comes until the runner says stop."""
+def _kill_all(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.kill()
+    ranks.clear()
+
+
+def start_process(target: Callable[..., Any], *args: Any, env: Mapping[str, str], forked: bool) -> BaseProcess:
+    """A process that runs ``target(*args)`` with the environment ``env``, as `_run_as_script` says."""
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    at_start = env
+    if forked:
+        context.set_forkserver_preload(_PRELOADED)
+        # torch in the server, and what is forked off it, has as many threads as the server's environment says.
+        at_start = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
+    process: BaseProcess = context.Process(target=_run_as_script, args=(target, args, dict(env), os.getpid()))
+    with mock.patch.dict(os.environ, at_start) if at_start else contextlib.nullcontext():
+        process.start()
+    return process
+
+
+def _run_as_script(target: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], runner: int) -> None:
+    """It leads a session of its own, dies with its runner (Linux), and ends with all that an interpreter does at its end."""
+    gc.freeze()  # neither look through what the server has imported nor copy the pages it is in
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if not os.path.exists(f"/proc/{runner}"):  # it died before the line above
             os._exit(1)
+    target(*args)
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def _rank_main(
+    connection: multiprocessing.connection.Connection, rank: int, world_size: int, directory: str, backend: str | None
+) -> None:
+    """The life of a rank process: join the group, say so, then run what comes until the runner says stop."""
     stacks = open(f"{directory}/stacks-{rank}", "w")  # noqa: SIM115 (faulthandler needs it for the whole life)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    os.set_inheritable(fd, False)
-    connection = multiprocessing.connection.Connection(fd)
     _answer(connection, functools.partial(_join_group, rank, world_size, directory, backend))
     is_first = True
     while True:
@@ -338,8 +349,8 @@ def _join_group(rank: int, world_size: int, directory: str, backend: str | None)
     dist.init_process_group(backend, store, timedelta(seconds=_START_TIMEOUT_S), world_size, rank)
 
 
-def _call(rank: int, world_size: int, is_first: bool, path: list[str], main: str | None, call: bytes) -> Any:
-    multiprocessing.spawn.prepare({"sys_path": path} | ({"init_main_from_path": main} if main else {}))
+def _call(rank: int, world_size: int, is_first: bool, path: list[str], call: bytes) -> Any:
+    sys.path[:] = path
     fn, args = pickle.loads(call)
     if is_first:  # what imports leave stays: to look through all of torch takes 0.1 s each time
         gc.collect()
@@ -401,3 +412,59 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
     if failures or hung:
         raise RankFailed({**failures, **hung}, dict(results), world_size)
     return [results[rank] for rank in range(world_size)]
+
+
+def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
+    """Raise AssertionError unless both hold the same bits: tensors, arrays, numbers, or lists, tuples and dicts of
+    them.
+
+    Shape and dtype must be equal. +0 differs from -0; any NaN equals any NaN. The message gives the number of differing
+    elements and the first of them, in decimal and in hex.
+    """
+    label = name or "value"
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if actual.keys() != expected.keys():
+            raise AssertionError(f"{label}: keys are {list(actual)}, expected {list(expected)}")
+        for key in expected:
+            assert_bitwise_equal(actual[key], expected[key], f"{name}[{key!r}]")
+    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        if len(actual) != len(expected):
+            raise AssertionError(f"{label}: length is {len(actual)}, expected {len(expected)}")
+        for index in range(len(expected)):
+            assert_bitwise_equal(actual[index], expected[index], f"{name}[{index}]")
+    elif isinstance(expected, (str, bytes, type(None))):
+        if actual != expected:
+            raise AssertionError(f"{label}: actual {actual!r}, expected {expected!r}")
+    else:
+        _assert_equal_bits(actual, expected, label)
+
+
+def _assert_equal_bits(actual: Any, expected: Any, label: str) -> None:
+    import torch
+
+    a, e = (torch.as_tensor(x).detach().cpu().contiguous() for x in (actual, expected))
+    if a.dtype != e.dtype or a.shape != e.shape:
+        found, wanted = (f"{x.dtype} {tuple(x.shape)}" for x in (a, e))
+        raise AssertionError(f"{label}: actual is {found}, expected {wanted}")
+    if a.is_complex():
+        a, e = torch.view_as_real(a), torch.view_as_real(e)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    differs = a.view(bits) != e.view(bits)
+    if a.is_floating_point():
+        differs &= ~(a.isnan() & e.isnan())
+    count = int(differs.sum())
+    if count == 0:
+        return
+    flat = int(differs.flatten().nonzero()[0, 0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)] if a.ndim else []
+    raise AssertionError(
+        f"{label}: {count} of {a.numel()} elements differ, the first at {index} (flat {flat}): "
+        f"actual {_show(a, bits, flat)}, expected {_show(e, bits, flat)}, {a.dtype}; "
+        f"largest difference {(a.double() - e.double()).abs().nan_to_num().max():.3g}"
+    )
+
+
+def _show(tensor: Any, bits: Any, flat: int) -> str:
+    digits = 2 * tensor.element_size()
+    pattern = int(tensor.view(bits).flatten()[flat]) & ((1 << 4 * digits) - 1)
+    return f"{tensor.flatten()[flat].item()!r} (0x{pattern:0{digits}x})"

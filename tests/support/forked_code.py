@@ -11,30 +11,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bucketwheel import _fork_server
-
-HEAD = """
-import os
-for name, number in (({out!r}, 1), ({err!r}, 2)):
-    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-"""
+from bucketwheel import testing
 
 
 def run_code(code: str, env: dict[str, str], timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
-    """``python -c code`` under ``env``; started from nothing where only such a process can follow ``env``."""
+    """``python -c code`` under ``env``; started from nothing if ``env`` has what a forked process could not follow."""
     command = [sys.executable, "-c", code]
-    with tempfile.TemporaryDirectory() as folder, open("/dev/null") as nothing:
+    changed = [name for name in env.keys() | os.environ.keys() if env.get(name) != os.environ.get(name)]
+    if not all(name.startswith(testing._READ_LATE) for name in changed):
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        head = HEAD.format(out=str(out), err=str(err))
-        process = _fork_server.fork(head + code, nothing.fileno(), env)
-        if process is None:
-            return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        process = testing.start_process(_execute, code, str(out), str(err), env=env, forked=True)
+        process.join(timeout_s)
+        if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-            raise
-        return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
+            raise subprocess.TimeoutExpired(command, timeout_s)
+        return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+
+
+def _execute(code: str, out: str, err: str) -> None:
+    for name, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    exec(code, {"__name__": "__main__"})
 
 
 def run_in_child(body: Callable[[], None], timeout_s: float = 30) -> None:
