@@ -4,13 +4,11 @@
     python tests/matrix.py --allow-unrun                     # those that need no torch of several GB
     python tests/matrix.py --cell 3.10:2.10.0 --cuda-builds  # one, though its torch is of several GB
     python tests/matrix.py --cell 3.12:none                  # the native module alone: it needs no torch
-    python tests/matrix.py --render docs/testing.md          # the table of all results so far
 
 A cell is a virtual environment of its own, removed afterwards. The package is installed from the sdist, as users do; its
 native module is built there with an empty cache, a training on two ranks runs with it, and `TESTS` run in the source
 tree (`pythonpath` of pyproject.toml), so of the installed package the build and the training are the proof. A cell that
-could not be run says why, and is a failure but for ``--allow-unrun``. Results are kept in the folder ``--out`` until their cell is run
-again.
+could not be run says why, and is a failure but for ``--allow-unrun``. The table of all cells is printed at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -29,7 +26,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -39,11 +36,10 @@ from tests.support.packages import copy_tree, make_sdist, plain_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("none", "2.10.0", "2.11.0", "2.13.0", "newest")
+TORCHES = ("none", "2.10.0", "2.13.0", "2.15.0")
 TESTS = (
     *(
         "tests/unit/test_build.py",
-        "tests/unit/test_build_ended.py",
         "tests/unit/test_adam.py",
         "tests/unit/test_norm.py",
         "tests/unit/test_pack.py",
@@ -73,7 +69,6 @@ EXAMPLE = (
 ).split()
 # Where a worker has crashed, others would wait for its file for ever.
 WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
-BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 # The native module alone, without the package around it, whose import needs torch.
 BUILD_ALONE = """
@@ -156,7 +151,7 @@ class Cell:
         self.step("making the environment", interpreter, "-m", "venv", "--upgrade-deps", self.folder / "venv")
         python = self.bin / "python"
         if self.result.torch == "none":
-            self.pip("pybind11>=2.13", "ninja")
+            self.pip("pybind11>=2.13", "ninja", "filelock")
             package = self.source.tree / "python" / "bucketwheel"
             self.build(python, "-c", BUILD_ALONE, package)
             return
@@ -169,7 +164,7 @@ class Cell:
 
     def choose_torch(self) -> str:
         """The version that pip would take; its wheels for CUDA, with all they need, only where they are asked for."""
-        asked = "torch" if self.result.torch == "newest" else f"torch=={self.result.torch}"
+        asked = f"torch=={self.result.torch}"
         dry_run = ("install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--report", "-", asked)
         text = self.step("asking for torch", self.bin / "python", "-m", "pip", *dry_run)
         (found,) = json.loads(text[text.index("{") : text.rindex("}") + 1])["install"]
@@ -284,28 +279,6 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
-
-
-def merged(old: Sequence[Result], new: Result) -> list[Result]:
-    """In the order of the table; a cell that is run again replaces what it was."""
-
-    def place(result: Result) -> tuple[int, bool, bool, list[int]]:
-        digits = [int(word) for word in re.findall(r"\d+", result.torch)]
-        return int(result.python.split(".")[1]), result.torch != "none", result.torch == "newest", digits
-
-    kept = [result for result in old if (result.python, result.torch) != (new.python, new.torch)]
-    return sorted([*kept, new], key=place)
-
-
-def load(path: Path) -> list[Result]:
-    return [Result(**row) for row in json.loads(path.read_text())["cells"]] if path.is_file() else []
-
-
-def save(path: Path, results: Sequence[Result]) -> None:
-    path.write_text(json.dumps({"cells": [asdict(result) for result in results]}, indent=1) + "\n")
-
-
 def table(results: Sequence[Result]) -> str:
     lines = ["| Python | torch | cold build, s (CPU s) | tests: passed / failed / skipped | training | commit |"]
     lines.append("|---|---|---|---|---|---|")
@@ -314,22 +287,12 @@ def table(results: Sequence[Result]) -> str:
         counts = [result.passed, result.failed, result.skipped]
         tests = "" if None in counts else " / ".join(map(str, counts))
         tests = "; ".join(filter(None, [tests, result.why]))
-        name = {"none": "none: the native module alone", "newest": f"newest: {result.version}"}
-        torch = name.get(result.torch, result.version or result.torch)
+        torch = "none: the native module alone" if result.torch == "none" else result.version or result.torch
         lines.append(
             f"| {result.python} | {torch} | {build} | {tests or 'built and imported'} | {result.example} "
             f"| {result.commit} |"
         )
     return "\n".join(lines)
-
-
-def write_between(path: Path, text: str) -> None:
-    """Replace what stands between the two marker lines."""
-    old = path.read_text()
-    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
-        raise ValueError(f"{path} must have one line {BEGIN!r} and, below it, one line {END!r}")
-    head, rest = old.split(BEGIN)
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
 
 
 def verdict(ran: Sequence[Result], *, allow_unrun: bool) -> tuple[str, int]:
@@ -345,21 +308,14 @@ def main() -> int:
     parser.add_argument("--cell", action="append", metavar="PYTHON:TORCH", help="this one; may be repeated")
     parser.add_argument("--cuda-builds", action="store_true", help="install torch though it is a CUDA build")
     parser.add_argument("--allow-unrun", action="store_true", help="cells that could not be run are no failure")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "matrix", help="results and logs")
-    parser.add_argument(
-        "--render", type=Path, help="run nothing; write the table between the marker lines of this file"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "matrix", help="logs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out.resolve() / "results.json"
-    if options.render:
-        write_between(options.render, table(load(kept)))
-        return 0
     pairs = [(python, torch) for python in PYTHONS for torch in TORCHES]
     if options.cell:
         pairs = [tuple(text.split(":", 1)) for text in options.cell]
         if wrong := [pair for pair in pairs if len(pair) != 2]:
-            parser.error(f"--cell is PYTHON:TORCH, as 3.10:2.10.0, 3.13:newest or 3.12:none; found {wrong[0][0]!r}")
+            parser.error(f"--cell is PYTHON:TORCH, as 3.10:2.10.0, 3.13:2.15.0 or 3.12:none; found {wrong[0][0]!r}")
     # Not in build/, where pytest looks for no tests.
     with tempfile.TemporaryDirectory(prefix="bucketwheel-matrix-") as name:
         folder = Path(name)
@@ -370,7 +326,7 @@ def main() -> int:
             print(f"{datetime.datetime.now():%H:%M:%S} Python {python}, torch {torch}", flush=True)
             cell = Cell(python, torch, source, options.out.resolve(), cuda_builds=options.cuda_builds)
             ran.append(cell.run())
-            save(kept, merged(load(kept), ran[-1]))
+            print(table(ran[-1:]).splitlines()[-1], flush=True)
     text, status = verdict(ran, allow_unrun=options.allow_unrun)
     print(f"{table(ran)}\n{text}")
     return status

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -141,40 +140,10 @@ def test_torch_and_its_nccl_stay(tree: Tree, requires: tuple[str, ...], nccl: di
     make_wheel(tree.index, "torch", version, requires)
     tree.setup()
     assert tree.versions() == {"torch": version, **nccl}
-    assert tree.setup().strip().endswith("Nothing to be done for 'setup'.")
-
-
-def test_another_torch_or_python_is_another_environment(tree: Tree, tmp_path: Path) -> None:
-    """A wheel by its path, which the index lacks; and nothing of the NCCL before is left."""
-    make_wheel(tree.index, "torch", PINS["torch"], CUDA_13)
-    tree.setup()
-    aside = tmp_path / "aside"
-    aside.mkdir()
-    wheel = make_wheel(aside, "torch", f"{PINS['torch']}+mine", CUDA_12)
-    tree.setup(f"TORCH={wheel}")
-    assert tree.versions() == {"torch": f"{PINS['torch']}+mine", "nvidia_nccl_cu12": "2.27.5"}
-    left = tree.root / ".venv" / "left"
-    left.touch()
-    (tree.root / "pyproject.toml").touch()
-    tree.setup(f"TORCH={wheel}")
-    assert left.exists()
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -VV ] && exec echo Python 3.99\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    tree.setup(f"TORCH={wheel}", f"PYTHON={python}")
-    assert not left.exists() and tree.versions()["torch"] == f"{PINS['torch']}+mine"
-
-
-def test_a_replaced_torch_is_told(tree: Tree) -> None:
-    make_wheel(tree.index, "torch", PINS["torch"], CUDA_13)
-    tree.setup()
-    (tree.root / ".venv" / "constraints.txt").write_text("torch==2.0.0\n")
+    (tree.root / ".venv" / "constraints.txt").write_text("torch==2.0.0\n")  # as if pip had replaced it
     command = [str(tree.root / ".venv" / "bin" / "python"), "tests/beside_torch.py", ".venv/constraints.txt", "--check"]
     done = subprocess.run(command, cwd=tree.root, capture_output=True, text=True, timeout=60, check=False)
-    assert (
-        done.returncode == 1
-        and f"torch==2.0.0 was to be kept, and pip has replaced it by {PINS['torch']}" in done.stderr
-    )
+    assert done.returncode == 1 and f"pip has replaced it by {version}" in done.stderr
 
 
 def test_constraints() -> None:
