@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "comm/peers": {"base", "device", "comm"},
     "comm/host": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
     "comm/nccl": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
-    "comm/c10d": {"base", "device", "kernels", "pool", "comm", "comm/peers"},
+    "comm/c10d": {"base", "pool", "comm", "comm/peers"},
 }
 MAY_INCLUDE["bindings"] = set(MAY_INCLUDE)
 

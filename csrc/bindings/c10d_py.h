@@ -1,7 +1,8 @@
-// Bindings of comm/c10d/comm_c10d.h: a Wire of Python's, and communicators over it.
+// Bindings of comm/c10d/: a ProcessGroup that Python calls torch for, and communicators over it.
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <span>
@@ -10,82 +11,70 @@
 
 #include "bindings/comm_py.h"
 #include "bindings/nccl_py.h"
-#include "comm/c10d/comm_c10d.h"
-#include "comm/c10d/wire.h"
+#include "comm/c10d/comm.h"
 
 namespace bucketwheel {
 
 namespace py = pybind11;
 
-inline WireBroken broken_of(const py::error_already_set& error, int peer) {
-  return {peer, py::str(error.value()).cast<std::string>()};
-}
-
-// Over start(peer, is_sent, memory), which returns what wait() takes, and never waits itself. Called by one thread, which
-// is never Python's main one: no signal's exception comes up in them.
-class PythonWire final : public Wire {
+// Over an object of Python's that has `rooms`, pairs of tensors of bytes, all of one length, and the methods. Called by one
+// thread, which is never Python's main one: no signal's exception comes up in them.
+class PythonProcessGroup final : public ProcessGroup {
  public:
-  PythonWire(const py::object& start, const py::object& wait)
-      : start_(held_function(start)), wait_(held_function(wait)) {}
+  explicit PythonProcessGroup(const py::object& group)
+      : ProcessGroup(rooms_of(group),
+                     dlpack::describe(py::object(group.attr("rooms")[py::int_(0)][py::int_(0)])).numel),
+        start_(held_function(group.attr("start"))),
+        wait_(held_function(group.attr("wait"))),
+        abandon_(held_function(group.attr("abandon"))) {}
 
-  std::unique_ptr<Transfer> start(std::span<const Message> messages) override {
-    const py::gil_scoped_acquire locked;
-    auto transfer = std::make_unique<PythonTransfer>(wait_);
-    for (const Message& message : messages) {
-      const auto memory = py::memoryview::from_memory(message.data, static_cast<py::ssize_t>(message.size_bytes));
-      try {
-        auto& works = message.is_sent ? transfer->sent : transfer->received;
-        works.emplace_back(message.peer, (*start_)(message.peer, message.is_sent, memory));
-      } catch (const py::error_already_set& error) {
-        throw broken_of(error, message.peer);
-      }
+  void start(size_t room, std::span<const size_t> sent, std::span<const size_t> received) override {
+    call(*start_, room, std::vector(sent.begin(), sent.end()), std::vector(received.begin(), received.end()));
+  }
+  bool wait(size_t room) override { return call(*wait_, room); }
+  void abandon() noexcept override {  // NOLINT(bugprone-exception-escape): no thread state to be had is the end
+    try {
+      call(*abandon_);
+    } catch (const AllToAllFailed&) {  // no thread is to be had: what is under way ends at its time limit
     }
-    return transfer;
   }
 
  private:
-  struct PythonTransfer final : Transfer {
-    explicit PythonTransfer(std::shared_ptr<const py::function> wait) : wait(std::move(wait)) {}
-    ~PythonTransfer() override {  // NOLINT(bugprone-exception-escape): no thread state to be had is the end
-      const py::gil_scoped_acquire locked;
-      received.clear();
-      sent.clear();
+  static std::array<Room, kRooms> rooms_of(const py::object& group) {
+    std::array<Room, kRooms> rooms{};
+    for (size_t i = 0; i < kRooms; ++i) {
+      const auto [sent, received] = group.attr("rooms")[py::int_(i)].cast<std::pair<py::object, py::object>>();
+      rooms.at(i) = {static_cast<std::byte*>(dlpack::describe(sent).data),
+                     static_cast<std::byte*>(dlpack::describe(received).data)};
     }
-    void receive() override { await_all(received); }
-    void settle() override { await_all(sent); }
-
-    using Works = std::vector<std::pair<int, py::object>>;
-    void await_all(Works& works) {
-      const py::gil_scoped_acquire locked;
-      for (const auto& [peer, work] : works) {
-        try {
-          (*wait)(work);
-        } catch (const py::error_already_set& error) {
-          throw broken_of(error, peer);
-        }
-      }
-      works.clear();
+    return rooms;
+  }
+  template <class... Args>
+  static bool call(const py::function& function, const Args&... args) {
+    const py::gil_scoped_acquire locked;
+    try {
+      return function(args...).ptr() == Py_True;
+    } catch (const py::error_already_set& error) {
+      throw AllToAllFailed{py::str(error.value()).cast<std::string>()};
     }
-
-    const std::shared_ptr<const py::function> wait;
-    Works received;
-    Works sent;
-  };
+  }
 
   const std::shared_ptr<const py::function> start_;
   const std::shared_ptr<const py::function> wait_;
+  const std::shared_ptr<const py::function> abandon_;
 };
 
 inline void bind_c10d(py::module_& m) {
   m.def(
       "make_c10d_comm",
-      [](const PeersRef& peers, const py::object& start, const py::object& wait) -> CommRef {
-        auto wire = std::make_unique<PythonWire>(start, wait);
+      [](const PeersRef& peers, const py::object& group) -> CommRef {
+        auto owned = std::make_unique<PythonProcessGroup>(group);
         const py::gil_scoped_release unlocked;
         auto pool = Pool::make(cpu_device(), make_host_upstream());
-        return released_without_gil(std::make_shared<C10dComm>(peers, std::move(wire), std::move(pool)));
+        return released_without_gil(std::make_shared<C10dComm>(peers, std::move(owned), std::move(pool)));
       },
-      py::arg("peers"), py::arg("start"), py::arg("wait"));
+      py::arg("peers"), py::arg("group"));
+  m.attr("C10D_ROOMS") = ProcessGroup::kRooms;
 }
 
 }  // namespace bucketwheel

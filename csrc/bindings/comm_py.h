@@ -322,6 +322,7 @@ inline void bind_handle(py::module_& m) {
 // What makes communicators of the host; other files bind those of NCCL and of torch's process groups.
 inline void bind_host_comms(py::module_& m) {
   using Unlocked = py::call_guard<WithoutGil>;
+  m.def("mismatch_text", [](const std::vector<std::string>& calls) { return mismatch_text(calls); }, py::arg("calls"));
   py::class_<LocalWorld, std::shared_ptr<LocalWorld>>(m, "LocalWorld")
       .def(py::init([](int world, bool stages_inputs) {
              return released_without_gil(std::make_shared<LocalWorld>(world, stages_inputs));

@@ -63,17 +63,12 @@ void IssueOrder::run(const Operation& op, Handle::State& state) {
   }
 }
 
-void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up, std::function<void()> last) {
+void IssueOrder::stop(Deadline deadline, const std::function<void()>& give_up) {
   EventRef done;
   {
     std::lock_guard lock(mutex_);
     is_stopped_ = true;
     done = last_done_;
-  }
-  if (done && last) {
-    stream_->wait(done);
-    stream_->run(std::move(last));
-    done = stream_->record();
   }
   if (done && !done->synchronize(deadline)) {
     give_up();

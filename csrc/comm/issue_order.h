@@ -28,9 +28,9 @@ class IssueOrder {
   const StreamRef& stream() const { return stream_; }  // the communicator's own
   // Sets the seq of `op`. Throws what Health::expect_usable() throws, ClosedError behind stop(); nothing is enqueued then.
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options);
-  // Nothing is issued any more. Waits for what is in flight, and for `last` behind it; at the deadline `give_up` is
-  // called, which has to see to their end, and waited on.
-  void stop(Deadline deadline, const std::function<void()>& give_up, std::function<void()> last = {});
+  // Nothing is issued any more. Waits for what is in flight; at the deadline `give_up` is called, which has to see to its
+  // end, and waited on.
+  void stop(Deadline deadline, const std::function<void()>& give_up);
 
  private:
   void run(const Operation& op, Handle::State& state);

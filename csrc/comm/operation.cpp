@@ -176,6 +176,14 @@ std::string text_of(const Description& description) {
   return description.tensors > Description::kShown ? out + ", ..." : out;
 }
 
+std::string mismatch_text(std::span<const std::string> calls) {
+  std::string text = "ranks called different operations:";
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    text += "\n  rank " + std::to_string(rank) + ": " + calls[rank];
+  }
+  return text;
+}
+
 std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world) {
   auto op = std::make_shared<Operation>();

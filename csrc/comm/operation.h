@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,8 @@ struct Operation : OperationKind {
 
 // "all_gather of 2 tensors, 96 bytes: float32[12], bfloat16[24]".
 std::string text_of(const Description& description);
+// "ranks called different operations:" and what each called, by rank.
+std::string mismatch_text(std::span<const std::string> calls);
 
 // Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.

@@ -124,13 +124,11 @@ void Exchange::throw_mismatch() {
         [&](int r) { return !has_entered(r); });
   } catch (const Failure&) {  // too late, dead, or failed by this very mismatch: listed below as not arrived
   }
-  std::string text = "ranks called different operations:";
+  std::vector<std::string> calls;
   for (int r = 0; r < team_.world(); ++r) {
-    const RankRecord& record = team_.record(r);
-    text +=
-        "\n  rank " + std::to_string(r) + ": " + (has_entered(r) ? text_of(record.description) : "(has not arrived)");
+    calls.push_back(has_entered(r) ? text_of(team_.record(r).description) : "(has not arrived)");
   }
-  throw Failure{FailureKind::kMismatch, std::move(text), -1, op_.seq};
+  throw Failure{FailureKind::kMismatch, mismatch_text(calls), -1, op_.seq};
 }
 
 void Exchange::pass_chunks() {

@@ -123,11 +123,11 @@ void LocalCudaBoard::enqueue(const Meeting& meeting) {
   const Operation& first = *meeting.front()->op;
   const auto differs = [&](const auto& one) { return one->op->signature != first.signature; };
   if (std::ranges::any_of(meeting, differs)) {
-    std::string text = "ranks called different operations:";
-    for (size_t r = 0; r < meeting.size(); ++r) {
-      text += "\n  rank " + std::to_string(r) + ": " + text_of(meeting[r]->op->description());
+    std::vector<std::string> calls;
+    for (const auto& one : meeting) {
+      calls.push_back(text_of(one->op->description()));
     }
-    throw Failure{FailureKind::kMismatch, std::move(text), -1, first.seq};
+    throw Failure{FailureKind::kMismatch, mismatch_text(calls), -1, first.seq};
   }
   CudaGuard guard(device_index_);
   for (const auto& one : meeting) {

@@ -361,9 +361,7 @@ class Communicator:
 
         Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
         leases of the pool. CUDA graphs that contain operations of an NCCL communicator go first: NCCL waits for them.
-        Over ``c10d`` this waits until the peers have received the last operation too. If one has not at the
-        communicator's time limit, all ranks hear of it, here as a `CommTimeout` once all is closed, which names those that
-        do not answer or have not begun that operation.
+        Peers that are still behind get all that they need of this rank.
         """
         self._native.close(timeout)
 

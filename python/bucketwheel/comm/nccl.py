@@ -146,7 +146,7 @@ class _Check:
             self._store.delete_key(f"check/{comm}/{seq - 1}/{self._rank}")
         if len(set(texts)) == 1:
             return ""
-        return "ranks called different operations:" + "".join(f"\n  rank {r}: {one}" for r, one in enumerate(texts))
+        return core.mismatch_text(texts)
 
 
 def _make_peers(making: Making) -> Any:

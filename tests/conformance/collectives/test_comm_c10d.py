@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.stock.test_train_shm import Job, train_ddp, train_sharded
 from tests.support.comm_cases import check_usable
-from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
+from tests.support.failure_cases import SOON_S, error_of, expect_no_threads, expect_prefix, gather
 from tests.support.network_hosts import Hosts, enter, network_hosts
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 from tests.support.requirements import slow_case
@@ -118,7 +117,7 @@ def cannot_be_made(rank: int, size: int, part: str) -> tuple[str, str, int | Non
     return error
 
 
-@pytest.mark.parametrize("part", ["comm_c10d._wire_of", slow_case("agreement.make_peers")])
+@pytest.mark.parametrize("part", ["comm.c10d._connect", slow_case("comm.peers.make_peers")])
 def test_all_ranks_are_told_when_one_cannot_make_its_part(rank_pool, part):
     for kind, text, _ in rank_pool(3).run(cannot_be_made, part):
         assert kind == "CommError" and "rank 1: CommError: no socket is left" in text, text
@@ -141,85 +140,16 @@ def test_closing_loses_nothing(rank_pool):
     rank_pool(3).run(leaves_at_once, timeout_s=90)
 
 
-STILL_S = 1.0
-
-
-def stands_still(rank: int, size: int, folder: Path) -> tuple[Error, float]:
-    """Rank 1 is stopped within an operation that is over on the others, for all have what it sends; while it stands they
-    close, and it goes on when they have."""
-    wait, waits = c10d._GlooWire.wait, itertools.count()
-
-    def stops(wire: Any, work: Any) -> None:
-        if next(waits) == size - 1:  # behind what the ranks tell each other first
-            wait_for_files(folder, "over *", size - 1)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            wait_for_files(folder, "closed *", size - 1)  # not every thread has stopped when kill() returns
-        wait(wire, work)
-
-    with mock.patch.object(c10d._GlooWire, "wait", stops) if rank == 1 else contextlib.nullcontext():
-        comm = Communicator(backend="c10d", timeout_s=STILL_S, name="still")
-        pid = int(comm.exchange(str(os.getpid()).encode())[1])
-        full, handle = gather(comm)
-        try:
-            if rank != 1:
-                handle.wait()
-                (folder / f"over {rank}").touch()
-                wait_until_stopped(pid)
-            else:  # its operation may end well, if it has all by now
-                error_of(handle.wait)
-                told = error_of(lambda: comm.exchange(b""))
-            begin = time.monotonic()
-            error = error_of(comm.close)
-            took_s = time.monotonic() - begin
-        finally:
-            if rank != 1:
-                (folder / f"closed {rank}").touch()
-            if rank == 0:
-                wait_for_files(folder, "closed *", size - 1)
-                os.kill(pid, signal.SIGCONT)
-    comm.close()
-    assert error_of(lambda: gather(comm))[0] == "ClosedError"
-    expect_no_threads()
-    if rank == 1:
-        assert error[0] == "nothing", error
-        return told, took_s
-    assert handle.wait().query()
-    assert full.view(size, -1)[:, 0].tolist() == [float(r) for r in range(size)]
-    return error, took_s
-
-
-def wait_for_files(folder: Path, names: str, count: int) -> None:
-    while len(list(folder.glob(names))) < count:
-        time.sleep(0.01)
-
-
-def wait_until_stopped(pid: int) -> None:
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("world", [slow_case(2), 3])
-def test_a_rank_that_stands_still_behind_the_last_operation_fails_the_communicator(world, rank_pool, tmp_path):
-    """At the time limit, on all ranks, and the one that stood still is named. The others' results are good."""
-    for rank, (error, took_s) in enumerate(rank_pool(world).run(stands_still, tmp_path, timeout_s=60)):
-        kind, text, _ = error
-        assert kind == "CommTimeout", text
-        expect_prefix(text, rank, world, "still")
-        assert "timeout in close(), until all ranks have received the last operation" in text or rank == 1, text
-        assert "rank 1" in text.partition("timeout")[2] and "rank 0" not in text.partition("timeout")[2], text
-        assert took_s < STILL_S + 3.0 + SOON_S
-
-
 def interrupted(rank: int, size: int) -> str:
     """Ctrl-C while the main thread waits for an operation: it is the caller's, and the operation's result is good."""
     runners = set()
-    wait = c10d._GlooWire.wait
+    wait = c10d._Group.wait
 
-    def watched(wire: Any, work: Any) -> None:
+    def watched(group: Any, room: int) -> bool:
         runners.add(threading.get_ident())
-        wait(wire, work)
+        return wait(group, room)
 
-    with mock.patch.object(c10d._GlooWire, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
+    with mock.patch.object(c10d._Group, "wait", watched), Communicator(backend="c10d", timeout_s=30) as comm:
         stream = core.Stream("the caller's")
         for given in (None, stream):
             full = torch.empty(size)

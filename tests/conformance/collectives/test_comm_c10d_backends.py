@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bucketwheel.comm import background, c10d
+from bucketwheel.comm import c10d
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import RankPool
 from tests.conformance.collectives.suite import CASES, ENDS, Case
@@ -35,12 +37,9 @@ class Post(dist.ProcessGroup):
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        Post.sent_bytes += tensors[0].nbytes
-        return self.gloo.send(tensors, to, tag)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self.gloo.recv(tensors, source, tag)
+    def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, *sizes_and_options: Any) -> Any:
+        Post.sent_bytes += out.nbytes
+        return self.gloo.alltoall_base(into, out, *sizes_and_options)
 
     def barrier(self, options: Any) -> Any:
         return self.gloo.barrier(options)
@@ -123,21 +122,25 @@ def test_conformance_over_a_registered_backend(cases):
 class _HeldWork:
     """Ends when what it waits for has come, or at its time limit, whatever breaks meanwhile."""
 
-    def __init__(self, work: Any) -> None:
-        self.work = work
+    def __init__(self, work: Any, limit: timedelta) -> None:
+        self.work, self.until = work, time.monotonic() + limit.total_seconds()
 
-    def wait(self, limit: timedelta) -> bool:
-        until = time.monotonic() + limit.total_seconds()
-        try:
-            return bool(self.work.wait(limit))
-        except RuntimeError:
-            time.sleep(max(until - time.monotonic(), 0.0))
-            raise
+    def is_completed(self) -> bool:
+        return self.work.is_success() or (self.work.is_completed() and time.monotonic() >= self.until)
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        until = math.inf if limit is None else time.monotonic() + limit.total_seconds()
+        while not self.is_completed():
+            if time.monotonic() >= until:
+                raise RuntimeError("the time is over")
+            time.sleep(0.001)
+        return bool(self.work.wait())
 
 
 class HeldPost(Post):
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return _HeldWork(super().recv(tensors, source, tag))
+    def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, *sizes_and_options: Any) -> Any:
+        work = super().alltoall_base(into, out, *sizes_and_options)
+        return _HeldWork(work, sizes_and_options[-1].timeout)
 
 
 LIMIT_S = 60.0
@@ -154,7 +157,7 @@ def one_fails(rank: int, size: int, how: str) -> tuple[Error, float, float]:
     begin = time.monotonic()
     call: Callable[[], Any] = gather(comm, 1_000_000)[1].wait if rank != 1 else lambda: comm.exchange(b"")
     if rank == 1 and how != "is late":
-        time.sleep(0.3)  # mostly, the others wait in the wire
+        time.sleep(0.3)  # mostly, the others wait in the group
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         comm.abort("enough")
@@ -187,70 +190,31 @@ def test_a_failure_ends_what_waits_in_a_backend_that_does_not_end_it(how):
 
 
 class Holding:
-    """A group that receives when it is let, and cannot abort."""
+    """A group whose all_to_all ends when it is let, and that cannot abort."""
 
     def __init__(self) -> None:
         self.is_let = threading.Event()
-        self.limits_s: list[float] = []
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        def wait(limit: timedelta) -> bool:
-            self.limits_s.append(limit.total_seconds())
-            if not self.is_let.wait(limit.total_seconds()):
-                raise RuntimeError("the time is over")
-            tensors[0].fill_(7)
-            return True
-
-        return mock.Mock(wait=wait)
+    def alltoall_base(self, into: torch.Tensor, *_: Any) -> Any:
+        return mock.Mock(is_completed=self.is_let.is_set, wait=mock.Mock(side_effect=RuntimeError))
 
     def abort(self) -> None:
         raise RuntimeError("Backend holding does not support abort")
 
 
-def wire_that_waits(group: Holding, timeout_s: float) -> tuple[Any, list[bytearray]]:
-    """It has failed, while the first of two messages was waited for; where they were to go."""
-    wire = c10d._RegisteredWire(group, timeout_s)
-    background.start(c10d._await_messages, wire)
-    places = [bytearray(100), bytearray(100)]
-    messages = [wire.start(1, False, memoryview(place)) for place in places]
-    threading.Timer(0.1, wire.end, (True,)).start()
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        wire.wait(messages[0])
-    with pytest.raises(RuntimeError, match="interrupted"):
-        wire.wait(messages[1])
-    with pytest.raises(RuntimeError, match="interrupted"):
-        wire.start(1, False, memoryview(places[0]))
-    assert time.monotonic() - begin < SOON_S
-    return wire, places
-
-
-def test_messages_that_are_left_behind_are_kept_and_come_to_nobodys_memory():
-    group = Holding()
-    _, places = wire_that_waits(group, 60.0)
-    assert len(group.limits_s) == 1
-    group.is_let.set()
+@pytest.mark.parametrize("ends", ["all_to_all", "time"])
+def test_what_is_abandoned_keeps_its_memory_until_it_is_over(ends):
+    held = Holding()
+    with mock.patch.object(c10d, "_LATE_S", 0.0):
+        group = c10d._Group(held, 0, 2, 60.0 if ends == "all_to_all" else 0.5)
+    group.start(0, [0, 100], [0, 100])
+    assert not group.wait(0)
+    group.abandon()
+    memory = weakref.ref(group.rooms[0][1])
+    del group
+    time.sleep(0.2)
+    assert memory() is not None
+    if ends == "all_to_all":
+        held.is_let.set()
     expect_no_threads()
-    assert len(group.limits_s) == 2, "one was dropped, not waited for"
-    assert not any(map(any, places))
-
-
-def test_messages_that_are_left_behind_are_kept_no_longer_than_an_operation_may_take():
-    with mock.patch.object(c10d, "_LATE_S", 0.2):
-        group = Holding()
-        wire_that_waits(group, 0.3)
-        expect_no_threads()
-    assert group.limits_s[0] == pytest.approx(0.5) and group.limits_s[1] < 0.5
-
-
-def test_messages_that_are_waited_for_come_to_their_memory():
-    group = Holding()
-    wire = c10d._RegisteredWire(group, 60.0)
-    background.start(c10d._await_messages, wire)
-    place = bytearray(100)
-    message = wire.start(1, False, memoryview(place))
-    group.is_let.set()
-    wire.wait(message)
-    assert place == bytes([7]) * 100
-    wire.end(False)
-    expect_no_threads()
+    assert memory() is None

@@ -1,4 +1,4 @@
-#include "comm/c10d/comm_c10d.h"
+#include "comm/c10d/comm.h"
 
 #include <chrono>
 #include <new>
@@ -6,25 +6,24 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/c10d/exchange.h"
 
 namespace bucketwheel {
 namespace {
 
-// An operation that has been running for so long makes a peer that is dead, or has left, a failure. Shorter, and a peer
-// that has finished first and gone would look like one.
-constexpr std::chrono::milliseconds kWirePatience{800};
-// A connection breaks when a rank dies, or interrupts what waits because it has failed: for so long the others wait to
-// hear why.
-constexpr std::chrono::milliseconds kLostPatience{1000};
+// A rank that has waited so long for an all_to_all takes a peer that is dead, or has left, for its cause. Sooner, a peer that
+// has finished first and gone would look like one.
+constexpr std::chrono::milliseconds kPatience{800};
+// An all_to_all fails when a rank dies, or gives up because it has failed: for so long the others wait to hear why.
+constexpr std::chrono::milliseconds kNewsPatience{2000};
 constexpr std::chrono::milliseconds kNewsPeriod{5};
 constexpr std::chrono::seconds kLastGrace{5};
 
 }  // namespace
 
-C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
+C10dComm::C10dComm(PeersRef peers, std::unique_ptr<ProcessGroup> group, PoolRef pool)
     : peers_(std::move(peers)),
-      wire_(std::move(wire)),
-      rooms_(std::make_unique<WireRooms>(peers_->health().world())),
+      group_(std::move(group)),
       pool_(std::move(pool)),
       flight_(
           {peers_->health().name(), peers_->health().rank(), peers_->health().world(), "c10d", peers_->health().id()}),
@@ -38,8 +37,7 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<Wire> wire, PoolRef pool)
 C10dComm::~C10dComm() {
   if (peers_->health().is_forked()) {
     new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
-    (void)rooms_.release();                                        // as may those of the transport
-    (void)wire_.release();
+    (void)group_.release();                                        // as may those of the group
     return;
   }
   try {
@@ -76,29 +74,48 @@ std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
   if (peers_->health().has_failed()) {
     return peers_->health().error();
   }
-  set_running(Running{&op, Clock::now()});
+  {
+    std::lock_guard lock(running_mutex_);
+    running_ = Running{&op, Clock::now(), {}};
+  }
   peers_->note_issued(0, op.seq);
   std::exception_ptr error;
   try {
-    WireExchange(*wire_, *rooms_, op, rank(), world()).run();
-  } catch (const WireBroken& broken) {
-    error = lost(broken, op, name);
+    C10dExchange(*group_, op, rank(), world(), [this](size_t room) { await(room); }).run();
+  } catch (const AllToAllFailed& failed) {
+    error = lost(failed, op, name);
   } catch (const Failure& failure) {
     error = fail(failure, name);
   } catch (const std::exception& failure) {
     error = fail(failure_of(failure, rank(), op.seq), name);
   }
-  set_running({});
+  {
+    std::lock_guard lock(running_mutex_);
+    running_.reset();
+  }
+  if (error) {
+    group_->abandon();  // the peers have been told why
+  }
   return error;
 }
 
-void C10dComm::set_running(std::optional<Running> running) {
-  std::lock_guard lock(running_mutex_);
-  running_ = running;
+void C10dComm::await(size_t room) {
+  set_waits_since(Clock::now());
+  while (!group_->wait(room)) {
+    if (peers_->health().has_failed()) {
+      throw AllToAllFailed{"given up"};
+    }
+  }
+  set_waits_since({});
 }
 
-std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op, const char* name) {
-  const Clock::time_point until = Clock::now() + kLostPatience;
+void C10dComm::set_waits_since(std::optional<Clock::time_point> since) {
+  std::lock_guard lock(running_mutex_);
+  running_->waits_since = since;
+}
+
+std::exception_ptr C10dComm::lost(const AllToAllFailed& failed, const Operation& op, const char* name) {
+  const Clock::time_point until = Clock::now() + kNewsPatience;
   const std::string what = text_of(op.description());
   do {
     if (peers_->health().has_failed()) {
@@ -110,10 +127,7 @@ std::exception_ptr C10dComm::lost(const WireBroken& broken, const Operation& op,
     }
     std::this_thread::sleep_for(kNewsPeriod);
   } while (Clock::now() < until);
-  return fail({FailureKind::kPeer,
-               "the connection to rank " + std::to_string(broken.peer) + " broke in " + what + ": " + broken.text,
-               broken.peer, op.seq},
-              name);
+  return fail({FailureKind::kError, "the process group failed in " + what + ": " + failed.text, rank(), op.seq}, name);
 }
 
 std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
@@ -122,16 +136,6 @@ std::exception_ptr C10dComm::fail(const Failure& failure, const char* op) {
     flight_.write(peers_->health().message());
   }
   return error;
-}
-
-void C10dComm::settle() {
-  set_running(Running{nullptr, Clock::now()});
-  try {
-    rooms_->settle();            // the peers have what this rank has sent
-  } catch (const WireBroken&) {  // or they have failed, and who is told of that
-  }
-  rooms_->forget();
-  set_running({});
 }
 
 // Called by the watchdog.
@@ -150,32 +154,26 @@ void C10dComm::expect_progress() {
   std::string what;
   const char* name = "";
   uint64_t seq = peers_->health().last_seq();
-  Clock::duration waited{0};
-  bool is_settling = false;
+  bool is_late = false;
+  bool needs_peers = false;
   {
     std::lock_guard lock(running_mutex_);
     if (running_) {
-      waited = Clock::now() - running_->since;
-      is_settling = running_->op == nullptr;
-    }
-    if (is_settling) {
-      what = "close(), until all ranks have received the last operation";
-    } else if (running_) {
+      const Clock::time_point now = Clock::now();
       what = text_of(running_->op->description());
       name = name_of(running_->op->collective);
       seq = running_->op->seq;
+      is_late = now - running_->since > peers_->timeout();
+      needs_peers = running_->waits_since && now - *running_->waits_since > kPatience;
     }
   }
-  const bool needs_peers = !is_settling && waited > kWirePatience;  // a peer that has left has received all
   if (auto failure = peers_->trouble(0, [&](int) { return needs_peers; }, what.c_str())) {
     failure->seq = seq;
-    is_late_ = is_settling && failure->kind == FailureKind::kTimeout;
     fail(*failure, name);
-  } else if (waited > peers_->timeout()) {
+  } else if (is_late) {
     if (const auto last = peers_->last_seqs(0)) {  // else they are being asked
       Failure late{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "begun"), -1, seq};
       late.last_seqs = *last;
-      is_late_ = is_settling;
       fail(late, name);
     }
   }
@@ -200,14 +198,10 @@ void C10dComm::close(Deadline deadline) {
   const auto give_up = [this] {
     fail({FailureKind::kClosed, "closed while operations were in flight", -1, peers_->health().last_seq()});
   };
-  order_.stop(deadline, give_up, [this] { settle(); });
+  order_.stop(deadline, give_up);
   is_closed_ = true;
   peers_->part(deadline);
   order_.stream()->close();
-  // No handle tells it: this rank's operations are over. There is none where the wait has ended in the last moment.
-  if (const std::exception_ptr late = is_late_ ? peers_->health().error() : nullptr) {
-    std::rethrow_exception(late);
-  }
 }
 
 }  // namespace bucketwheel
