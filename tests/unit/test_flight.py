@@ -88,7 +88,7 @@ def the_one(found: dict[str, Any]) -> dict[str, Any]:
     return communicator
 
 
-def test_a_rank_that_never_came(flight):
+def test_what_is_said_of_a_rank_that_never_came(flight):
     status, text, found = flight(
         Rank(0, 3, "timeout in all_gather").done(REDUCE).running(GATHER, 60.0),
         Rank(1, 3, NOBODY_KNOWS).done(REDUCE),
@@ -96,174 +96,165 @@ def test_a_rank_that_never_came(flight):
     )
     assert status == 1
     one = the_one(found)
-    assert (one["late"], one["waiting"], one["stopped_at"], one["culprits"], one["origin"]) == ([1], [0, 2], 2, [1], 0)
-    assert one["missing"] == one["mismatch"] == []
+    assert (one["late"], one["stopped_at"], one["culprits"], one["why"]) == ([1], 2, [1], "late")
+    assert (one["missing"], one["mismatch"]) == ([], {})
     assert text.splitlines() == [
-        "communicator 'box', 3 ranks, shm",
-        "  rank 0  node0:100  finished 1  in 2 (all_gather of 2 tensors, 96 bytes) for 60.0 s | timeout in all_gather",
-        "  rank 1  node1:101  finished 1  had not called 2 (all_gather of 2 tensors, 96 bytes), idle for 8.0 s | "
-        + NOBODY_KNOWS,
-        "  rank 2  node2:102  finished 1  in 2 (all_gather of 2 tensors, 96 bytes) for 59.5 s | "
-        "rank 0 failed first: timeout",
-        "  => rank 1 stopped first: had not called operation 2",
-        "  => ranks 0, 2 waited in operation 2 (all_gather of 2 tensors, 96 bytes) for up to 60.0 s",
-        "  => the failure began on rank 0: timeout in all_gather",
-        "  => look at rank 1",
+        "communicator 'box' (5eed), 3 ranks, shm",
+        "  rank 0  node0:100  in 2 (all_gather of 2 tensors, 96 bytes) for 60.0 s | timeout in all_gather",
+        f"  rank 1  node1:101  had not called 2 | {NOBODY_KNOWS}",
+        "  rank 2  node2:102  in 2 (all_gather of 2 tensors, 96 bytes) for 59.5 s | rank 0 failed first: timeout",
+        "  => ranks [1] stopped first, at operation 2: late",
     ]
-    ranks = one["ranks"]
-    assert (ranks[0]["at"]["state"], ranks[0]["at"]["seconds"], ranks[0]["host"]) == ("running", 60.0, "node0")
-    assert (ranks[1]["at"]["state"], ranks[1]["at"]["seq"], ranks[1]["finished"]) == ("not called", 2, 1)
 
 
-def test_a_rank_whose_stream_is_held_up(flight):
-    status, text, found = flight(Rank(0, 2).running(GATHER, 30.0), Rank(1, 2, NOBODY_KNOWS).issued(GATHER, 30.0))
-    assert (status, the_one(found)["culprits"]) == (1, [1])
-    assert "had not begun 1 (all_gather of 2 tensors, 96 bytes) for 30.0 s" in text
-    assert "rank 1 stopped first: operation 1 was called, and its stream had not come to it" in text
+DIED = "rank 2 (pid 102) died; needed for all_gather of 2 tensors"
+ROUND = "timeout in collect() of round 7. Not arrived: rank 1 (pid 101, last seen in operation 1)"
+ANSWERS = "timeout in all_gather. Not arrived: rank 1 (last issued 1). Unknown (no answer): rank 2"
+ODD = "rank 3 failed first: odd"
+ALIKE = ("all_gather", 1, 8)
+CALLS = (
+    "ranks called different operations:\n  rank 0: all_gather of 1 tensor, 8 bytes: float32[2]\n"
+    "  rank 1: all_gather of 1 tensor, 8 bytes: int64[1]\n  rank 2: (has not arrived)\n"
+    "  rank 3: all_gather of 1 tensor, 8 bytes: float32[2]"
+)
+# Rings, who stopped first, at which operation, and how.
+CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
+    "its stream is held up": (
+        [Rank(0, 2).running(GATHER, 30.0), Rank(1, 2, NOBODY_KNOWS).issued(GATHER, 30.0)],
+        [1],
+        1,
+        "late",
+    ),
+    # It wrote its ring when it came: it had begun the operation too, but was there for no time.
+    "it came after the failure": (
+        [
+            Rank(0, 3).done(GATHER).running(REDUCE, 2.0),
+            Rank(1, 3, "rank 0 failed first: timeout").done(GATHER).failed(REDUCE, 0.001),
+            Rank(2, 3).done(GATHER).failed(REDUCE, 1.9, ago_s=20.0),
+        ],
+        [1],
+        2,
+        "late",
+    ),
+    # On the local CUDA backend an operation is enqueued by whoever comes last.
+    "one waits before it begins": (
+        [Rank(0, 2, "timeout").done(GATHER).issued(REDUCE, 5.0), Rank(1, 2, NOBODY_KNOWS).done(GATHER)],
+        [1],
+        2,
+        "late",
+    ),
+    # Its device hangs in an operation that is over elsewhere.
+    "it is left behind": (
+        [Rank(0, 2).done(GATHER, GATHER).running(REDUCE, 60.0), Rank(1, 2).done(GATHER).running(GATHER, 60.2)],
+        [1],
+        2,
+        "late",
+    ),
+    # Rank 1 was not there yet either, but that is no reason.
+    "it died": (
+        [
+            Rank(0, 4, DIED).done(GATHER).running(GATHER, 1.0),
+            Rank(1, 4, f"(not noticed yet) rank 0 failed first: {DIED}").done(GATHER),
+            Rank(3, 4, f"rank 0 failed first: {DIED}").done(GATHER).failed(GATHER, 1.0),
+        ],
+        [2],
+        2,
+        "died or left",
+    ),
+    "nobody saw them die": ([Rank(1, 4, "timeout").running(GATHER, 9.0)], [0, 2, 3], 1, "died or left"),
+    "another size": (
+        [
+            Rank(0, 4, ODD).done(GATHER).failed(REDUCE, 0.1),
+            Rank(1, 4, ODD).done(GATHER).failed(REDUCE, 0.1),
+            Rank(2, 4, ODD).done(GATHER).failed(("reduce_scatter", 1, 4100), 0.1),
+            Rank(3, 4, "odd").done(GATHER).failed(REDUCE, 0.1),
+        ],
+        [2],
+        2,
+        "called something else than most",
+    ),
+    "without a majority": (
+        [Rank(0, 2, "x").failed(REDUCE, 0.1), Rank(1, 2, "x").failed(GATHER, 0.1)],
+        [0, 1],
+        1,
+        "called something else than most",
+    ),
+    # The dtype is in the reason alone.
+    "another dtype": (
+        [
+            Rank(0, 4, CALLS).done(GATHER).failed(ALIKE, 0.3),
+            Rank(1, 4, CALLS).done(GATHER).failed(ALIKE, 0.3),
+            Rank(2, 4, f"(not noticed yet) rank 0 failed first: {CALLS}").done(GATHER),
+            Rank(3, 4, CALLS).done(GATHER).failed(ALIKE, 0.3),
+        ],
+        [1],
+        2,
+        "called something else than most",
+    ),
+    # Who aborts is to blame, though another had not begun the operation either.
+    "an abort": (
+        [
+            Rank(0, 3, "aborted by rank 2: no data").done(GATHER).running(GATHER, 0.5),
+            Rank(1, 3, "(not noticed yet) aborted by rank 2: no data").done(GATHER),
+            Rank(2, 3, "aborted by rank 2: no data").done(GATHER),
+        ],
+        [2],
+        2,
+        "aborted",
+    ),
+    "an error of one rank": (
+        [
+            Rank(0, 2, "rank 1 failed first: the sink is full").failed(REDUCE, 1.0),
+            Rank(1, 2, "the sink is full").failed(REDUCE, 1.0),
+        ],
+        [1],
+        1,
+        "failed",
+    ),
+    "it is missing from a round of agreement": (
+        [
+            Rank(0, 3, ROUND).done(GATHER),
+            Rank(1, 3, f"(not noticed yet) rank 0 failed first: {ROUND}").done(GATHER),
+            Rank(2, 3, f"rank 0 failed first: {ROUND}").done(GATHER),
+        ],
+        [1],
+        2,
+        "late",
+    ),
+    "who does not answer is not late": ([Rank(rank, 3, ANSWERS).done(GATHER) for rank in range(3)], [1], 2, "late"),
+    # Together in one operation: nobody is late, whatever clocks say.
+    "all agree": (
+        [
+            Rank(0, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 60.0),
+            Rank(1, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 59.9),
+        ],
+        [],
+        3,
+        "",
+    ),
+    "short times say nothing": (
+        [Rank(0, 2, "timeout").running(REDUCE, 0.05), Rank(1, 2, "timeout").running(REDUCE, 0.001)],
+        [],
+        1,
+        "",
+    ),
+}
 
 
-def test_a_rank_that_came_after_the_failure(flight):
-    """It wrote its ring when it came: it had begun the operation too, but was there for no time."""
-    status, text, found = flight(
-        Rank(0, 3).done(GATHER).running(REDUCE, 2.0),
-        Rank(1, 3, "rank 0 failed first: timeout").done(GATHER).failed(REDUCE, 0.001),
-        Rank(2, 3).done(GATHER).failed(REDUCE, 1.9, ago_s=20.0),
-    )
-    assert (status, the_one(found)["culprits"], the_one(found)["waiting"]) == (1, [1], [0, 2])
-    assert "rank 1 stopped first: came to operation 2 long after the others" in text
-
-
-def test_ranks_on_one_device_wait_before_they_begin(flight):
-    """On the local CUDA backend an operation is enqueued by whoever comes last."""
-    status, text, found = flight(
-        Rank(0, 2, "timeout").done(GATHER).issued(REDUCE, 5.0), Rank(1, 2, NOBODY_KNOWS).done(GATHER)
-    )
-    assert (status, the_one(found)["culprits"]) == (1, [1])
-    assert "rank 0 waited in operation 2 (reduce_scatter of 1 tensor, 4096 bytes) for up to 5.0 s" in text
-
-
-def test_a_rank_that_others_have_left_behind(flight):
-    """Its device hangs in an operation that is over elsewhere."""
-    status, text, found = flight(
-        Rank(0, 2).done(GATHER, GATHER).running(REDUCE, 60.0), Rank(1, 2).done(GATHER).running(GATHER, 60.2)
-    )
-    assert (status, the_one(found)["culprits"], the_one(found)["stopped_at"]) == (1, [1], 2)
-    assert "rank 1 stopped first: in operation 2, which others had finished" in text
-
-
-def test_a_rank_that_died(flight):
-    """What it leaves is nothing. Rank 1 was not there yet either, but that is no reason."""
-    died = "rank 2 (pid 102) died; needed for all_gather of 2 tensors"
-    status, text, found = flight(
-        Rank(0, 4, died).done(GATHER).running(GATHER, 1.0),
-        Rank(1, 4, f"(not noticed yet) rank 0 failed first: {died}").done(GATHER),
-        Rank(3, 4, f"rank 0 failed first: {died}").done(GATHER).failed(GATHER, 1.0),
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_who_stopped_first(flight, case):
+    ranks, culprits, stopped_at, why = CASES[case]
+    status, text, found = flight(*ranks)
     one = the_one(found)
-    assert (status, one["missing"], one["culprits"], one["late"], one["origin"]) == (1, [2], [2], [1], 0)
-    assert "rank 2 wrote nothing: it died or left, say the others" in text
-    assert re.search(r"^  rank 2 +wrote nothing$", text, re.MULTILINE)
-    assert f"the failure began on rank 0: {died}" in text and "look at rank 2" in text
+    assert (one["culprits"], one["stopped_at"], one["why"]) == (culprits, stopped_at, why)
+    assert status == (1 if culprits else 0)
+    assert f"ranks {culprits} stopped first" in text or not culprits
 
 
-def test_ranks_that_nobody_saw_die(flight):
-    status, text, found = flight(Rank(1, 4, "timeout").running(GATHER, 9.0))
-    assert (status, the_one(found)["culprits"]) == (1, [0, 2, 3])
-    assert all(f"rank {rank} wrote nothing: killed?" in text for rank in (0, 2, 3))
-    assert "rank 1 waited in operation 1" in text and "look at ranks 0, 2-3" in text
-
-
-def test_different_operations(flight):
-    status, text, found = flight(
-        Rank(0, 4, "rank 3 failed first: odd").done(GATHER).failed(REDUCE, 0.1),
-        Rank(1, 4, "rank 3 failed first: odd").done(GATHER).failed(REDUCE, 0.1),
-        Rank(2, 4, "rank 3 failed first: odd").done(GATHER).failed(("reduce_scatter", 1, 4100), 0.1),
-        Rank(3, 4, "odd").done(GATHER).failed(REDUCE, 0.1),
-    )
-    one = the_one(found)
-    assert (status, one["culprits"], one["stopped_at"], one["late"]) == (1, [2], 2, [])
-    assert (
-        "operation 2 is not the same on all ranks: reduce_scatter of 1 tensor, 4096 bytes on ranks 0-1, 3; "
-        "reduce_scatter of 1 tensor, 4100 bytes on rank 2"
-    ) in text
-
-
-def test_different_operations_without_a_majority(flight):
-    status, _, found = flight(Rank(0, 2, "x").failed(REDUCE, 0.1), Rank(1, 2, "x").failed(GATHER, 0.1))
-    assert (status, the_one(found)["culprits"]) == (1, [0, 1])
-
-
-def test_different_operations_that_look_alike(flight):
-    """The dtype is in the reason alone."""
-    reason = (
-        "ranks called different operations:\n  rank 0: all_gather of 1 tensor, 8 bytes: float32[2]\n"
-        "  rank 1: all_gather of 1 tensor, 8 bytes: int64[1]\n  rank 2: (has not arrived)\n"
-        "  rank 3: all_gather of 1 tensor, 8 bytes: float32[2]"
-    )
-    alike = ("all_gather", 1, 8)
-    status, text, found = flight(
-        Rank(0, 4, reason).done(GATHER).failed(alike, 0.3),
-        Rank(1, 4, reason).done(GATHER).failed(alike, 0.3),
-        Rank(2, 4, f"(not noticed yet) rank 0 failed first: {reason}").done(GATHER),
-        Rank(3, 4, reason).done(GATHER).failed(alike, 0.3),
-    )
-    one = the_one(found)
-    assert (status, one["culprits"], one["stopped_at"]) == (1, [1], 2)
-    assert {tuple(call["ranks"]) for call in one["mismatch"]} == {(0, 3), (1,)}
-    assert "\n     " in text and "int64[1] on rank 1" in text
-
-
-def test_an_abort(flight):
-    """Who aborts is to blame, though another had not begun the operation either."""
-    status, text, found = flight(
-        Rank(0, 3, "aborted by rank 2: no data").done(GATHER).running(GATHER, 0.5),
-        Rank(1, 3, "(not noticed yet) aborted by rank 2: no data").done(GATHER),
-        Rank(2, 3, "aborted by rank 2: no data").done(GATHER),
-    )
-    assert (status, the_one(found)["culprits"], the_one(found)["origin"]) == (1, [2], 2)
-    assert "the failure began on rank 2: aborted by rank 2: no data" in text
-
-
-def test_an_error_of_one_rank(flight):
-    status, _, found = flight(
-        Rank(0, 2, "rank 1 failed first: the sink is full").failed(REDUCE, 1.0),
-        Rank(1, 2, "the sink is full").failed(REDUCE, 1.0),
-    )
-    assert (status, the_one(found)["culprits"]) == (1, [1])
-
-
-def test_a_rank_that_is_missing_from_a_round_of_agreement(flight):
-    reason = "timeout in collect() of round 7. Not arrived: rank 1 (pid 101, last seen in operation 1)"
-    status, text, found = flight(
-        Rank(0, 3, reason).done(GATHER),
-        Rank(1, 3, f"(not noticed yet) rank 0 failed first: {reason}").done(GATHER),
-        Rank(2, 3, f"rank 0 failed first: {reason}").done(GATHER),
-    )
-    assert (status, the_one(found)["culprits"]) == (1, [1])
-    assert "rank 1 stopped first: behind operation 1, and not in a later operation: the others name it" in text
-
-
-def test_a_rank_that_does_not_answer_is_not_named_as_late(flight):
-    reason = "timeout in all_gather. Not arrived: rank 1 (last issued 1). Unknown (no answer): rank 2"
-    told = [Rank(rank, 3, reason).done(GATHER) for rank in range(3)]
-    assert the_one(flight(*told)[2])["late"] == [1]
-
-
-def test_ranks_that_agree(flight):
-    """Together in one operation: nobody is late, whatever clocks say."""
-    status, text, found = flight(
-        Rank(0, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 60.0),
-        Rank(1, 2, "timeout").done(GATHER).captured(GATHER).running(REDUCE, 59.9),
-    )
-    one = the_one(found)
-    assert (status, one["culprits"], one["late"], one["waiting"], one["stopped_at"]) == (0, [], [], [0, 1], 3)
-    assert "ranks 0-1 were in operation 3 (reduce_scatter of 1 tensor, 4096 bytes) for up to 60.0 s" in text
-    assert text.rstrip().endswith("look at nobody")
-
-
-def test_short_times_say_nothing(flight):
-    status, _, _ = flight(Rank(0, 2, "timeout").running(REDUCE, 0.05), Rank(1, 2, "timeout").running(REDUCE, 0.001))
-    assert status == 0
+def test_calls_that_differ_are_shown(flight):
+    _, text, found = flight(*CASES["another dtype"][0])
+    assert sorted(the_one(found)["mismatch"].values()) == [[0, 3], [1]]
+    assert "=> all_gather of 1 tensor, 8 bytes: int64[1]: ranks [1]" in text
 
 
 def test_several_communicators(flight):
@@ -281,12 +272,12 @@ def test_several_communicators(flight):
     assert headings == [
         "communicator 'a' (beef), 3 ranks, shm",
         "communicator 'a' (cafe), 1 ranks, shm",
-        "communicator 'b/c', 2 ranks, shm",
+        "communicator 'b/c' (5eed), 2 ranks, shm",
     ]
 
 
 def test_communicators_of_one_name(flight, tmp_path):
-    """Two rows of a grid, say. Their ranks have nothing to do with each other, nor has an unreadable file of one with the
+    """Two shard groups, say. Their ranks have nothing to do with each other, nor has an unreadable file of one with the
     other; the last to be written comes last.
     """
     (tmp_path / "row-b0-rank2.json").write_text("{")
@@ -299,7 +290,7 @@ def test_communicators_of_one_name(flight, tmp_path):
     first, second = found["communicators"]
     assert status == 1 and (first["id"], second["id"]) == ("a0", "b0")
     assert (first["culprits"], first["missing"]) == ([2], [2])
-    assert (second["culprits"], second["missing"], second["mismatch"]) == ([], [], [])
+    assert (second["culprits"], second["missing"], second["mismatch"]) == ([], [], {})
 
 
 @pytest.mark.parametrize(
@@ -313,7 +304,7 @@ def test_a_broken_file(flight, tmp_path, content):
     status, text, found = flight(Rank(0, 2, "timeout").done(GATHER))
     assert (status, list(found["broken"])) == (1, ["box-5eed-rank1.json"])
     assert "box-5eed-rank1.json cannot be read: " in text
-    assert re.search(r"^  rank 1 +cannot be read$", text, re.MULTILINE)
+    assert re.search(r"^  rank 1  cannot be read$", text, re.MULTILINE)
     assert the_one(found)["missing"] == []
 
 
@@ -321,7 +312,6 @@ def test_long_reasons_keep_to_a_line(flight):
     _, text, _ = flight(Rank(0, 2, "x" * 500 + "\nmore").done(GATHER), Rank(1, 2, "y").done(GATHER))
     lines = text.splitlines()
     assert len(lines[1]) < 200 and lines[1].endswith("xxx...")
-    assert any("x" * 500 in line for line in lines) and "     more" in lines
 
 
 def test_directories_without_rings(tmp_path, capsys):

@@ -55,12 +55,11 @@ def test_a_rank_that_sleeps(tmp_path, capsys, comes):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)
     ]
-    assert (one["culprits"], one["late"], one["waiting"], one["missing"]) == ([1], [1], [0, 2], [])
-    assert one["stopped_at"] == 2 and one["origin"] in (0, 2)
-    assert "look at rank 1" in text and "waited in operation 2 (reduce_scatter of 1 tensor, 96 bytes)" in text
+    assert (one["culprits"], one["late"], one["missing"], one["stopped_at"]) == ([1], [1], [], 2)
+    assert "ranks [1] stopped first, at operation 2: late" in text
+    assert "in 2 (reduce_scatter of 1 tensor, 96 bytes) for" in text
     if not comes:
-        assert "rank 1 stopped first: had not called operation 2" in text
-        assert "not noticed yet" in one["ranks"][1]["reason"]
+        assert "had not called 2 | (not noticed yet)" in text
 
 
 def killed(rank: int, size: int) -> None:
@@ -79,11 +78,11 @@ def test_a_rank_that_is_killed(tmp_path, capsys):
         pool.run(killed, expect_dead=[2])
     one, text = verdict_of(tmp_path, capsys)
     assert (one["culprits"], one["missing"], one["stopped_at"]) == ([2], [2], 2)
-    assert "rank 2 wrote nothing: it died or left, say the others" in text
+    assert "ranks [2] stopped first, at operation 2: died or left" in text
 
 
 def rows(rank: int, size: int, backend: str) -> None:
-    """Two rows of a grid, whose communicators have one name; then they do so again; then each rank has one alone."""
+    """Two shard groups, whose communicators have one name; then they do so again; then each rank has one alone."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for _ in range(2):
         with Communicator(groups[rank // 2], backend=backend, name="row", timeout_s=30) as comm:
@@ -110,7 +109,7 @@ def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys, ba
     assert sorted(one["culprits"] for one in shared) == [[0], [0], [1], [1]] and not any(
         one["missing"] for one in shared
     )
-    pids = [tuple(rank["pid"] for rank in one["ranks"]) for one in shared]
+    pids = [tuple(ring["place"] for ring in one["rings"].values()) for one in shared]
     assert sorted(Counter(pids).values()) == [2, 2] and len({pid for row in pids for pid in row}) == 4
 
 
