@@ -39,27 +39,12 @@ T* device_array(py::handle tensor, DType dtype, DeviceId device, int64_t numel, 
   return static_cast<T*>(values.data);
 }
 
-// What a step gets beside its rows, as keyword arguments of begin() and adam_step_cuda().
-struct AdamCudaArguments {
-  py::object steps;    // int64 [params], on the device
-  py::object used;     // bytes, one for each parameter; None: all
-  py::object factors;  // float64 [params], on the device; None: 1
-  py::object noop;     // float32 [1], on the device; None
-  py::object lr;       // a list of None or float32 [1] on the device, one for each group; None
-  double average = 1.0;
-  bool decoupled = true;
-  bool maximize = false;
-  bool stochastic = true;
-  bool stochastic_param = false;
-  uint64_t seed = 0;
-};
-
-// The same as the kernels' host side takes it; `lr` owns what the step's span shows.
+// AdamArguments as the kernels' host side takes them; `lr` owns what the step's span shows.
 struct AdamCudaStepHolder {
   AdamCudaStep step;
   std::vector<const float*> lr;
 
-  AdamCudaStepHolder(const AdamCudaArguments& from, const std::vector<AdamGroup>& groups, DeviceId device) {
+  AdamCudaStepHolder(const AdamArguments& from, const std::vector<AdamGroup>& groups, DeviceId device) {
     const dlpack::Described steps = dlpack::describe_on_any_device(from.steps, {"steps", 0});
     step.param_count = steps.numel;
     step.steps = device_array<int64_t>(from.steps, DType::kInt64, device, -1, "steps");
@@ -77,11 +62,7 @@ struct AdamCudaStepHolder {
       step.lr = lr;
     }
     step.average = from.average;
-    step.decoupled = from.decoupled;
-    step.maximize = from.maximize;
-    step.stochastic = from.stochastic;
-    step.stochastic_param = from.stochastic_param;
-    step.seed = from.seed;
+    from.fill(step);
   }
 };
 
@@ -89,7 +70,7 @@ class PyAdamCudaTable : public PyAdamRows<AdamCudaTable> {
  public:
   explicit PyAdamCudaTable(int device) : PyAdamRows(CudaDevice::at(device).id(), CudaDevice::at(device)) {}
 
-  void begin(const std::vector<AdamGroup>& groups, const AdamCudaArguments& arguments) {
+  void begin(const std::vector<AdamGroup>& groups, const AdamArguments& arguments) {
     const AdamCudaStepHolder holder(arguments, groups, device_);
     const StreamRef stream = current_stream(device_);
     py::gil_scoped_release unlocked;
@@ -104,8 +85,9 @@ class PyAdamCudaTable : public PyAdamRows<AdamCudaTable> {
 
 // One step over lists of tensors on `device`, in the caller's current stream. Everything is checked before anything is
 // enqueued. Entry i takes the steps and the factor i; its random bits are those of parameter param_ids[i], or i.
-inline void adam_step_cuda(int device, const AdamLists& lists, const std::optional<std::vector<uint32_t>>& param_ids,
-                           const AdamGroup& group, const AdamCudaArguments& arguments) {
+inline void adam_step_cuda(int device, const py::sequence& tensors, const AdamGroup& group,
+                           const std::optional<std::vector<uint32_t>>& param_ids, const AdamArguments& arguments) {
+  const AdamLists lists(tensors);
   const DeviceId id{DeviceId::Kind::kCuda, device};
   BW_EXPECTS(
       !param_ids || param_ids->size() == lists.count(),
@@ -135,43 +117,12 @@ inline void adam_step_cuda(int device, const AdamLists& lists, const std::option
 }
 
 inline void bind_adam_cuda(py::module_& m) {
-  py::class_<AdamCudaArguments>(m, "AdamCudaArguments")
-      .def(py::init([](py::object steps, py::object used, py::object factors, py::object noop, py::object lr,
-                       double average, bool decoupled, bool maximize, bool stochastic, bool stochastic_param,
-                       uint64_t seed) {
-             return AdamCudaArguments{
-                 std::move(steps), std::move(used), std::move(factors), std::move(noop),  std::move(lr), average,
-                 decoupled,        maximize,        stochastic,         stochastic_param, seed};
-           }),
-           py::arg("steps"), py::kw_only(), py::arg("used") = py::none(), py::arg("factors") = py::none(),
-           py::arg("noop") = py::none(), py::arg("lr") = py::none(), py::arg("average") = 1.0,
-           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
-           py::arg("stochastic_param") = false, py::arg("seed") = 0);
-  py::class_<PyAdamCudaTable>(m, "AdamCudaTable")
+  bind_adam_rows<PyAdamCudaTable>(m, "AdamCudaTable")
       .def(py::init<int>(), py::arg("device"))
-      .def("add", &PyAdamCudaTable::add, py::arg("p"), py::arg("g").none(true), py::arg("m"), py::arg("v"),
-           py::arg("master").none(true), py::arg("group"), py::kw_only(), py::arg("max_exp_avg_sq") = py::none(),
-           py::arg("remainder") = py::none(), py::arg("param") = 0, py::arg("param_begin") = 0)
-      .def("set_grads", &PyAdamCudaTable::set_grads, py::arg("grads"), py::arg("first_row") = 0)
-      .def("clear_grads", &PyAdamCudaTable::clear_grads)
       .def("begin", &PyAdamCudaTable::begin, py::arg("groups"), py::arg("arguments"))
-      .def("step", &PyAdamCudaTable::step, py::arg("first_row") = 0, py::arg("last_row") = -1)
-      .def_property_readonly("rows", &PyAdamCudaTable::rows)
-      .def_property_readonly("numel", &PyAdamCudaTable::numel);
-  m.def(
-      "adam_step_cuda",
-      [](int device, py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
-         std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
-         std::optional<py::sequence> remainders, const std::optional<std::vector<uint32_t>>& param_ids,
-         const AdamGroup& group, const AdamCudaArguments& arguments) {
-        adam_step_cuda(device,
-                       {std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
-                        std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
-                       param_ids, group, arguments);
-      },
-      py::arg("device"), py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
-      py::arg("max_exp_avg_sqs").none(true), py::arg("master_params").none(true), py::arg("remainders").none(true),
-      py::arg("param_ids").none(true), py::arg("group"), py::arg("arguments"));
+      .def("step", &PyAdamCudaTable::step, py::arg("first_row") = 0, py::arg("last_row") = -1);
+  m.def("adam_step_cuda", &adam_step_cuda, py::arg("device"), py::arg("tensors"), py::arg("group"),
+        py::arg("param_ids").none(true), py::arg("arguments"));
 }
 
 }  // namespace bucketwheel

@@ -41,23 +41,21 @@ class PyAdamTable : public PyAdamRows<AdamTable> {
  public:
   PyAdamTable() : PyAdamRows(DeviceId{}) {}
 
-  void step(const std::vector<AdamGroup>& groups, py::handle steps, py::handle used, py::handle gscale,
-            int64_t first_row, int64_t last_row, bool decoupled, bool maximize, bool stochastic, bool stochastic_param,
-            uint64_t seed, py::handle noop) {
+  void step(const std::vector<AdamGroup>& groups, const AdamArguments& arguments, int64_t first_row, int64_t last_row) {
     AdamStep step;
+    arguments.fill(step);
     step.groups = groups;
-    step.steps = span_of<int64_t>(steps, DType::kInt64, "steps");
-    step.used = span_of<uint8_t>(used, DType::kUInt8, "used");
-    step.gscale = span_of<double>(gscale, DType::kFloat64, "gscale");
+    step.steps = span_of<int64_t>(arguments.steps, DType::kInt64, "steps");
+    step.used = span_of<uint8_t>(arguments.used, DType::kUInt8, "used");
+    step.gscale = span_of<double>(arguments.factors, DType::kFloat64, "factors");
+    BW_EXPECTS(step.gscale.empty() || arguments.average == 1.0, "average is part of the factors of rows");
+    if (step.gscale.empty()) {
+      step.gscale = {&arguments.average, 1};
+    }
     step.first_row = first_row;
     step.last_row = last_row < 0 ? table_.rows() : last_row;
-    step.decoupled = decoupled;
-    step.maximize = maximize;
-    step.stochastic = stochastic;
-    step.stochastic_param = stochastic_param;
-    step.seed = seed;
-    if (!noop.is_none()) {
-      const std::span<const float> flag = span_of<float>(noop, DType::kFloat32, "noop");
+    if (!arguments.noop.is_none()) {
+      const std::span<const float> flag = span_of<float>(arguments.noop, DType::kFloat32, "noop");
       BW_EXPECTS(flag.size() == 1, "noop has " + std::to_string(flag.size()) + " elements, expected one");
       step.noop = flag.data();
     }
@@ -107,65 +105,12 @@ class StepCount {
   dlpack::Described tensor_;
 };
 
-// The lists of one call, by index; a list that is None stands for Nones.
-class AdamLists {
- public:
-  AdamLists(py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
-            std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
-            std::optional<py::sequence> remainders)
-      : count_(py::len(params)),
-        lists_{{{"params", std::move(params)},
-                {"grads", std::move(grads)},
-                {"exp_avgs", std::move(exp_avgs)},
-                {"exp_avg_sqs", std::move(exp_avg_sqs)},
-                {"max_exp_avg_sqs", std::move(max_exp_avg_sqs)},
-                {"master_params", std::move(master_params)},
-                {"remainders", std::move(remainders)}}} {
-    for (const List& list : lists_) {
-      if (list.tensors) {
-        expect_count(*list.tensors, list.name);
-      }
-    }
-  }
-
-  size_t count() const { return count_; }
-  void expect_count(const py::sequence& list, const char* name) const {
-    BW_EXPECTS(py::len(list) == count_, std::string(name) + " has " + std::to_string(py::len(list)) +
-                                            " tensors, params has " + std::to_string(count_));
-  }
-
-  // The tensors of one index, checked, as a row.
-  AdamRow row(size_t i, DeviceId device, uint32_t param) const {
-    const auto index = static_cast<int64_t>(i);
-    py::object items[7];
-    for (size_t k = 0; k < 7; ++k) {
-      const std::optional<py::sequence>& tensors = lists_[k].tensors;
-      items[k] = tensors ? py::object((*tensors)[i]) : py::none();
-    }
-    const auto& [p, g, m, v, vmax, master, remainder] = items;
-    const AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);
-    dlpack::expect_device(tensors.p, device, {"params", index});
-    const dlpack::Described grad = tensors.grad(g, index);
-    tensors.expect_disjoint(grad, index);
-    AdamRow row = tensors.row(0, param, 0);
-    row.g = grad.data;
-    row.g_dtype = grad.dtype;
-    return row;
-  }
-
- private:
-  struct List {
-    const char* name;
-    std::optional<py::sequence> tensors;
-  };
-  size_t count_;
-  std::array<List, 7> lists_;
-};
-
-// One step over lists of tensors. Everything is checked before anything changes. `steps` is one int or a list; `step`
-// comes with what is the same for every tensor.
-inline void adam_step(const AdamLists& lists, const py::object& steps, const AdamGroup& group, double grad_scale,
-                      const std::optional<std::vector<uint32_t>>& param_ids, bool noop, AdamStep step) {
+// One step over lists of tensors. Everything is checked before anything changes.
+inline void adam_step(const py::sequence& tensors, const AdamGroup& group,
+                      const std::optional<std::vector<uint32_t>>& param_ids, bool noop,
+                      const AdamArguments& arguments) {
+  const AdamLists lists(tensors);
+  const py::object& steps = arguments.steps;
   const size_t count = lists.count();
   const bool one_step = py::isinstance<py::int_>(steps);
   const py::sequence step_list = one_step ? py::sequence(py::list()) : steps.cast<py::sequence>();
@@ -187,9 +132,11 @@ inline void adam_step(const AdamLists& lists, const py::object& steps, const Ada
   }
   {
     py::gil_scoped_release unlocked;
+    AdamStep step;
+    arguments.fill(step);
     step.groups = {&group, 1};
     step.steps = numbers;
-    step.gscale = {&grad_scale, 1};
+    step.gscale = {&arguments.average, 1};
     step.last_row = table.rows();
     table.step(step);
   }
@@ -217,35 +164,27 @@ inline void bind_adam(py::module_& m) {
       .def_readwrite("beta2", &AdamGroup::beta2)
       .def_readwrite("eps", &AdamGroup::eps)
       .def_readwrite("weight_decay", &AdamGroup::weight_decay);
-  py::class_<PyAdamTable>(m, "AdamTable")
-      .def(py::init<>())
-      .def("add", &PyAdamTable::add, py::arg("p"), py::arg("g").none(true), py::arg("m"), py::arg("v"),
-           py::arg("master").none(true), py::arg("group"), py::kw_only(), py::arg("max_exp_avg_sq") = py::none(),
-           py::arg("remainder") = py::none(), py::arg("param") = 0, py::arg("param_begin") = 0)
-      .def("set_grads", &PyAdamTable::set_grads, py::arg("grads"), py::arg("first_row") = 0)
-      .def("clear_grads", &PyAdamTable::clear_grads)
-      .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("steps"), py::arg("used") = py::none(),
-           py::arg("gscale") = py::none(), py::arg("first_row") = 0, py::arg("last_row") = -1,
+  py::class_<AdamFlags>(m, "AdamFlags")
+      .def(py::init([](bool decoupled, bool maximize, bool stochastic, bool stochastic_param) {
+             return AdamFlags{decoupled, maximize, stochastic, stochastic_param};
+           }),
            py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
-           py::arg("stochastic_param") = false, py::arg("seed") = 0, py::arg("noop") = py::none())
-      .def_property_readonly("rows", &PyAdamTable::rows)
-      .def_property_readonly("numel", &PyAdamTable::numel);
-  m.def("adam_step", [](py::sequence params, py::sequence grads, py::sequence exp_avgs, py::sequence exp_avg_sqs,
-                        std::optional<py::sequence> max_exp_avg_sqs, std::optional<py::sequence> master_params,
-                        std::optional<py::sequence> remainders, const py::object& steps, double lr, double beta1,
-                        double beta2, double eps, double weight_decay, double grad_scale, bool noop,
-                        const std::optional<std::vector<uint32_t>>& param_ids, bool decoupled, bool maximize,
-                        bool stochastic, bool stochastic_param, uint64_t seed) {
-    AdamStep step;
-    step.decoupled = decoupled;
-    step.maximize = maximize;
-    step.stochastic = stochastic;
-    step.stochastic_param = stochastic_param;
-    step.seed = seed;
-    adam_step({std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs),
-               std::move(max_exp_avg_sqs), std::move(master_params), std::move(remainders)},
-              steps, {lr, beta1, beta2, eps, weight_decay}, grad_scale, param_ids, noop, step);
-  });  // by position: names take longer than a small step
+           py::arg("stochastic_param") = false);
+  py::class_<AdamArguments>(m, "AdamArguments")
+      .def(py::init([](py::object steps, double average, uint64_t seed, const AdamFlags& flags, py::object used,
+                       py::object factors, py::object noop, py::object lr) {
+             return AdamArguments{std::move(steps),   average,         seed,         flags, std::move(used),
+                                  std::move(factors), std::move(noop), std::move(lr)};
+           }),
+           py::arg("steps"), py::arg("average") = 1.0, py::arg("seed") = 0, py::arg("flags") = AdamFlags(),
+           py::kw_only(), py::arg("used") = py::none(), py::arg("factors") = py::none(), py::arg("noop") = py::none(),
+           py::arg("lr") = py::none());
+  bind_adam_rows<PyAdamTable>(m, "AdamTable")
+      .def(py::init<>())
+      .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("arguments"), py::arg("first_row") = 0,
+           py::arg("last_row") = -1);
+  m.def("adam_step", &adam_step, py::arg("tensors"), py::arg("group"), py::arg("param_ids").none(true), py::arg("noop"),
+        py::arg("arguments"));
 }
 
 }  // namespace bucketwheel

@@ -1,4 +1,4 @@
-// Bindings of the tables of Adam rows: what those of every device share.
+// Bindings of Adam: what those of every device share. The arguments of a step, lists of tensors, and tables of rows.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,6 +15,80 @@
 namespace bucketwheel {
 
 namespace py = pybind11;
+
+struct AdamFlags {
+  bool decoupled = true;
+  bool maximize = false;
+  bool stochastic = true;
+  bool stochastic_param = false;
+};
+
+// What a step gets beside its rows and groups. On the CPU arrays are host tensors by row; on CUDA they lie on the device,
+// by parameter.
+struct AdamArguments {
+  py::object steps;      // int64; of adam_step() on the CPU an int or a list
+  double average = 1.0;  // factor of every gradient
+  uint64_t seed = 0;
+  AdamFlags flags;
+  py::object used;     // uint8; on CUDA bytes. None: all
+  py::object factors;  // float64; None: 1. On the CPU they stand for `average`, which is 1 then
+  py::object noop;     // float32 [1]; None
+  py::object lr;       // CUDA: a list of None or float32 [1] on the device, one for each group; None
+
+  template <class Step>
+  void fill(Step& step) const {
+    step.decoupled = flags.decoupled;
+    step.maximize = flags.maximize;
+    step.stochastic = flags.stochastic;
+    step.stochastic_param = flags.stochastic_param;
+    step.seed = seed;
+  }
+};
+
+// The lists of one call: params, grads and so on, by index. A list that is None stands for Nones.
+class AdamLists {
+ public:
+  explicit AdamLists(const py::sequence& lists) {
+    BW_EXPECTS(py::len(lists) == kLists, std::to_string(py::len(lists)) + " lists of tensors, expected 7");
+    for (size_t k = 0; k < kLists; ++k) {
+      const py::object list = lists[k];
+      if (!list.is_none()) {
+        lists_[k] = list.cast<py::sequence>();
+        expect_count(*lists_[k], kNames[k]);
+      }
+    }
+  }
+
+  size_t count() const { return py::len(*lists_[0]); }
+  void expect_count(const py::sequence& list, const char* name) const {
+    BW_EXPECTS(py::len(list) == count(), std::string(name) + " has " + std::to_string(py::len(list)) +
+                                             " tensors, params has " + std::to_string(count()));
+  }
+
+  // The tensors of one index, checked, as a row.
+  AdamRow row(size_t i, DeviceId device, uint32_t param) const {
+    const auto index = static_cast<int64_t>(i);
+    py::object items[kLists];
+    for (size_t k = 0; k < kLists; ++k) {
+      items[k] = lists_[k] ? py::object((*lists_[k])[i]) : py::none();
+    }
+    const auto& [p, g, m, v, vmax, master, remainder] = items;
+    const AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);
+    dlpack::expect_device(tensors.p, device, {"params", index});
+    const dlpack::Described grad = tensors.grad(g, index);
+    tensors.expect_disjoint(grad, index);
+    AdamRow row = tensors.row(0, param, 0);
+    row.g = grad.data;
+    row.g_dtype = grad.dtype;
+    return row;
+  }
+
+ private:
+  static constexpr size_t kLists = 7;
+  static constexpr const char* kNames[kLists] = {"params",          "grads",         "exp_avgs",  "exp_avg_sqs",
+                                                 "max_exp_avg_sqs", "master_params", "remainders"};
+  std::optional<py::sequence> lists_[kLists];
+};
 
 // A Table (AdamTable, AdamCudaTable) with the tensors of its rows, which it keeps alive.
 template <class Table>
@@ -98,5 +172,18 @@ class PyAdamRows {
   std::vector<Owners> owners_;
   std::vector<py::object> grads_;
 };
+
+// What tables of every device have.
+template <class Table>
+py::class_<Table> bind_adam_rows(py::module_& m, const char* name) {
+  return py::class_<Table>(m, name)
+      .def("add", &Table::add, py::arg("p"), py::arg("g").none(true), py::arg("m"), py::arg("v"),
+           py::arg("master").none(true), py::arg("group"), py::kw_only(), py::arg("max_exp_avg_sq") = py::none(),
+           py::arg("remainder") = py::none(), py::arg("param") = 0, py::arg("param_begin") = 0)
+      .def("set_grads", &Table::set_grads, py::arg("grads"), py::arg("first_row") = 0)
+      .def("clear_grads", &Table::clear_grads)
+      .def_property_readonly("rows", &Table::rows)
+      .def_property_readonly("numel", &Table::numel);
+}
 
 }  // namespace bucketwheel

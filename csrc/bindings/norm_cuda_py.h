@@ -164,8 +164,8 @@ inline void bind_norm_cuda(py::module_& m) {
         py::arg("rows_of"), py::arg("held").none(true), py::arg("param_sums"));
   m.def("rank_sums_cuda", &rank_sums_cuda, py::arg("device"), py::arg("by_rank"), py::arg("sums"));
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
-        py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::arg("norm"),
-        py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);
+        py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::kw_only(),
+        py::arg("norm"), py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);
   py::class_<PyShardAccumulatorCuda, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&, py::handle>(), py::arg("shard"),
            py::arg("segments"), py::arg("sums"))

@@ -98,14 +98,12 @@ def table_of(rows: list[tuple[Row, int, int]]) -> Any:
 def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) -> None:
     table_of(rows).step(
         [core.AdamGroup(args.lr, args.beta1, args.beta2, args.eps, args.weight_decay)],
-        torch.full((len(rows),), args.step),
-        None,
-        torch.tensor([args.grad_scale], dtype=F64),
-        decoupled=args.decoupled,
-        maximize=args.maximize,
-        stochastic=rounding.stochastic,
-        stochastic_param=rounding.stochastic_param,
-        seed=rounding.seed,
+        core.AdamArguments(
+            torch.full((len(rows),), args.step),
+            args.grad_scale,
+            rounding.seed,
+            core.AdamFlags(args.decoupled, args.maximize, rounding.stochastic, rounding.stochastic_param),
+        ),
     )
 
 

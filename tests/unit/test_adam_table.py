@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,20 @@ def table_of(rows: list[list[torch.Tensor]], groups: list[int] | None = None):
     for index, (p, g, m, v) in enumerate(rows):
         assert table.add(p, g, m, v, None, groups[index] if groups else 0) == index
     return table
+
+
+def step_of(
+    table: Any,
+    groups: list[Any],
+    steps: torch.Tensor,
+    used: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    first_row: int = 0,
+    last_row: int = -1,
+    noop: torch.Tensor | None = None,
+) -> None:
+    arguments = core.AdamArguments(steps, used=used, factors=factors, noop=noop)
+    table.step(groups, arguments, first_row, last_row)
 
 
 def clone(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -80,7 +95,7 @@ def test_a_table_steps_every_row_as_if_alone(sizes: list[int], threads: int) -> 
     try:
         table = table_of(rows)
         assert (table.rows, table.numel) == (len(sizes), sum(sizes))
-        table.step([group()], numbers(rows))
+        step_of(table, [group()], numbers(rows))
     finally:
         core.set_num_threads(1)
     assert_equal(rows, expected)
@@ -101,7 +116,7 @@ def test_each_row_has_its_own_step_use_factor_and_group() -> None:
     rows[2][1].fill_(float("nan"))  # an unused row is not even looked at
     expected[2][1].fill_(float("nan"))
     table = table_of(rows, groups)
-    table.step([group(**h) for h in hyper], torch.tensor(steps), used, torch.tensor(factors, dtype=torch.float64))
+    step_of(table, [group(**h) for h in hyper], torch.tensor(steps), used, torch.tensor(factors, dtype=torch.float64))
     assert_equal(rows, expected)
 
 
@@ -111,7 +126,7 @@ def test_row_ranges_together_are_one_step() -> None:
     table = table_of(rows)
     for first, last in itertools.pairwise([0, 2, 2, 3, 5, 6]):
         before = clone(rows)
-        table.step([group()], numbers(rows, 3), None, None, first, last)
+        step_of(table, [group()], numbers(rows, 3), None, None, first, last)
         outside = [*range(first), *range(last, len(rows))]
         assert_equal([rows[i] for i in outside], [before[i] for i in outside])
     assert_equal(rows, expected)
@@ -130,15 +145,15 @@ def test_noop_changes_nothing(flag: float) -> None:
     before = clone(rows)
     count = torch.tensor(4.0)
     table = table_of(rows)
-    table.step([group()], numbers(rows), noop=torch.tensor(flag))
+    step_of(table, [group()], numbers(rows), noop=torch.tensor(flag))
     ops.adam_step(*zip(*rows, strict=True), [count, count], lr=LR, noop=torch.tensor([flag]))
     assert_equal(rows, before)
     assert count == 4.0
     assert rows[0][0]._version == before[0][0]._version
-    table.step([group()], numbers(rows), noop=torch.tensor(0.0))
+    step_of(table, [group()], numbers(rows), noop=torch.tensor(0.0))
     assert not torch.equal(rows[1][0], before[1][0])
     with pytest.raises(ValueError, match="noop has 2 elements"):
-        table.step([group()], numbers(rows), noop=torch.zeros(2))
+        step_of(table, [group()], numbers(rows), noop=torch.zeros(2))
 
 
 def test_noop_of_a_bool_tensor() -> None:
@@ -184,20 +199,20 @@ def test_gradients_can_be_exchanged() -> None:
     for p, _, m, v in rows:
         table.add(p, None, m, v, None, 0)
     with pytest.raises(ValueError, match="row 0 has no gradient"):
-        table.step([group()], numbers(rows))
+        step_of(table, [group()], numbers(rows))
     table.set_grads([row[1] for row in fresh[:2]])
     table.set_grads([fresh[2][1]], 2)
-    table.step([group()], numbers(rows))
+    step_of(table, [group()], numbers(rows))
     assert_equal(fresh, expected)
     # None for a row that is not used; a bad one changes none of them.
     with pytest.raises(ValueError, match=r"grads\[2\] has shape \[49\], params\[2\] has \[50\]"):
         table.set_grads([None, None, torch.zeros(49)])
     before = clone(fresh)
-    table.step([group()], numbers(rows, 2))
+    step_of(table, [group()], numbers(rows, 2))
     assert not torch.equal(fresh[0][0], before[0][0])
     table.clear_grads()
     with pytest.raises(ValueError, match="row 0 has no gradient"):
-        table.step([group()], numbers(rows, 2))
+        step_of(table, [group()], numbers(rows, 2))
 
 
 def test_a_table_keeps_its_tensors_alive() -> None:
@@ -205,7 +220,7 @@ def test_a_table_keeps_its_tensors_alive() -> None:
     p = torch.ones(1 << 20)
     table.add(p, torch.ones(1 << 20), torch.zeros(1 << 20), torch.zeros(1 << 20), None, 0)
     others = [torch.full((1 << 20,), 5.0) for _ in range(3)]  # would take over the memory of anything freed
-    table.step([group(weight_decay=0.0)], numbers([0]))
+    step_of(table, [group(weight_decay=0.0)], numbers([0]))
     torch.testing.assert_close(p, torch.full_like(p, 1 - LR))
     assert all(torch.equal(x, torch.full_like(x, 5.0)) for x in others)
 
@@ -216,20 +231,20 @@ def test_step_refuses_what_does_not_fit_the_table() -> None:
     table = table_of(rows, [0, 1])
     two = [group(), group()]
     for message, call in {
-        "steps has 1 entries for 2 rows": lambda: table.step(two, numbers([0])),
-        "used has 1 entries for 2 rows": lambda: table.step(two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
-        "gscale has 3 entries for 2 rows": lambda: table.step(
-            two, numbers(rows), None, torch.ones(3, dtype=torch.float64)
+        "steps has 1 entries for 2 rows": lambda: step_of(table, two, numbers([0])),
+        "used has 1 entries for 2 rows": lambda: step_of(table, two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
+        "gscale has 3 entries for 2 rows": lambda: step_of(
+            table, two, numbers(rows), None, torch.ones(3, dtype=torch.float64)
         ),
-        "row 1 is of group 1 of 1": lambda: table.step([group()], numbers(rows)),
-        "row 0 takes step 0": lambda: table.step(two, numbers(rows, 0)),
-        r"rows \[1, 3\) of 2": lambda: table.step(two, numbers(rows), None, None, 1, 3),
-        r"rows \[2, 1\) of 2": lambda: table.step(two, numbers(rows), None, None, 2, 1),
+        "row 1 is of group 1 of 1": lambda: step_of(table, [group()], numbers(rows)),
+        "row 0 takes step 0": lambda: step_of(table, two, numbers(rows, 0)),
+        r"rows \[1, 3\) of 2": lambda: step_of(table, two, numbers(rows), None, None, 1, 3),
+        r"rows \[2, 1\) of 2": lambda: step_of(table, two, numbers(rows), None, None, 2, 1),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(TypeError, match="steps is float32, expected int64"):
-        table.step(two, torch.ones(2))
+        step_of(table, two, torch.ones(2))
     assert_equal(rows, before)
 
 

@@ -175,7 +175,17 @@ class GradFactors:
         else:
             self._move_known()
         chosen = self._uploads.mask("chosen", len(self._states), indices)
-        core.clip_cuda(self._device, sums, self._entries, chosen, average, max_norm, norm, param_norms, resets)
+        core.clip_cuda(
+            self._device,
+            sums,
+            self._entries,
+            chosen,
+            average,
+            max_norm,
+            norm=norm,
+            param_norms=param_norms,
+            resets=resets,
+        )
         if max_norm is not None:
             self._note_scaled(indices)
 
@@ -249,10 +259,11 @@ class AdamRows:
         self.steps = steps
         self._device = device
         self._amsgrad = amsgrad
-        self._rounding: dict[str, Any] = {"stochastic": stochastic, "stochastic_param": stochastic_param, "seed": seed}
+        self._rounding = {"stochastic": stochastic, "stochastic_param": stochastic_param}
+        self._seed = seed
         self._param_of_row: list[int] = []
         self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
-        self._scalars: tuple[Any, ...] = ()  # CPU: what the native step takes of the step that has begun
+        self._begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
         self._lr: list[Tensor | None] = []  # CUDA: of each group, read when the step runs
 
     def add(
@@ -301,7 +312,7 @@ class AdamRows:
 
         ``factors`` (`GradFactors.vector`; None: all 1) are folded into the gradients with ``average``.
         """
-        flags = _native_flags(param_groups, self._amsgrad)
+        flags = core.AdamFlags(**_native_flags(param_groups, self._amsgrad), **self._rounding)
         self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
         groups = [  # may raise: before steps count
             _native_group(group, float(group["lr"]) if lr is None else 0.0)
@@ -310,21 +321,16 @@ class AdamRows:
         if self._device == CPU:
             self._begin_on_cpu(groups, flags, used, factors, average)
             return
-        arguments = core.AdamCudaArguments(
-            self.steps,
-            used=bytes(used),
-            factors=factors,
-            lr=self._lr if any(lr is not None for lr in self._lr) else None,
-            average=average,
-            **flags,
-            **self._rounding,
+        lrs = self._lr if any(lr is not None for lr in self._lr) else None
+        arguments = core.AdamArguments(
+            self.steps, average, self._seed, flags, used=bytes(used), factors=factors, lr=lrs
         )
         self.table.begin(groups, arguments)
 
     def _begin_on_cpu(
         self,
         groups: list[Any],
-        flags: dict[str, bool],
+        flags: core.AdamFlags,
         used: Sequence[bool] | bytes,
         factors: Tensor | None,
         average: float,
@@ -335,8 +341,13 @@ class AdamRows:
         is_used = torch.tensor(list(used), dtype=torch.uint8)
         self.steps += is_used
         of_params = torch.ones(len(is_used), dtype=torch.float64) if factors is None else factors
-        scalars = (tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average))
-        self._scalars = (groups, *scalars, *flags.values(), *self._rounding.values())
+        steps, used_rows, row_factors = (
+            tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average)
+        )
+        self._begun = (
+            groups,
+            core.AdamArguments(steps, 1.0, self._seed, flags, used=used_rows, factors=row_factors),
+        )
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`; on CUDA it
@@ -344,8 +355,7 @@ class AdamRows:
         if self._device != CPU:
             self.table.step(first_row, last_row)
             return
-        groups, steps, used, factors, *choices = self._scalars
-        self.table.step(groups, steps, used, factors, first_row, last_row, *choices)  # by position: names take long
+        self.table.step(*self._begun, first_row, last_row)
 
     def _lr_on_device(self, lr: float | Tensor) -> Tensor | None:
         """A learning rate that the device reads, as float32; None where it is a plain number (or a CPU tensor)."""

@@ -6,6 +6,7 @@ Every function checks all its arguments before it changes anything, and names th
 from __future__ import annotations
 
 import array
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -129,13 +130,14 @@ def adam_step(
         module.use_torch_threads(torch.get_num_threads())
         skip = noop is not None and bool(noop.item() != 0)
         lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
-        choices = (decoupled, maximize, stochastic, stochastic_param, seed)
         try:
-            factors = (float(lr), beta1, beta2, eps, weight_decay, float(grad_scale))
-            module.adam_step(*lists, steps, *factors, skip, param_ids, *choices)
+            group = module.AdamGroup(float(lr), beta1, beta2, eps, weight_decay)
+            flags = _native_flags(decoupled, maximize, stochastic, stochastic_param)
+            arguments = module.AdamArguments(steps, float(grad_scale), seed, flags)
+            module.adam_step(lists, group, param_ids, skip, arguments)
         except (TypeError, ValueError) as error:
             _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-            if "incompatible function arguments" in str(error):
+            if "incompatible function arguments" in str(error) or "unhashable" in str(error):
                 _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
             raise
         if skip:
@@ -150,6 +152,11 @@ def adam_step(
 
 
 _ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
+
+
+@functools.cache
+def _native_flags(decoupled: bool, maximize: bool, stochastic: bool, stochastic_param: bool) -> core.AdamFlags:
+    return core.AdamFlags(decoupled, maximize, stochastic, stochastic_param)
 
 
 # Of what the native call does not take it says only that it does not, after printing every tensor.
@@ -260,6 +267,7 @@ def _adam_step_cuda(
     grad_scale: float | torch.Tensor,
     noop: torch.Tensor | None,
     param_ids: Sequence[int] | None,
+    seed: int,
     **flags: Any,
 ) -> None:
     """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order."""
@@ -285,15 +293,16 @@ def _adam_step_cuda(
         average = grad_scale
     lr_on_device = isinstance(lr, torch.Tensor) and index_of(lr) == device
     group = core.AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
-    arguments = core.AdamCudaArguments(
+    arguments = core.AdamArguments(
         count.taken,
+        average,
+        seed,
+        core.AdamFlags(**flags),
         factors=factors,
         noop=on_device,
         lr=[lr.detach().to(torch.float32).reshape(1)] if isinstance(lr, torch.Tensor) and lr_on_device else None,
-        average=average,
-        **flags,
     )
-    core.adam_step_cuda(device, *lists, param_ids, group, arguments)  # type: ignore[arg-type, call-arg]
+    core.adam_step_cuda(device, lists, group, param_ids, arguments)
     count.advance(on_device)
 
 
