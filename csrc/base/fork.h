@@ -13,6 +13,16 @@ namespace bucketwheel {
 // The first call installs the handler that counts: objects call it when they are made.
 uint64_t fork_generation();
 
+// The process in which an object was made, as its member.
+class MadeIn {
+ public:
+  // Here is a forked child of that process: its threads are not here, and its locks may be held for ever.
+  bool is_foreign() const noexcept { return generation_ != fork_generation(); }
+
+ private:
+  const uint64_t generation_ = fork_generation();
+};
+
 // True in a process that was made by fork() and has not called exec() since, whoever had loaded the library then;
 // true also where the kernel does not say (no /proc).
 bool is_forked_without_exec();

@@ -36,10 +36,7 @@ inline py::dict nccl_info() {
   }
   py::dict features;
   features["windows"] = api->features.windows;
-  features["shrink"] = api->features.shrink;
   features["zero_cta"] = api->features.zero_cta;
-  features["revoke"] = api->features.revoke;
-  features["multi_rank_gpu"] = api->features.multi_rank_gpu;
   features["symmetric_avg"] = api->features.symmetric_avg;
   py::dict info;
   info["path"] = api->path;

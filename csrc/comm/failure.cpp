@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/fork.h"
 
 namespace bucketwheel {
 namespace {
@@ -62,17 +61,11 @@ std::string random_id() {
 }
 
 Health::Health(std::string name, int rank, int world, std::string id)
-    : name_(std::move(name)),
-      rank_(rank),
-      world_(world),
-      id_(id.empty() ? random_id() : std::move(id)),
-      fork_generation_(fork_generation()) {}
+    : name_(std::move(name)), rank_(rank), world_(world), id_(id.empty() ? random_id() : std::move(id)) {}
 
 std::string Health::who(const std::string& part) const {
   return "rank " + std::to_string(rank_) + "/" + std::to_string(world_) + " comm '" + name_ + part + "'";
 }
-
-bool Health::is_forked() const { return fork_generation_ != fork_generation(); }
 
 void Health::expect_usable() const {
   if (is_forked()) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 namespace bucketwheel {
 
@@ -60,7 +61,7 @@ class Health {
   uint64_t last_seq() const { return last_seq_; }
   // Throws the error; ClosedError after start_closing(); DeviceError in a forked child.
   void expect_usable() const;
-  bool is_forked() const;  // the communicator is the parent process's
+  bool is_forked() const { return process_.is_foreign(); }  // the communicator is the parent process's
 
   struct Verdict {
     std::exception_ptr error;
@@ -81,7 +82,7 @@ class Health {
   const int rank_;
   const int world_;
   const std::string id_;
-  const uint64_t fork_generation_;
+  const MadeIn process_;
   mutable std::mutex mutex_;
   std::exception_ptr error_;
   std::string message_;

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "device/deferred_event.h"
 
 namespace bucketwheel {
@@ -121,7 +120,7 @@ class CudaEvent final : public Event {
           std::string("event ") + what +
           ": the event was recorded while a CUDA graph was captured; it has no completion outside the graph");
     }
-    if (device_.fork_generation_ != fork_generation()) {
+    if (device_.process_.is_foreign()) {
       throw DeviceError(std::string("event ") + what + ": CUDA cannot be used in a forked child; use 'spawn'");
     }
   }
@@ -210,7 +209,7 @@ class CudaStream final : public Stream {
   }
 
   void close() noexcept override {
-    if (is_open_.exchange(false) && is_owned_ && device_.fork_generation_ == fork_generation()) {
+    if (is_open_.exchange(false) && is_owned_ && !device_.process_.is_foreign()) {
       try {
         CudaGuard guard(device_.index_);
         (void)BW_CUDA_CALL(stream_destroy, native_);  // what is queued still runs
@@ -236,7 +235,7 @@ class CudaStream final : public Stream {
     if (!is_open_.load(std::memory_order_acquire)) {
       throw DeviceError("stream '" + name_ + "' is closed");
     }
-    if (device_.fork_generation_ != fork_generation()) {
+    if (device_.process_.is_foreign()) {
       throw DeviceError("stream '" + name_ + "': CUDA cannot be used in a forked child; use 'spawn'");
     }
   }
@@ -271,9 +270,7 @@ CudaDevice& CudaDevice::at(int index) {
   return *device;
 }
 
-CudaDevice::CudaDevice(int index) : index_(index), fork_generation_(bucketwheel::fork_generation()) {
-  BW_CUDA_TRY(get_device_facts, index, &facts_);
-}
+CudaDevice::CudaDevice(int index) : index_(index) { BW_CUDA_TRY(get_device_facts, index, &facts_); }
 
 StreamRef CudaDevice::new_stream(std::string name) {
   CudaGuard guard(index_);

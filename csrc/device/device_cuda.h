@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.h"
 #include "device/cuda_api.h"
 #include "device/device.h"
 
@@ -89,7 +90,7 @@ class CudaDevice final : public Device {
   Staging take_staging(size_t size_bytes);
 
   const int index_;
-  const uint64_t fork_generation_;
+  const MadeIn process_;
   CudaDeviceFacts facts_;
   std::mutex mutex_;
   std::vector<void*> free_events_[2];  // by timing

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "base/futex.h"
 
 namespace bucketwheel {
@@ -51,7 +50,6 @@ class SignalsBlocked {
 HostQueue::HostQueue(std::string name, RunBy run_by, uint64_t fuzz_seed)
     : name_(std::move(name)),
       run_by_(run_by),
-      fork_generation_(fork_generation()),
       fuzz_state_(fuzz_seed),
       entries_(new std::deque<Work>()),
       wanted_ticket_(kNever) {}
@@ -77,8 +75,6 @@ void HostQueue::start_worker(const std::shared_ptr<HostQueue>& queue) {
   }
   pthread_setname_np(queue->worker_->native_handle(), queue->name_.substr(0, 15).c_str());
 }
-
-bool HostQueue::is_foreign() const noexcept { return fork_generation_ != fork_generation(); }
 
 void HostQueue::expect_same_process() const {
   if (is_foreign()) {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/deadline.h"
+#include "base/fork.h"
 #include "device/event.h"
 
 namespace bucketwheel {
@@ -68,7 +69,7 @@ class HostQueue {
   void work() noexcept;
   void run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) noexcept;
   void execute(Work work) noexcept;
-  bool is_foreign() const noexcept;
+  bool is_foreign() const noexcept { return process_.is_foreign(); }
   void expect_not_inside() const;
   bool spin_for(uint64_t ticket) const;
   bool linger(std::unique_lock<std::mutex>& lock) noexcept;
@@ -76,7 +77,7 @@ class HostQueue {
 
   const std::string name_;
   const RunBy run_by_;
-  const uint64_t fork_generation_;
+  const MadeIn process_;
   uint64_t fuzz_state_;  // 0: off. Touched by the runner only.
 
   std::atomic<uint64_t> done_{0};      // tickets done, in order; written by the runner

@@ -7,7 +7,6 @@
 #include "base/align.h"
 #include "base/env.h"
 #include "base/error.h"
-#include "base/fork.h"
 #include "device/device_cuda.h"
 #include "pool/pool_state.h"
 
@@ -58,10 +57,7 @@ void leak(const SlabRef& slab, const char* why) {
 // last still reads.
 
 Pool::Impl::Impl(Device& device, UpstreamRef upstream, PoolOptions options)
-    : device(device),
-      upstream(std::move(upstream)),
-      options(options),
-      fork_generation(bucketwheel::fork_generation()) {}
+    : device(device), upstream(std::move(upstream)), options(options) {}
 
 std::shared_ptr<Pool::Impl> Pool::Impl::make(Device& device, UpstreamRef upstream, PoolOptions options) {
   // In a forked child the pool is leaked as it is: another thread may have been changing it at the fork.
@@ -88,8 +84,6 @@ Pool::Impl::~Impl() {
     }
   }
 }
-
-bool Pool::Impl::is_foreign() const noexcept { return fork_generation != bucketwheel::fork_generation(); }
 
 void Pool::Impl::expect_same_process() const {
   if (is_foreign()) {

@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/fork.h"
 #include "pool/free_list.h"
 #include "pool/pool.h"
 
@@ -51,7 +52,7 @@ struct Pool::Impl {
   static std::shared_ptr<Impl> make(Device& device, UpstreamRef upstream, PoolOptions options);
 
   void expect_same_process() const;
-  bool is_foreign() const noexcept;
+  bool is_foreign() const noexcept { return process.is_foreign(); }
   void grow(size_t block_bytes);
   // Takes a block for `state` and returns the events that its bytes still wait for. `is_captured`: for a stream that
   // is being captured; CaptureError, with nothing changed, where the pool would have to grow or there are such
@@ -74,7 +75,7 @@ struct Pool::Impl {
   Device& device;
   const UpstreamRef upstream;
   const PoolOptions options;
-  const uint64_t fork_generation;
+  const MadeIn process;
 
   std::mutex growth_mutex;  // held while a slab is allocated; taken before `mutex`
   mutable std::mutex mutex;

@@ -73,31 +73,6 @@ TEST(an_abort_ends_what_hangs) {
   });
 }
 
-TEST(a_revoked_communicator_can_be_shrunk) {
-  const Streams streams;
-  on_ranks(3, [](int rank, NcclCommRef comm) {
-    Worker stream;
-    int64_t a = 1;
-    if (rank == 1) {
-      BW_NCCL_TRY(api(), comm_abort, comm);  // dies
-      return;
-    }
-    BW_NCCL_TRY(api(), all_reduce, &a, &a, 1, NcclType::kInt64, kNcclSum, comm, &stream);
-    BW_NCCL_TRY(api(), comm_revoke, comm, kNcclRevokeDefault);
-    stream.synchronize();
-    CHECK(BW_NCCL_CALL(api(), all_reduce, &a, &a, 1, NcclType::kInt64, kNcclSum, comm, &stream) == 5);
-    CHECK(BW_NCCL_CALL(api(), comm_finalize, comm) == kNcclInvalidUsage);
-    NcclCommRef child = nullptr;
-    int excluded = 1;
-    BW_NCCL_TRY(api(), comm_shrink, comm, &excluded, 1, &child, nullptr, kNcclShrinkAbort);
-    BW_NCCL_TRY(api(), all_reduce, &a, &a, 1, NcclType::kInt64, kNcclSum, child, &stream);
-    stream.synchronize();
-    CHECK(a == 2);
-    BW_NCCL_TRY(api(), comm_finalize, child);
-    BW_NCCL_TRY(api(), comm_destroy, child);
-  });
-}
-
 TEST(ranks_that_disagree_all_fail) {
   on_ranks(3, [](int rank, NcclCommRef comm) {
     std::vector<float> data(16);

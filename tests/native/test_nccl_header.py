@@ -38,9 +38,6 @@ CONSTANTS = {
     "kNcclWindowDefault": "NCCL_WIN_DEFAULT",
     "kNcclWindowSymmetric": "NCCL_WIN_COLL_SYMMETRIC",
     "kNcclWindowAlignment": "NCCL_WIN_REQUIRED_ALIGNMENT",
-    "kNcclShrinkDefault": "NCCL_SHRINK_DEFAULT",
-    "kNcclShrinkAbort": "NCCL_SHRINK_ABORT",
-    "kNcclRevokeDefault": "NCCL_REVOKE_DEFAULT",
 }
 TYPES = {
     "kInt8": "ncclInt8",

@@ -62,8 +62,7 @@ def not_nccl(tmp_path: Path) -> Path:
     return path
 
 
-SINCE = {"shrink": 22700, "windows": 22700, "revoke": 22800, "zero_cta": 22800, "multi_rank_gpu": 23000}
-SINCE["symmetric_avg"] = 23000
+SINCE = {"windows": 22700, "zero_cta": 22800, "symmetric_avg": 23000}
 
 
 def version_of(folder: Path) -> int:
@@ -214,15 +213,15 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
         assert f"NCCL: {not_nccl} (" in error
         assert "it has no ncclGetVersion, ncclGetUniqueId, " in error
         assert "ncclRedOpDestroy" in error
-        assert "ncclCommRevoke" not in error  # optional
+        assert "ncclMemAlloc" not in error  # optional
 
 
 # ---- the fake --------------------------------------------------------------------------------------------------------
 
 FEATURES = "from bucketwheel.comm import nccl_library as nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
-OF_2_27 = "shrink windows"
-OF_2_28 = "revoke shrink windows zero_cta"
-OF_2_30 = "multi_rank_gpu revoke shrink symmetric_avg windows zero_cta"
+OF_2_27 = "windows"
+OF_2_28 = "windows zero_cta"
+OF_2_30 = "symmetric_avg windows zero_cta"
 
 
 @pytest.mark.timeout_s(300)
@@ -246,7 +245,7 @@ def test_features_follow_the_version(version: str, features: str) -> None:
 def test_features_need_their_functions() -> None:
     """A version may promise what a build of it does not have."""
     path = str(simulated_nccl.build("_WITHOUT_OPTIONAL"))
-    assert found_by(FEATURES, BW_NCCL_LIB=path, FAKE_NCCL_VERSION="23000") == ["multi_rank_gpu"]
+    assert found_by(FEATURES, BW_NCCL_LIB=path, FAKE_NCCL_VERSION="23000") == [""]
 
 
 @pytest.mark.timeout_s(300)

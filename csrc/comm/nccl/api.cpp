@@ -79,10 +79,7 @@ std::shared_ptr<const NcclApi> open_nccl(const std::string& path, const std::str
   const bool has_windows = api->mem_alloc != nullptr && api->mem_free != nullptr &&
                            api->comm_window_register != nullptr && api->comm_window_deregister != nullptr;
   api->features.windows = has_windows;
-  api->features.shrink = api->comm_shrink != nullptr;
   api->features.zero_cta = has_windows && api->version >= 22800;
-  api->features.revoke = api->comm_revoke != nullptr && api->version >= 22800;
-  api->features.multi_rank_gpu = api->version >= 23000;
   api->features.symmetric_avg = has_windows && api->version >= 23000;
   return api;
 }

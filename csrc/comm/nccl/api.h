@@ -67,9 +67,6 @@ inline constexpr int kNcclCtaPolicyZero = 2;
 inline constexpr int kNcclWindowDefault = 0;
 inline constexpr int kNcclWindowSymmetric = 1;
 inline constexpr size_t kNcclWindowAlignment = 4096;
-inline constexpr int kNcclShrinkDefault = 0;
-inline constexpr int kNcclShrinkAbort = 1;
-inline constexpr int kNcclRevokeDefault = 0;
 
 // The oldest version that is accepted, 2.27.0 (major * 10000 + minor * 100 + patch).
 inline constexpr int kNcclOldest = 22700;
@@ -138,7 +135,6 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   X(comm_get_async_error, ncclCommGetAsyncError, int, (NcclCommRef comm, int* error))                               \
   X(comm_count, ncclCommCount, int, (NcclCommRef comm, int* count))                                                 \
   X(comm_user_rank, ncclCommUserRank, int, (NcclCommRef comm, int* rank))                                           \
-  X(comm_cu_device, ncclCommCuDevice, int, (NcclCommRef comm, int* device))                                         \
   X(group_start, ncclGroupStart, int, ())                                                                           \
   X(group_end, ncclGroupEnd, int, ())                                                                               \
   X(all_gather, ncclAllGather, int,                                                                                 \
@@ -152,8 +148,7 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   X(red_op_destroy, ncclRedOpDestroy, int, (int op, NcclCommRef comm))
 
 // Null where the library has none; look at NcclFeatures rather than at them.
-// No communicator calls all_reduce (the fake's tests do), comm_revoke and comm_shrink: these two are what the features
-// `revoke` and `shrink` are decided by.
+// No communicator calls all_reduce; the fake's tests do.
 #define BW_NCCL_OPTIONAL(X)                                                                                      \
   X(all_reduce, ncclAllReduce, int,                                                                              \
     (const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm, void* stream))         \
@@ -161,22 +156,16 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   X(mem_free, ncclMemFree, int, (void* data))                                                                    \
   X(comm_window_register, ncclCommWindowRegister, int,                                                           \
     (NcclCommRef comm, void* data, size_t size_bytes, NcclWindowRef* window, int flags)) /* may leave it null */ \
-  X(comm_window_deregister, ncclCommWindowDeregister, int, (NcclCommRef comm, NcclWindowRef window))             \
-  X(comm_revoke, ncclCommRevoke, int, (NcclCommRef comm, int flags))                                             \
-  X(comm_shrink, ncclCommShrink, int,                                                                            \
-    (NcclCommRef comm, int* excluded, int excluded_count, NcclCommRef* child, NcclConfig* config, int flags))
+  X(comm_window_deregister, ncclCommWindowDeregister, int, (NcclCommRef comm, NcclWindowRef window))
 
 // ---- the table
 
 // What this version does, by its number and by the symbols it has; whether this machine can is known only to a
 // communicator (a window may come back null).
 struct NcclFeatures {
-  bool windows = false;         // 2.27: registered memory of one communicator
-  bool shrink = false;          // 2.27
-  bool zero_cta = false;        // 2.28: all-gathers by copy engines
-  bool revoke = false;          // 2.28
-  bool multi_rank_gpu = false;  // 2.30: several ranks on one GPU, NCCL_MULTI_RANK_GPU_ENABLE=1
-  bool symmetric_avg = false;   // 2.30: kAvg in the kernels for windows
+  bool windows = false;        // 2.27: registered memory of one communicator
+  bool zero_cta = false;       // 2.28: all-gathers by copy engines
+  bool symmetric_avg = false;  // 2.30: kAvg in the kernels for windows
 };
 
 struct NcclApi {

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "device/cuda_buffer.h"
 #include "device/device_cuda.h"
 
@@ -192,7 +191,6 @@ NcclSession::NcclSession(const NcclApi& api, int device, NcclCommRef comm, int r
       world_(world),
       settings_(std::move(settings)),
       issue_mutex_(issue_mutex_of(device)),
-      fork_generation_(fork_generation()),
       comm_(comm) {}
 
 std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, const NcclUniqueId& id, int rank,
@@ -257,8 +255,6 @@ NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds p
   }
   return lock;
 }
-
-bool NcclSession::is_forked() const { return fork_generation_ != fork_generation(); }
 
 int NcclSession::settle(int result, Deadline deadline) const {
   return settle_by([this] { return look(); }, result, deadline);

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "base/deadline.h"
+#include "base/fork.h"
 #include "comm/nccl/api.h"
 #include "device/stream.h"
 
@@ -70,7 +71,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   int device() const { return device_; }
   int rank() const { return rank_; }
   int world() const { return world_; }
-  bool is_forked() const;  // it is the parent process's, and nobody here may touch it
+  bool is_forked() const { return process_.is_foreign(); }  // it is the parent process's, and nobody here may touch it
 
   // Whoever calls NCCL with a communicator holds its mutex, and who issues operations the device's as well, for those
   // are to be issued by one thread at a time per device, in one order. What waits for peers and issues nothing, as
@@ -120,7 +121,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   const std::shared_ptr<const NcclSettings> settings_;  // NCCL may read its strings
   mutable std::mutex mutex_;
   std::mutex& issue_mutex_;  // of the device
-  const uint64_t fork_generation_;
+  const MadeIn process_;
   std::atomic<NcclCommRef> comm_;
 };
 

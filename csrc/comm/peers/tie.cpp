@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "comm/peers/peers.h"
 
 namespace bucketwheel {
@@ -58,13 +57,10 @@ void pass_on(Peers& from, Peers& to) {
 }  // namespace
 
 Tie::Tie(CommRef one, CommRef other)
-    : fork_generation_(fork_generation()),
-      one_(std::move(one)),
-      other_(std::move(other)),
-      watch_(watch([this] { look(); })) {}
+    : one_(std::move(one)), other_(std::move(other)), watch_(watch([this] { look(); })) {}
 
 Tie::~Tie() {
-  if (fork_generation_ != fork_generation()) {
+  if (process_.is_foreign()) {
     new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // leaked: its thread may hold a lock, in the parent
     return;
   }

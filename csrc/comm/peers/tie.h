@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/fork.h"
 #include "comm/comm.h"
 #include "comm/peers/watchdog.h"
 
@@ -29,7 +30,7 @@ class Tie {
   void look() const;
 
  private:
-  const uint64_t fork_generation_;
+  const MadeIn process_;
   const CommRef one_;
   const CommRef other_;
   std::shared_ptr<Watch> watch_;

@@ -78,7 +78,6 @@ struct Comm {
 
   std::atomic<bool> is_joining{false};
   std::atomic<bool> is_aborted{false};
-  std::atomic<bool> is_revoked{false};
   std::atomic<int> error{0};         // of work or initialisation in the background
   std::string error_text;            // written before `error`, once
   std::atomic<uint64_t> polls{0};    // that answer "in progress"
@@ -92,7 +91,6 @@ struct Comm {
   std::map<int, PreMul> reductions;
   std::function<void()> at_last_poll;  // fills what a call that is in progress was asked for
 
-  bool is_stopped() const { return is_aborted || is_revoked; }
   void set_error(int code, const std::string& text) {
     error_text = text;
     error = code;

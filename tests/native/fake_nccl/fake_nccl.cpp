@@ -85,8 +85,8 @@ int collective(const char* name, NcclCommRef handle, void* stream, Operation ope
   if (const int error = check_ready(name, *comm)) {
     return in_group(error);
   }
-  if (comm->is_finalized || comm->is_revoked) {
-    return in_group(fail(kNcclInvalidUsage, std::string(name) + ": the communicator was finalized or revoked"));
+  if (comm->is_finalized) {
+    return in_group(fail(kNcclInvalidUsage, std::string(name) + ": the communicator was finalized"));
   }
   if (const int error = complete(name, *comm, operation)) {
     return in_group(error);
@@ -231,7 +231,6 @@ FAKE_EXPORT int ncclCommGetAsyncError(NcclCommRef handle, int* error) {
   }
 FAKE_QUESTION(ncclCommCount, comm->world)
 FAKE_QUESTION(ncclCommUserRank, comm->rank)
-FAKE_QUESTION(ncclCommCuDevice, 0)
 #undef FAKE_QUESTION
 
 }  // namespace bucketwheel

@@ -8,7 +8,7 @@
 // not promise: ranks that call different things get an error instead of a hang, and use after destruction is refused.
 //
 // Device work runs through the function given to fake_nccl_set_launch(), without one in the calling thread. It ends
-// early when its communicator is aborted or revoked; every other wait for a peer has no end, as in NCCL.
+// early when its communicator is aborted; every other wait for a peer has no end, as in NCCL.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ void fake_nccl_fail(const char* function, uint64_t countdown, int result);
 // The next group end or initialisation returns ncclInProgress though it was made, and ncclCommGetAsyncError of its
 // communicators says so `polls` times; until then they refuse other calls.
 void fake_nccl_in_progress(uint64_t polls);
-// The work of the countdown-th next operation never completes until its communicator is aborted or revoked.
+// The work of the countdown-th next operation never completes until its communicator is aborted.
 void fake_nccl_hang(uint64_t countdown);
 // The next call of `function` blocks the host until fake_nccl_release(), or until one of its communicators is aborted.
 void fake_nccl_hang_call(const char* function);

@@ -187,7 +187,7 @@ FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRe
     }
   }
   const NcclConfig made = config == nullptr ? comm->config : *config;
-  const bool shares = comm->config.split_share == 1 && !comm->is_revoked;  // what the parent was made with
+  const bool shares = comm->config.split_share == 1;  // what the parent was made with
   return make_comm(name, rank, world, made, shares ? comm->queue : nullptr, child);
 }
 
@@ -199,11 +199,11 @@ FAKE_EXPORT int ncclCommFinalize(NcclCommRef handle) {
   if (const int error = check_ready("ncclCommFinalize", *comm)) {
     return error;
   }
-  if (comm->is_finalized || comm->is_revoked) {
-    return fail(kNcclInvalidUsage, "ncclCommFinalize: the communicator was finalized or revoked");
+  if (comm->is_finalized) {
+    return fail(kNcclInvalidUsage, "ncclCommFinalize: the communicator was finalized");
   }
   comm->is_finalized = true;
-  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_stopped(); });
+  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_aborted; });
   int error = 0;
   meet(*comm, "ncclCommFinalize", {{kFinalize}}, &error);
   return error;
@@ -218,8 +218,8 @@ FAKE_EXPORT int ncclCommDestroy(NcclCommRef handle) {
   if (comm->joiner.joinable()) {
     comm->joiner.join();
   }
-  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_stopped() || comm->error != 0; });
-  if (!comm->is_finalized && !comm->is_stopped() && comm->error == 0) {
+  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_aborted || comm->error != 0; });
+  if (!comm->is_finalized && !comm->is_aborted && comm->error == 0) {
     int ignored = 0;  // what others call does not keep this rank from going
     meet(*comm, "ncclCommDestroy", {{kDestroy}}, &ignored);
   }
@@ -237,52 +237,5 @@ FAKE_EXPORT int ncclCommAbort(NcclCommRef handle) {
   end(handle, *comm);
   return kNcclSuccess;
 }
-
-#ifndef FAKE_NCCL_WITHOUT_OPTIONAL
-FAKE_EXPORT int ncclCommRevoke(NcclCommRef handle, int flags) {
-  CommPtr comm;
-  if (const int error = enter_with("ncclCommRevoke", handle, &comm)) {
-    return error;
-  }
-  if (flags != kNcclRevokeDefault || comm->is_finalized) {
-    return fail(kNcclInvalidArgument, "ncclCommRevoke: flags are " + std::to_string(flags) + ", or it was finalized");
-  }
-  stop(*comm, comm->is_revoked);
-  return kNcclSuccess;
-}
-
-// Only the ranks that stay call it, each with the same list.
-FAKE_EXPORT int ncclCommShrink(NcclCommRef handle, int* excluded, int excluded_count, NcclCommRef* child,
-                               NcclConfig* config, int flags) {
-  const Making making;
-  CommPtr comm;
-  if (const int error = enter_with("ncclCommShrink", handle, &comm)) {
-    return error;
-  }
-  if (const int error = refuse_group("ncclCommShrink")) {
-    return error;
-  }
-  const auto is_excluded = [&](int rank) { return std::count(excluded, excluded + excluded_count, rank) != 0; };
-  if (excluded == nullptr || excluded_count < 1 || child == nullptr || is_excluded(comm->rank) ||
-      (flags != kNcclShrinkDefault && flags != kNcclShrinkAbort)) {
-    return fail(kNcclInvalidArgument, "ncclCommShrink: null, no or the calling rank is excluded, or unknown flags");
-  }
-  if (flags == kNcclShrinkAbort) {
-    stop(*comm, comm->is_revoked);
-  } else if (const int error = check_ready("ncclCommShrink", *comm)) {
-    return error;
-  }
-  if (const int error = check_config("ncclCommShrink", config)) {
-    return error;
-  }
-  int world = 0, rank = 0;
-  for (int peer = 0; peer < comm->world; ++peer) {
-    world += is_excluded(peer) ? 0 : 1;
-    rank += is_excluded(peer) || peer >= comm->rank ? 0 : 1;
-  }
-  const std::string name = comm->name + "." + std::to_string(++comm->children) + "-without";
-  return make_comm(name, rank, world, config == nullptr ? comm->config : *config, nullptr, child);
-}
-#endif
 
 }  // namespace bucketwheel
