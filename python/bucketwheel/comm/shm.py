@@ -12,15 +12,18 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from typing import Any
 
+from bucketwheel._version import __version__
 from bucketwheel.comm.rendezvous import STEP_S, Meeting
 from bucketwheel.native import core
 
 __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
 
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
-_HELLO = struct.Struct("<i16s")  # rank, nonce of the rank that is called
+_HELLO = struct.Struct("<i16sI")  # rank, nonce of the rank that is called, version
+_VERSION = zlib.crc32(__version__.encode())
 _HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
@@ -128,7 +131,7 @@ class _Links:
                 raise ConnectionRefusedError(
                     f"the socket of rank {rank} belongs to another process than pid {peer['pid']}"
                 )
-            call.send(_HELLO.pack(self.rank, bytes.fromhex(peer["nonce"])))
+            call.send(_HELLO.pack(self.rank, bytes.fromhex(peer["nonce"]), _VERSION))
 
 
 class _Acceptor:
@@ -212,7 +215,7 @@ class _Acceptor:
             return None
         if len(hello) != _HELLO.size:
             return None
-        rank, nonce = _HELLO.unpack(hello)
+        rank, nonce, version = _HELLO.unpack(hello)
         is_ours = secrets.compare_digest(nonce, self._links.nonce)
         if not is_ours or rank in self.accepted or not self._links.rank < rank < self._links.size:
             return None
@@ -221,6 +224,10 @@ class _Acceptor:
             peer = self._links.peers[rank]
             raise ConnectionRefusedError(
                 f"pid {pid} of user {uid} called as rank {rank}, which is pid {peer['pid']} of user {peer['uid']}"
+            )
+        if version != _VERSION:
+            raise ConnectionRefusedError(
+                f"rank {rank} runs another version of bucketwheel than this one, {__version__}"
             )
         return rank
 

@@ -204,7 +204,7 @@ def call_all(addresses: list[str], called: int, hello_of_a_rank: bytes) -> str:
     """
     calls = []
     for address in addresses:
-        for hello in (b"", b"x" * 20, bytes(4000), b"xyz", hello_of_a_rank):
+        for hello in (b"", b"x" * 24, bytes(4000), b"xyz", hello_of_a_rank):
             call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             call.settimeout(20)
             try:
@@ -271,7 +271,7 @@ def called_by_others(rank: int, size: int, user: int | None, called: Path) -> st
             time.sleep(0.01)
         found = listening()
         with called.open("w") as mark:
-            hello = shm._HELLO.pack(size - 1, nonce)
+            hello = shm._HELLO.pack(size - 1, nonce, shm._VERSION)
             answer = as_user(user, functools.partial(call_all, found, mark.fileno(), hello))
         said.append(f"{len(found) >= size - 1} {answer}")
 
@@ -311,6 +311,15 @@ def test_a_rank_that_is_another_process_is_refused():
     there.close()
 
 
+def test_ranks_of_another_version_are_refused():
+    links = mock.Mock(rank=0, size=2, nonce=bytes(16), peers=[{}, {"pid": os.getpid(), "uid": os.getuid()}])
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        there.send(shm._HELLO.pack(1, links.nonce, shm._VERSION ^ 1))
+        with pytest.raises(ConnectionRefusedError, match="rank 1 runs another version of bucketwheel"):
+            shm._Acceptor(links, here)._caller(here)
+
+
 def test_fuzzed_hellos():
     """Who calls is taken for a rank only with the secret, as a higher rank that has not called yet; everything else is hung
     up on, and a rank's name with the secret from another process than the meeting's is refused.
@@ -324,11 +333,11 @@ def test_fuzzed_hellos():
     told: Counter[str] = Counter()
     for _ in range(5000):
         rank = chance.choice([-1, 0, 1, 2, 2, 3, 4, 5, 5, 6, 2**31 - 1, -(2**31)])
-        hello = bytearray(shm._HELLO.pack(rank, links.nonce))
+        hello = bytearray(shm._HELLO.pack(rank, links.nonce, shm._VERSION))
         is_whole = chance.random() < 0.7
         if not is_whole:
             hello[chance.randrange(4, 20)] ^= 1 << chance.randrange(8)
-            hello = (hello + chance.randbytes(30))[: chance.choice([0, 1, 3, 19, 20, 20, 20, 21, 50])]
+            hello = (hello + chance.randbytes(30))[: chance.choice([0, 1, 3, 23, 24, 24, 24, 25, 50])]
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with here, there:
             if hello:

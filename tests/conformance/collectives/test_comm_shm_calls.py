@@ -75,7 +75,7 @@ def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
         rank.settimeout(4 * limit_s)
         with pytest.raises(TimeoutError):
             rank.recv(1)
-        rank.send(shm._HELLO.pack(1, links.nonce))
+        rank.send(shm._HELLO.pack(1, links.nonce, shm._VERSION))
         until = time.monotonic() + 20
         while 1 not in acceptor.accepted and time.monotonic() < until:
             time.sleep(0.01)
