@@ -1,7 +1,7 @@
 // The threads of the CPU kernels: loops over ranges on the caller and a few more.
 //
 // Which threads: a loop of one range, or with set_num_threads(1), runs on the caller alone and touches no lock. A
-// thread that has called use_openmp_team() loops on its own OpenMP team (base/openmp.h): torch's kernels have such a
+// thread that has called use_openmp_team() loops on its own OpenMP team: torch's kernels have such a
 // team already, which spins for milliseconds after each of them, and helpers of ours would fight with it for the
 // cores. All other threads, and all threads of a process that has no team, share one pool of helpers.
 //
@@ -36,5 +36,17 @@ void parallel_for(int64_t count, int64_t grain, Function&& fn) {
       count, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<Plain*>(context))(begin, end); },
       const_cast<std::remove_const_t<Plain>*>(&fn));
 }
+
+// The OpenMP runtime that the process has loaded already, used without linking one. torch's kernels run on it.
+//
+// Calls function(context, thread) on every thread of a team: the calling thread, whose `thread` is 0, and those that
+// OpenMP keeps for it. Returns after the last. The team has `threads` threads or fewer, as OpenMP's limits say;
+// within a parallel region usually the caller alone. `function` must not throw.
+//
+// Returns false, with nothing called, where no runtime was loaded at the first call, and in a process that was forked
+// (and did not exec), before that call or after: a team does not survive a fork, and parallel regions wait for ever
+// in the child. (So do torch's own there, once the parent had a team: such a child calls torch.set_num_threads(1), as
+// DataLoader does.)
+bool run_on_openmp_team(int threads, void (*function)(void* context, int thread), void* context);
 
 }  // namespace bucketwheel

@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "bindings/adam_py.h"
-#include "bindings/adam_rows.h"
 #include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
-#include "bindings/layout.h"
 #include "kernels/adam_table_cuda.h"
 
 namespace bucketwheel {

@@ -17,7 +17,6 @@
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "bindings/held_list.h"
-#include "bindings/layout.h"
 #include "comm/comm.h"
 #include "comm/host/local.h"
 #include "comm/host/shm.h"

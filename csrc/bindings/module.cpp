@@ -3,8 +3,6 @@
 
 #include "bindings/adam_cuda_py.h"
 #include "bindings/adam_py.h"
-#include "bindings/arrivals_py.h"
-#include "bindings/bucket_py.h"
 #include "bindings/c10d_py.h"
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"

@@ -9,7 +9,6 @@
 #include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
-#include "bindings/layout.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/pack.h"
 #include "kernels/pack_table_cuda.h"

@@ -1,16 +1,29 @@
 // Bindings of plan/schedule.h. Flags and notes are bytes, one for each parameter; factors are doubles, as bytes.
+//
+// Arrivals: the post-accumulate hooks of one optimizer's parameters, on the CPU.
+//
+// [Note: quick arrival] Nearly every gradient is the first of its parameter in a window, in time, and of a shape and
+// dtype that need no thought. It is copied into its bucket here, without a line of Python, and the placeholder put into
+// p.grad. Everything else goes to Python (grads/window.py): the first gradient of a window or of a bucket, late and repeated
+// ones, what was scaled or kept aside, very large ones (the copy should not keep the GIL), and whatever is not a plain
+// dense tensor on the CPU. The GIL is the lock: between looking at the schedule and telling it there is no call that
+// gives the GIL away.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "bindings/dlpack.h"
+#include "kernels/pack.h"
 #include "plan/schedule.h"
 
 namespace bucketwheel {
@@ -144,6 +157,233 @@ inline void bind_schedule(py::module_& m) {
           "find_deviation",
           [](const Schedule& self, std::string_view held) { return self.find_deviation(flags_of(self, held)); },
           py::arg("held"));
+}
+
+class Arrivals : public std::enable_shared_from_this<Arrivals> {
+ public:
+  // `owner`: a weak reference to what has the methods on_gradient(index, param) and launch_ready().
+  Arrivals(std::shared_ptr<Schedule> schedule, int bucket_count, py::object owner)
+      : schedule_(std::move(schedule)), owner_(std::move(owner)), buckets_(static_cast<size_t>(bucket_count)) {}
+
+  // Elements [begin, begin + numel) of a bucket hold the elements of a parameter from `param_begin` on.
+  struct Part {
+    int bucket;
+    int64_t begin;
+    int64_t param_begin;
+    int64_t numel;
+  };
+
+  // The next parameter, and the placeholder for its p.grad.
+  void add_param(py::handle param, py::object placeholder, const std::vector<std::vector<int64_t>>& parts) {
+    const dlpack::Described own = dlpack::describe(param);
+    Param added{std::move(placeholder), own.shape, own.strides, own.numel, own.dtype, {}};
+    for (const std::vector<int64_t>& part : parts) {
+      BW_EXPECTS(part.size() == 4 && part[0] >= 0 && part[0] < static_cast<int64_t>(buckets_.size()) &&
+                     part[2] + part[3] <= own.numel,
+                 "add_param: parts are (bucket, begin, param_begin, numel)");
+      added.parts.push_back({static_cast<int>(part[0]), part[1], part[2], part[3]});
+    }
+    params_.push_back(std::move(added));
+  }
+
+  // Gradients may come in here from now on, but not those of the parameters `blocked` (flags; empty: of none).
+  // `launch`: buckets are to be reduced as they fill.
+  void enable(std::string_view blocked, bool launch) {
+    blocked_.assign(blocked.begin(), blocked.end());
+    blocked_.resize(params_.size());
+    launch_ = launch;
+    is_enabled_ = true;
+  }
+  void disable() { is_enabled_ = false; }
+  // Inside no_sync hooks do nothing: autograd accumulates in p.grad.
+  void ignore(bool is_ignored) { is_ignored_ = is_ignored; }
+
+  // Where the first round of a bucket gathers: a contiguous tensor that the caller keeps until `shut`.
+  void open(int bucket, py::handle memory) {
+    const dlpack::Described tensor = dlpack::describe_item(memory, {"memory", bucket});
+    BW_EXPECTS(tensor.is_contiguous(), "memory is not contiguous");
+    buckets_.at(static_cast<size_t>(bucket)) = {static_cast<std::byte*>(tensor.data), tensor.numel, tensor.dtype};
+  }
+  void shut(int bucket) { buckets_.at(static_cast<size_t>(bucket)) = {}; }
+
+  // Per parameter what is in p.grad: 0 nothing, 1 its placeholder, 2 anything else.
+  py::bytes look(const py::sequence& params) const {
+    std::string found(params_.size(), '\0');
+    BW_EXPECTS(py::len(params) == params_.size(), "look: other parameters than were added");
+    for (size_t index = 0; index < params_.size(); ++index) {
+      const py::object grad = py::object(params[index]).attr(name_grad());
+      found[index] = grad.is_none() ? '\0' : grad.is(params_[index].placeholder) ? '\1' : '\2';
+    }
+    return found;
+  }
+
+  // The hook of a parameter: a function of the parameter.
+  py::object hook(int index) {
+    BW_EXPECTS(index >= 0 && index < static_cast<int>(params_.size()), "hook: no such parameter");
+    static PyMethodDef method = {"on_gradient", &Arrivals::call, METH_O, nullptr};
+    auto* context = new Context{shared_from_this(), index};
+    py::capsule self(context, [](void* context) { delete static_cast<Context*>(context); });
+    return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, self.ptr(), nullptr));
+  }
+
+ private:
+  struct Param {
+    py::object placeholder;
+    std::vector<int64_t> shape;
+    std::vector<int64_t> strides;
+    int64_t numel;
+    DType dtype;
+    std::vector<Part> parts;
+  };
+  struct Bucket {
+    std::byte* memory = nullptr;
+    int64_t numel = 0;
+    DType dtype = DType::kFloat32;
+  };
+  struct Context {
+    std::shared_ptr<Arrivals> arrivals;
+    int index;
+  };
+
+  // Larger gradients are copied by Python, without the GIL. Up to here it is kept for a few milliseconds, about as long
+  // as the interpreter lets a thread keep it (5 ms), and longer only where the bucket's memory is touched for the first
+  // time. What Python does about a gradient is slow: after a backward's large operations nothing of it is in the cache.
+  static constexpr int64_t kMostBytes = 16 << 20;
+
+  static PyObject* name_grad() {
+    static PyObject* name = PyUnicode_InternFromString("grad");
+    return name;
+  }
+
+  static PyObject* call(PyObject* self, PyObject* param) {
+    auto* context = static_cast<Context*>(PyCapsule_GetPointer(self, nullptr));
+    if (context == nullptr) {
+      return nullptr;
+    }
+    try {
+      const std::shared_ptr<Arrivals> arrivals = context->arrivals;  // whoever is called may drop the hook
+      arrivals->on_gradient(context->index, param);
+      Py_RETURN_NONE;
+    } catch (py::error_already_set& error) {
+      error.restore();
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+  }
+
+  void on_gradient(int index, py::handle param) {
+    if (is_ignored_) {
+      return;
+    }
+    const Param& known = params_[static_cast<size_t>(index)];
+    {
+      const py::object grad = param.attr(name_grad());
+      if (grad.is_none() || grad.is(known.placeholder)) {
+        return;
+      }
+      if (!take(index, known, grad)) {
+        const py::object owner = owner_();
+        if (!owner.is_none()) {
+          owner.attr("on_gradient")(index, param);
+        }
+        return;
+      }
+    }
+    const bool is_ready = schedule_->arrive(index, launch_);
+    if (PyObject_SetAttr(param.ptr(), name_grad(), known.placeholder.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+    if (is_ready) {
+      const py::object owner = owner_();
+      if (!owner.is_none()) {
+        owner.attr("launch_ready")();
+      }
+    }
+  }
+
+  // Copies a gradient into its buckets; false, and nothing done, if that is for Python.
+  bool take(int index, const Param& known, const py::object& grad) {
+    if (!is_enabled_ || blocked_[static_cast<size_t>(index)] || !schedule_->is_first(index) ||
+        known.numel * static_cast<int64_t>(size_of(known.dtype)) > kMostBytes) {
+      return false;
+    }
+    TensorAbi tensor;
+    if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
+        !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) || is_negated(grad) ||
+        is_true(known.placeholder.attr(name_in_reducer()))) {
+      return false;
+    }
+    for (const Part& part : known.parts) {
+      const Bucket& bucket = buckets_[static_cast<size_t>(part.bucket)];
+      if (bucket.memory == nullptr || part.begin + part.numel > bucket.numel) {
+        return false;
+      }
+    }
+    const auto* from = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+    const int64_t from_bytes = static_cast<int64_t>(size_of(known.dtype));
+    for (const Part& part : known.parts) {
+      const Bucket& bucket = buckets_[static_cast<size_t>(part.bucket)];
+      const CopyItem item{bucket.memory + part.begin * static_cast<int64_t>(size_of(bucket.dtype)),
+                          from + part.param_begin * from_bytes, part.numel, bucket.dtype, known.dtype};
+      copy_all({&item, 1});
+    }
+    return true;
+  }
+
+  using TensorAbi = dlpack::TensorAbi;
+
+  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere.
+  static bool is_like(const Param& known, const TensorAbi& tensor) {
+    if ((tensor.data == nullptr && known.numel != 0) || tensor.device.type != 1 ||
+        tensor.ndim != static_cast<int32_t>(known.shape.size()) || dlpack::dtype_of(tensor.dtype) != known.dtype) {
+      return false;
+    }
+    for (size_t i = 0; i < known.shape.size(); ++i) {
+      if (tensor.shape[i] != known.shape[i]) {
+        return false;
+      }
+      if (known.numel > 1 && tensor.shape[i] != 1 &&
+          (tensor.strides == nullptr || tensor.strides[i] != known.strides[i])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // torch negates some tensors when they are read: their memory has the other sign.
+  static bool is_negated(const py::object& grad) {
+    static PyObject* name = PyUnicode_InternFromString("is_neg");
+    return is_true(grad.attr(name)());
+  }
+  static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
+  static PyObject* name_in_reducer() {
+    static PyObject* name = PyUnicode_InternFromString("is_in_reducer");
+    return name;
+  }
+
+  std::shared_ptr<Schedule> schedule_;
+  py::object owner_;
+  std::vector<Bucket> buckets_;
+  std::vector<Param> params_;
+  std::vector<uint8_t> blocked_;
+  bool is_enabled_ = false;
+  bool is_ignored_ = false;
+  bool launch_ = true;
+};
+
+inline void bind_arrivals(py::module_& m) {
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
+      .def(py::init<std::shared_ptr<Schedule>, int, py::object>(), py::arg("schedule"), py::arg("bucket_count"),
+           py::arg("owner"))
+      .def("add_param", &Arrivals::add_param, py::arg("param"), py::arg("placeholder"), py::arg("parts"))
+      .def("enable", &Arrivals::enable, py::arg("blocked"), py::arg("launch"))
+      .def("disable", &Arrivals::disable)
+      .def("ignore", &Arrivals::ignore, py::arg("is_ignored"))
+      .def("open", &Arrivals::open, py::arg("bucket"), py::arg("memory"))
+      .def("shut", &Arrivals::shut, py::arg("bucket"))
+      .def("look", &Arrivals::look, py::arg("params"))
+      .def("hook", &Arrivals::hook, py::arg("index"));
 }
 
 }  // namespace bucketwheel

@@ -13,7 +13,7 @@
 #include "device/device.h"
 #include "device/event.h"
 #include "device/stream.h"
-#include "pool/lease.h"
+#include "pool/pool.h"
 
 namespace bucketwheel {
 

@@ -1,7 +1,7 @@
 // The inner loops of the CPU kernels, compiled once per instruction set from one source and chosen at run time.
 //
 // cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h,
-// norm_cpu.h, convert_cpu.h, reduce_cpu.h and copy_cpu.h. The results are bitwise equal (NaN payloads excepted): the
+// norm_cpu.h, convert_cpu.h and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the
 // loops do the same IEEE operations on each element, and the only sums over elements (norms) have a fixed order. The
 // plain one computes fma by fmaf(): slow, same bits.
 #pragma once

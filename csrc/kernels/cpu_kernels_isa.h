@@ -11,7 +11,6 @@
 
 #include "kernels/adam_cpu.h"
 #include "kernels/convert_cpu.h"
-#include "kernels/copy_cpu.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/norm_cpu.h"
 #include "kernels/reduce_cpu.h"

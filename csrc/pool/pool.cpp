@@ -1,16 +1,95 @@
 #include "pool/pool.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "base/align.h"
 #include "base/env.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "device/device_cuda.h"
-#include "pool/pool_state.h"
+#include "pool/free_list.h"
 
 namespace bucketwheel {
+
+// One live period. Owns the slab, so the bytes stay mapped as long as anything refers to it.
+struct Lease::State {
+  std::shared_ptr<Pool::Impl> pool;
+  std::string key;
+  size_t size_bytes = 0;
+
+  FreeList::Block* block = nullptr;  // the pool's while live
+  SlabRef slab;
+  size_t offset_bytes = 0;
+  size_t block_bytes = 0;
+  std::byte* data = nullptr;
+
+  // Fences that the acquirer's stream waits for and the host does not: [Note: reuse under fences].
+  std::vector<Fence> inherited;
+  std::atomic<bool> is_live{false};  // from the moment it has a block
+  std::atomic<bool> is_red_zone_set{false};
+
+  // Ends the lease. False when it had ended before. Reports a damaged red zone in `fault`.
+  bool end(EventRef after, bool is_dropped, std::string* fault);
+
+  // On CUDA: what it was acquired in, and where a drop without release() is taken to happen.
+  StreamRef home;
+
+  // Enqueues the poison in `stream`; without one the bytes are poisoned on return.
+  void fill_poison(bool with_red_zone, Stream* stream);
+  std::string find_red_zone_fault() const;
+  std::string describe() const;
+};
+
+struct Pool::Impl {
+  Impl(Device& device, UpstreamRef upstream, PoolOptions options);
+  ~Impl();  // waits a while for the fences; memory still in use after that is leaked, never unmapped
+  static std::shared_ptr<Impl> make(Device& device, UpstreamRef upstream, PoolOptions options);
+
+  void expect_same_process() const;
+  bool is_foreign() const noexcept { return process.is_foreign(); }
+  void grow(size_t block_bytes);
+  // Takes a block for `state` and returns the events that its bytes still wait for. `is_captured`: for a stream that
+  // is being captured; CaptureError, with nothing changed, where the pool would have to grow or there are such
+  // events.
+  std::vector<EventRef> take(Lease::State& state, bool is_captured);
+  std::string list_live_keys() const;  // with the lock held
+
+  struct KeyHash {
+    using is_transparent = void;
+    size_t operator()(std::string_view key) const { return std::hash<std::string_view>()(key); }
+    size_t operator()(const Lease::State* state) const { return (*this)(state->key); }
+  };
+  struct KeyEqual {
+    using is_transparent = void;
+    static std::string_view key_of(std::string_view key) { return key; }
+    static std::string_view key_of(const Lease::State* state) { return state->key; }
+    bool operator()(const auto& a, const auto& b) const { return key_of(a) == key_of(b); }
+  };
+
+  Device& device;
+  const UpstreamRef upstream;
+  const PoolOptions options;
+  const MadeIn process;
+
+  std::mutex growth_mutex;  // held while a slab is allocated; taken before `mutex`
+  mutable std::mutex mutex;
+  FreeList blocks;
+  std::map<const std::byte*, SlabRef> slabs;  // by address
+  std::unordered_set<Lease::State*, KeyHash, KeyEqual> live_keys;
+  PoolStats stats;
+};
+
 namespace {
 
 // Larger requests are mistakes (a negative size, an overflow); no address space holds them.
@@ -344,6 +423,123 @@ size_t Pool::trim() {
     }
   }
   return freed_bytes;
+}
+
+namespace {
+
+constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
+constexpr int kRedZone = 0xA5;
+
+}  // namespace
+
+std::string Lease::State::describe() const {
+  return "lease '" + key + "' of " + std::to_string(size_bytes) + " bytes (slab " + std::to_string(slab->id) +
+         ", offset " + std::to_string(offset_bytes) + ")";
+}
+
+void Lease::State::fill_poison(bool with_red_zone, Stream* stream) {
+  pool->device.fill(data, kPoison, size_bytes, stream);
+  if (with_red_zone) {
+    pool->device.fill(data + size_bytes, kRedZone, block_bytes - size_bytes, stream);
+  }
+}
+
+std::string Lease::State::find_red_zone_fault() const {
+  // The flag is set after `inherited`, which from then on says whether the red zone has been written.
+  if (!is_red_zone_set.load(std::memory_order_acquire) ||
+      !std::all_of(inherited.begin(), inherited.end(), [](const Fence& fence) { return fence.event->query(); })) {
+    return {};
+  }
+  std::vector<std::byte> zone(block_bytes - size_bytes);
+  pool->device.read(zone.data(), data + size_bytes, zone.size());
+  for (size_t i = 0; i < zone.size(); ++i) {
+    if (zone[i] != std::byte{kRedZone}) {
+      return describe() + ": bytes past its end were written, the first at offset " + std::to_string(size_bytes + i) +
+             " from its start";
+    }
+  }
+  return {};
+}
+
+bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
+  const bool is_pending = after != nullptr && !after->query();  // may throw, so before anything changes
+  if (pool->options.poison && is_live) {
+    *fault = find_red_zone_fault();  // while `inherited` is there
+  }
+  if (!is_live.exchange(false, std::memory_order_acq_rel)) {
+    return false;
+  }
+  const bool keeps_inherited = after == nullptr;
+  const bool has_fences = is_pending || (keeps_inherited && !inherited.empty());
+  if (pool->options.poison && !has_fences) {
+    fill_poison(false, nullptr);  // otherwise the next acquire does it, behind the fences
+  }
+  std::vector<Fence> fences;
+  if (is_pending) {
+    fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});
+  }
+  std::lock_guard lock(pool->mutex);
+  if (keeps_inherited) {
+    fences = std::move(inherited);  // under the lock: Pool::check() reads them, also of leases that are ending
+  }
+  if (!key.empty()) {
+    pool->live_keys.erase(this);
+  }
+  PoolStats& stats = pool->stats;
+  stats.live_bytes -= block_bytes;
+  stats.live_leases -= 1;
+  stats.dropped_leases += is_dropped ? 1 : 0;
+  block->fences = std::move(fences);
+  pool->blocks.give(std::exchange(block, nullptr));
+  return true;
+}
+
+Lease::Lease(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+Lease::~Lease() {
+  // In a forked child the lease is the parent's.
+  if (!is_live() || state_->pool->is_foreign()) {
+    return;
+  }
+  try {
+    std::string fault;
+    // On CUDA a drop says nothing about the device: the last use is in the stream of the acquire, or an operation's
+    // handle would hold the lease.
+    state_->end(state_->home != nullptr ? state_->home->record() : nullptr, true, &fault);
+    if (!fault.empty()) {
+      std::fprintf(stderr, "[bucketwheel] %s\n", fault.c_str());
+    }
+  } catch (const std::exception& error) {
+    // Where its stream is being captured, replays will use the bytes. The pool's block refers to the state.
+    std::fprintf(stderr, "[bucketwheel] dropping lease '%s', which stays live: %s\n", state_->key.c_str(),
+                 error.what());
+    new std::shared_ptr<State>(state_);
+  }
+}
+
+const std::string& Lease::key() const { return state_->key; }
+size_t Lease::size_bytes() const { return state_->size_bytes; }
+const SlabRef& Lease::slab() const { return state_->slab; }
+DeviceId Lease::device() const { return state_->pool->device.id(); }
+size_t Lease::offset_bytes() const { return state_->offset_bytes; }
+bool Lease::is_live() const { return state_->is_live.load(std::memory_order_acquire); }
+
+std::byte* Lease::data() const {
+  if (!is_live()) {
+    throw UseAfterRelease(state_->describe() + " was released: its bytes may belong to another lease");
+  }
+  return state_->data;
+}
+
+void Lease::release(EventRef after) {
+  state_->pool->expect_same_process();
+  std::string fault;
+  if (!state_->end(std::move(after), false, &fault)) {
+    throw ReleasedTwice(state_->describe() + " was released before");
+  }
+  if (!fault.empty()) {
+    throw PoolError(fault);
+  }
 }
 
 }  // namespace bucketwheel

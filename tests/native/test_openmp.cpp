@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "base/openmp.h"
 #include "base/platform.h"
 #include "base/thread_pool.h"
 #include "check.h"

@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "base/openmp.h"
 #include "base/platform.h"
 #include "base/thread_pool.h"
 #include "check.h"

@@ -1,6 +1,6 @@
 """Arrivals: which gradients are done with in native code, which go to Python, and that it makes no difference.
 
-[Note: quick arrival], csrc/bindings/arrivals_py.h. In these tests all parameters lie in one bucket, so the first
+[Note: quick arrival], csrc/bindings/schedule_py.h. In these tests all parameters lie in one bucket, so the first
 gradient of a window always goes to Python: it opens the window and the bucket's memory.
 """
 

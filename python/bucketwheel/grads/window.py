@@ -1,7 +1,7 @@
 """Window: gradients on their way from autograd into buckets and shards, and what stock code asks of them.
 
 A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there
-(`placeholder`). Most are handled in native code: [Note: quick arrival], csrc/bindings/arrivals_py.h. What goes where, and
+(`placeholder`). Most are handled in native code: [Note: quick arrival], csrc/bindings/schedule_py.h. What goes where, and
 which bucket is reduced when, is decided by the native schedule (csrc/plan/schedule.h) and carried out here and in `launch`.
 
 Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so
