@@ -1,10 +1,7 @@
 // comm/: chunks, sinks, values, failures, on threads and on forked processes. Run by test_native.py.
 // needs: base device kernels pool comm
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -16,7 +13,6 @@
 #include "check.h"
 #include "comm/chunks.h"
 #include "comm/host/local.h"
-#include "comm/host/shm.h"
 #include "comm_ranks.h"
 
 using namespace bucketwheel;
@@ -104,82 +100,6 @@ TEST(mixed_lists_and_a_sink_over_several_segments) {
     comm.reduce_scatter(segments, {}, std::move(sink), {})->synchronize();
     CHECK(out_a == Floats(10'000, 3.0f) && out_b == Floats(3, 6.0f) && out_c == Floats(50'000, 12.0f));
   });
-}
-
-TEST(shm_between_threads_of_one_process) {
-  for (int world = 1; world <= 3; ++world) {
-    const auto sockets = connect_all(world);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < world; ++rank) {
-      threads.emplace_back([&, rank] {
-        const std::vector<pid_t> pids(static_cast<size_t>(world), getpid());
-        const CommRef comm = join_shm(rank, sockets[static_cast<size_t>(rank)], pids);
-        for (const bool uses_pool : {true, false}) {
-          check_values(*comm, 1, uses_pool);
-          check_values(*comm, 200'000, uses_pool);
-        }
-        check_values(*comm, 30'000, comm->rank() == 0);  // direct for one, staged for the others
-        check_agreement(*comm);
-        comm->close();
-      });
-    }
-    for (std::thread& thread : threads) {
-      thread.join();
-    }
-  }
-}
-
-TEST(a_killed_process_is_seen_by_the_others) {
-  if (!may_fork()) {
-    return;
-  }
-  constexpr int kWorld = 3;
-  const auto sockets = connect_all(kWorld);
-  int gates[2];  // the children learn each other's pids
-  CHECK(pipe(gates) == 0);
-  std::vector<pid_t> pids = {getpid()};
-  for (int rank = 1; rank < kWorld; ++rank) {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-      pids.resize(kWorld);
-      CHECK(read(gates[0], pids.data(), kWorld * sizeof(pid_t)) == kWorld * sizeof(pid_t));
-      for (int other = 0; other < kWorld; ++other) {
-        for (const int fd : sockets[static_cast<size_t>(other)]) {
-          if (other != rank && fd >= 0) {
-            close(fd);
-          }
-        }
-      }
-      const CommRef comm = join_shm(rank, sockets[static_cast<size_t>(rank)], pids);
-      check_values(*comm, 50'000, true);
-      if (rank == 2) {
-        kill(getpid(), SIGKILL);
-      }
-      CHECK_THROWS(PeerError, "rank 2", check_values(*comm, 50'000, false));
-      end_child();
-    }
-    pids.push_back(child);
-  }
-  for (int rank = 1; rank < kWorld; ++rank) {
-    CHECK(write(gates[1], pids.data(), kWorld * sizeof(pid_t)) == kWorld * sizeof(pid_t));
-    for (const int fd : sockets[static_cast<size_t>(rank)]) {
-      if (fd >= 0) {
-        close(fd);
-      }
-    }
-  }
-  {
-    const CommRef comm = join_shm(0, sockets[0], pids);
-    check_values(*comm, 50'000, true);
-    const auto begin = Clock::now();
-    CHECK_THROWS(PeerError, "rank 2", check_values(*comm, 50'000, true));
-    CHECK(Clock::now() - begin < 2s);
-    CHECK_THROWS(PeerError, "died", comm->post({}));
-    int status = 0;
-    CHECK(waitpid(pids[1], &status, 0) == pids[1] && WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK(waitpid(pids[2], &status, 0) == pids[2] && WIFSIGNALED(status));
-  }
 }
 
 TEST(abort_and_timeout_reach_those_who_wait) {

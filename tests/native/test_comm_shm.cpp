@@ -143,29 +143,6 @@ TEST(a_sink_takes_what_peers_hold) {
   });
 }
 
-TEST(ranks_that_call_different_things_are_told) {
-  on_ranks(2, 40s, [](Comm& comm) {
-    Floats full(8), shard(4);
-    const Segment item = segment(full.data(), shard.data(), 4, 2);
-    const auto call = [&] {
-      return comm.rank() == 0 ? comm.all_gather({item}, {}) : comm.reduce_scatter({item}, {}, nullptr, {});
-    };
-    CHECK_THROWS(MismatchError, "all_gather", call()->synchronize());
-  });
-}
-
-TEST(an_abort_reaches_those_who_wait) {
-  on_ranks(3, 40s, [](Comm& comm) {
-    Floats full(12), shard(4);
-    const Segment item = segment(full.data(), shard.data(), 4, 3);
-    if (comm.rank() == 2) {
-      comm.abort("no more");
-    } else {
-      CHECK_THROWS(CommError, "aborted by rank 2: no more", comm.all_gather({item}, {})->synchronize());
-    }
-  });
-}
-
 TEST(an_abort_in_the_middle_of_an_operation) {
   for (int i = 0; i < 15; ++i) {
     on_ranks(2, 40s, [i](Comm& comm) {
@@ -205,21 +182,6 @@ TEST(a_lost_rank_is_seen_by_all_who_wait) {
         CHECK_THROWS(PeerError, "rank 2", comm.post({}));
       },
       1, [] { std::this_thread::sleep_for(50ms); });
-}
-
-TEST(a_late_rank_hears_of_the_timeout) {
-  std::atomic<bool> has_timed_out{false};
-  on_ranks(2, 300ms, [&](Comm& comm) {
-    Floats full(8), shard(4);
-    const Segment item = segment(full.data(), shard.data(), 4, 2);
-    if (comm.rank() == 0) {
-      CHECK_THROWS(CommTimeout, "rank 1", comm.all_gather({item}, {})->synchronize());
-      has_timed_out = true;
-    } else {
-      sleep_until([&] { return has_timed_out.load(); });
-      CHECK_THROWS(CommTimeout, "rank 1", comm.all_gather({item}, {})->synchronize());
-    }
-  });
 }
 
 }  // namespace
