@@ -126,7 +126,7 @@ class Communicator:
         """Two NCCL communicators over the same ranks: one for all-gathers, one for reduce-scatters, which then overlap.
 
         NCCL runs the operations of one communicator one after the other, whatever streams they are in. The two share
-        agreement (`post`, `collect`) and fate: a failure of one is one of both; their names end in ``/ag`` and ``/rs``.
+        agreement (`post`, `collect`); a failure of one is one of both. Their names end in ``/ag`` and ``/rs``.
         Every rank issues the operations of both in one order. ``max_ctas`` small enough for both kernels to be on the
         device (8 and 16, say) lets them run at once.
 
