@@ -208,16 +208,20 @@ inline HandleRef start_request(const Request& request, py::handle stream, const 
   return request.start(std::move(options));
 }
 
-// The sums of `full` go to `sink` and nowhere else.
-inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
-                                        py::handle stream, const std::vector<HandleRef>& after, bool timing) {
-  const dlpack::Name name{"full", 0};
-  const dlpack::Described tensor = dlpack::describe_item(full, name, comm.device());
+// `full`, which the ranks share equally.
+inline View full_view(const Comm& comm, py::handle full) {
+  const dlpack::Described tensor = dlpack::describe_item(full, {"full", 0}, comm.device());
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
              "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
                  "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
-  const Segment segment{{tensor.data, tensor.numel, tensor.dtype},
-                        {nullptr, tensor.numel / comm.world(), tensor.dtype}};
+  return {tensor.data, tensor.numel, tensor.dtype};
+}
+
+// The sums of `full` go to `sink` and nowhere else.
+inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
+                                        py::handle stream, const std::vector<HandleRef>& after, bool timing) {
+  const View tensor = full_view(comm, full);
+  const Segment segment{tensor, {nullptr, tensor.numel / comm.world(), tensor.dtype}};
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held(full));
   const WithoutGil unlocked;
@@ -246,11 +250,7 @@ class FirstElements final : public ReduceSink {
 // Gathers `full` in place (this rank's shard is its own part), and gives its first `numel` elements to `sink`.
 inline HandleRef all_gather_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, int64_t numel,
                                     const std::vector<HandleRef>& after) {
-  const dlpack::Name name{"full", 0};
-  const dlpack::Described tensor = dlpack::describe_item(full, name, comm.device());
-  BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
-             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
-                 "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
+  const View tensor = full_view(comm, full);
   BW_EXPECTS(0 <= numel && numel <= tensor.numel,
              "numel is " + std::to_string(numel) + ", full has " + std::to_string(tensor.numel) + " elements");
   View shard{tensor.data, tensor.numel / comm.world(), tensor.dtype};
@@ -259,7 +259,7 @@ inline HandleRef all_gather_to_sink(Comm& comm, py::handle full, std::shared_ptr
   options.keepalive.push_back(held(full));
   auto first = std::make_shared<FirstElements>(std::move(sink), numel);
   const WithoutGil unlocked;
-  return comm.all_gather({{{tensor.data, tensor.numel, tensor.dtype}, shard}}, std::move(options), std::move(first));
+  return comm.all_gather({{tensor, shard}}, std::move(options), std::move(first));
 }
 
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
@@ -358,8 +358,8 @@ inline void bind_host_comms(py::module_& m) {
                            deadline_of(left_s)};
         return released_without_gil(make_shm_comm(options));
       },
-      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), py::arg("id") = "",
-      py::arg("left_s") = py::none(), Unlocked());
+      py::arg("rank"), py::arg("sockets"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"), py::kw_only(),
+      py::arg("id") = "", py::arg("left_s") = py::none(), Unlocked());
 }
 
 inline void bind_comm(py::module_& m) {

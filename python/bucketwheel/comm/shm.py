@@ -110,7 +110,7 @@ class _Links:
         left_s = max(self.until - time.monotonic(), STEP_S)
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
-        return core.make_shm_comm(self.rank, fds, pids, name, timeout_s, self.id, left_s)
+        return core.make_shm_comm(self.rank, fds, pids, name, timeout_s, id=self.id, left_s=left_s)
 
     def _expect_connected(self, failure: str) -> None:
         failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)
