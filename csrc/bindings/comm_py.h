@@ -16,7 +16,6 @@
 #include "base/terminate.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
-#include "bindings/held_list.h"
 #include "comm/comm.h"
 #include "comm/host/local.h"
 #include "comm/host/shm.h"

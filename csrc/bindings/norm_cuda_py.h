@@ -14,7 +14,6 @@
 #include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
-#include "bindings/held_list.h"
 #include "bindings/norm_py.h"
 #include "comm/comm.h"
 #include "kernels/sums_cuda.h"

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "bindings/dlpack.h"
-#include "bindings/held_list.h"
 #include "comm/comm.h"
 #include "kernels/norm.h"
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/host/control.h"
+#include "comm/host/team.h"
 #include "comm/host/shm_links.h"
 
 namespace bucketwheel {

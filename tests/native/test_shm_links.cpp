@@ -22,7 +22,7 @@
 #include "base/error.h"
 #include "base/mapping.h"
 #include "check.h"
-#include "comm/host/control.h"
+#include "comm/host/team.h"
 #include "comm/host/shm.h"
 #include "comm/host/shm_links.h"
 #include "shm_link.h"

@@ -9,7 +9,7 @@
 
 #include "base/mapping.h"
 #include "comm/comm.h"
-#include "comm/host/control.h"
+#include "comm/host/team.h"
 
 namespace bucketwheel {
 

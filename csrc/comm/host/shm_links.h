@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "base/mapping.h"
-#include "comm/host/control.h"
+#include "comm/host/team.h"
 #include "pool/upstream.h"
 
 namespace bucketwheel {
