@@ -473,9 +473,9 @@ inline void bind_adam(py::module_& m) {
              return AdamArguments{std::move(steps),   average,         seed,         flags, std::move(used),
                                   std::move(factors), std::move(noop), std::move(lr)};
            }),
-           py::arg("steps"), py::arg("average") = 1.0, py::arg("seed") = 0, py::arg("flags") = AdamFlags(),
-           py::kw_only(), py::arg("used") = py::none(), py::arg("factors") = py::none(), py::arg("noop") = py::none(),
-           py::arg("lr") = py::none());
+           py::arg("steps"), py::arg("average") = 1.0, py::arg("seed") = 0,
+           py::arg_v("flags", AdamFlags(), "AdamFlags()"), py::kw_only(), py::arg("used") = py::none(),
+           py::arg("factors") = py::none(), py::arg("noop") = py::none(), py::arg("lr") = py::none());
   bind_adam_rows<PyAdamTable>(m, "AdamTable")
       .def(py::init<>())
       .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("arguments"), py::arg("first_row") = 0,
