@@ -3,21 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-class AdamCudaArguments:
+class AdamArguments:
     def __init__(
         self,
         steps: Any,
+        average: float = 1.0,
+        seed: int = 0,
+        flags: AdamFlags = AdamFlags(),
         *,
         used: Any = None,
         factors: Any = None,
         noop: Any = None,
         lr: Any = None,
-        average: float = 1.0,
-        decoupled: bool = True,
-        maximize: bool = False,
-        stochastic: bool = True,
-        stochastic_param: bool = False,
-        seed: int = 0,
     ) -> None: ...
 
 class AdamCudaTable:
@@ -38,12 +35,17 @@ class AdamCudaTable:
     ) -> int: ...
     def set_grads(self, grads: Sequence[Any], first_row: int = 0) -> None: ...
     def clear_grads(self) -> None: ...
-    def begin(self, groups: Sequence[AdamGroup], arguments: AdamCudaArguments) -> None: ...
-    def step(self, first_row: int = 0, last_row: int = -1) -> None: ...
     @property
     def rows(self) -> int: ...
     @property
     def numel(self) -> int: ...
+    def begin(self, groups: Sequence[AdamGroup], arguments: AdamArguments) -> None: ...
+    def step(self, first_row: int = 0, last_row: int = -1) -> None: ...
+
+class AdamFlags:
+    def __init__(
+        self, decoupled: bool = True, maximize: bool = False, stochastic: bool = True, stochastic_param: bool = False
+    ) -> None: ...
 
 class AdamGroup:
     def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None: ...
@@ -86,25 +88,13 @@ class AdamTable:
     ) -> int: ...
     def set_grads(self, grads: Sequence[Any], first_row: int = 0) -> None: ...
     def clear_grads(self) -> None: ...
-    def step(
-        self,
-        groups: Sequence[AdamGroup],
-        steps: Any,
-        used: Any = None,
-        gscale: Any = None,
-        first_row: int = 0,
-        last_row: int = -1,
-        decoupled: bool = True,
-        maximize: bool = False,
-        stochastic: bool = True,
-        stochastic_param: bool = False,
-        seed: int = 0,
-        noop: Any = None,
-    ) -> None: ...
     @property
     def rows(self) -> int: ...
     @property
     def numel(self) -> int: ...
+    def step(
+        self, groups: Sequence[AdamGroup], arguments: AdamArguments, first_row: int = 0, last_row: int = -1
+    ) -> None: ...
 
 class Agreement:
     @property
@@ -422,41 +412,10 @@ class Tie:
     def look(self) -> None: ...
 
 def adam_step(
-    arg0: Sequence[Any],
-    arg1: Sequence[Any],
-    arg2: Sequence[Any],
-    arg3: Sequence[Any],
-    arg4: Sequence[Any] | None,
-    arg5: Sequence[Any] | None,
-    arg6: Sequence[Any] | None,
-    arg7: Any,
-    arg8: float,
-    arg9: float,
-    arg10: float,
-    arg11: float,
-    arg12: float,
-    arg13: float,
-    arg14: bool,
-    arg15: Sequence[int] | None,
-    arg16: bool,
-    arg17: bool,
-    arg18: bool,
-    arg19: bool,
-    arg20: int,
-    /,
+    tensors: Sequence[Any], group: AdamGroup, param_ids: Sequence[int] | None, noop: bool, arguments: AdamArguments
 ) -> None: ...
 def adam_step_cuda(
-    device: int,
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    exp_avgs: Sequence[Any],
-    exp_avg_sqs: Sequence[Any],
-    max_exp_avg_sqs: Sequence[Any] | None,
-    master_params: Sequence[Any] | None,
-    remainders: Sequence[Any] | None,
-    param_ids: Sequence[int] | None,
-    group: AdamGroup,
-    arguments: AdamCudaArguments,
+    device: int, tensors: Sequence[Any], group: AdamGroup, param_ids: Sequence[int] | None, arguments: AdamArguments
 ) -> None: ...
 def all_gather_request(comm: Comm, outputs: Sequence[Any], inputs: Sequence[Any]) -> Request: ...
 def borrow_stream(native: int, device: int) -> Stream: ...
@@ -469,6 +428,7 @@ def clip_cuda(
     chosen: Any,
     average: float,
     max_norm: float | None,
+    *,
     norm: Any,
     param_norms: Any = None,
     resets: bool = False,
@@ -497,6 +457,7 @@ def make_shm_comm(
     pids: Sequence[int],
     name: str | bytes,
     timeout_s: float,
+    *,
     id: str | bytes = "",
     left_s: float | None = None,
 ) -> Comm: ...
