@@ -124,11 +124,11 @@ def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
         table.add(p, t.g[i], t.m[i], t.v[i], master, 0, max_exp_avg_sq=vmax, remainder=remainder, param=i)
     groups = [core.AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
     steps = torch.full((len(t.p),), 10, dtype=torch.int64)
-    flags = core.AdamFlags(stochastic=rounding == "stochastic")
+    arguments = core.AdamArguments(steps, options=core.AdamOptions(stochastic=rounding == "stochastic"))
 
     def step() -> None:
         steps.add_(1)
-        table.step(groups, core.AdamArguments(steps, 1.0, 0, flags))
+        table.step(groups, arguments)
 
     return step
 

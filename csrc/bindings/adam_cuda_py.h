@@ -60,7 +60,7 @@ struct AdamCudaStepHolder {
       step.lr = lr;
     }
     step.average = from.average;
-    from.fill(step);
+    from.options.fill(step);
   }
 };
 

@@ -149,11 +149,23 @@ struct AdamTensors {
   }
 };
 
-struct AdamFlags {
+// What is the same for every tensor of a step.
+struct AdamOptions {
   bool decoupled = true;
   bool maximize = false;
   bool stochastic = true;
   bool stochastic_param = false;
+  uint64_t seed = 0;
+  bool noop = false;  // of adam_step() on the CPU: all is checked, and nothing changes
+
+  template <class Step>
+  void fill(Step& step) const {
+    step.decoupled = decoupled;
+    step.maximize = maximize;
+    step.stochastic = stochastic;
+    step.stochastic_param = stochastic_param;
+    step.seed = seed;
+  }
 };
 
 // What a step gets beside its rows and groups. On the CPU arrays are host tensors by row; on CUDA they lie on the device,
@@ -161,21 +173,11 @@ struct AdamFlags {
 struct AdamArguments {
   py::object steps;      // int64; of adam_step() on the CPU an int or a list
   double average = 1.0;  // factor of every gradient
-  uint64_t seed = 0;
-  AdamFlags flags;
+  AdamOptions options;
   py::object used;     // uint8; on CUDA bytes. None: all
   py::object factors;  // float64; None: 1. On the CPU they stand for `average`, which is 1 then
   py::object noop;     // float32 [1]; None
   py::object lr;       // CUDA: a list of None or float32 [1] on the device, one for each group; None
-
-  template <class Step>
-  void fill(Step& step) const {
-    step.decoupled = flags.decoupled;
-    step.maximize = flags.maximize;
-    step.stochastic = flags.stochastic;
-    step.stochastic_param = flags.stochastic_param;
-    step.seed = seed;
-  }
 };
 
 // The lists of one call: params, grads and so on, by index. A list that is None stands for Nones.
@@ -183,6 +185,7 @@ class AdamLists {
  public:
   explicit AdamLists(const py::sequence& lists) {
     BW_EXPECTS(py::len(lists) == kLists, std::to_string(py::len(lists)) + " lists of tensors, expected 7");
+    count_ = py::len(py::object(lists[0]));
     for (size_t k = 0; k < kLists; ++k) {
       const py::object list = lists[k];
       if (!list.is_none()) {
@@ -192,7 +195,7 @@ class AdamLists {
     }
   }
 
-  size_t count() const { return py::len(*lists_[0]); }
+  size_t count() const { return count_; }
   void expect_count(const py::sequence& list, const char* name) const {
     BW_EXPECTS(py::len(list) == count(), std::string(name) + " has " + std::to_string(py::len(list)) +
                                              " tensors, params has " + std::to_string(count()));
@@ -220,6 +223,7 @@ class AdamLists {
   static constexpr size_t kLists = 7;
   static constexpr const char* kNames[kLists] = {"params",          "grads",         "exp_avgs",  "exp_avg_sqs",
                                                  "max_exp_avg_sqs", "master_params", "remainders"};
+  size_t count_ = 0;
   std::optional<py::sequence> lists_[kLists];
 };
 
@@ -340,7 +344,7 @@ class PyAdamTable : public PyAdamRows<AdamTable> {
 
   void step(const std::vector<AdamGroup>& groups, const AdamArguments& arguments, int64_t first_row, int64_t last_row) {
     AdamStep step;
-    arguments.fill(step);
+    arguments.options.fill(step);
     step.groups = groups;
     step.steps = span_of<int64_t>(arguments.steps, DType::kInt64, "steps");
     step.used = span_of<uint8_t>(arguments.used, DType::kUInt8, "used");
@@ -403,11 +407,9 @@ class StepCount {
 };
 
 // One step over lists of tensors. Everything is checked before anything changes.
-inline void adam_step(const py::sequence& tensors, const AdamGroup& group,
-                      const std::optional<std::vector<uint32_t>>& param_ids, bool noop,
-                      const AdamArguments& arguments) {
+inline void adam_step(const py::sequence& tensors, const py::object& steps, const AdamGroup& group, double average,
+                      const std::optional<std::vector<uint32_t>>& param_ids, const AdamOptions& options) {
   const AdamLists lists(tensors);
-  const py::object& steps = arguments.steps;
   const size_t count = lists.count();
   const bool one_step = py::isinstance<py::int_>(steps);
   const py::sequence step_list = one_step ? py::sequence(py::list()) : steps.cast<py::sequence>();
@@ -424,16 +426,16 @@ inline void adam_step(const py::sequence& tensors, const AdamGroup& group,
     counts.emplace_back(one_step ? py::handle(steps) : py::handle(py::object(step_list[i])), static_cast<int64_t>(i));
     numbers.push_back(counts.back().value());
   }
-  if (noop) {
+  if (options.noop) {
     return;
   }
   {
     py::gil_scoped_release unlocked;
     AdamStep step;
-    arguments.fill(step);
+    options.fill(step);
     step.groups = {&group, 1};
     step.steps = numbers;
-    step.gscale = {&arguments.average, 1};
+    step.gscale = {&average, 1};
     step.last_row = table.rows();
     table.step(step);
   }
@@ -461,27 +463,29 @@ inline void bind_adam(py::module_& m) {
       .def_readwrite("beta2", &AdamGroup::beta2)
       .def_readwrite("eps", &AdamGroup::eps)
       .def_readwrite("weight_decay", &AdamGroup::weight_decay);
-  py::class_<AdamFlags>(m, "AdamFlags")
-      .def(py::init([](bool decoupled, bool maximize, bool stochastic, bool stochastic_param) {
-             return AdamFlags{decoupled, maximize, stochastic, stochastic_param};
-           }),
-           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
-           py::arg("stochastic_param") = false);
+  py::class_<AdamOptions>(m, "AdamOptions")
+      .def(
+          py::init([](bool decoupled, bool maximize, bool stochastic, bool stochastic_param, uint64_t seed, bool noop) {
+            return AdamOptions{decoupled, maximize, stochastic, stochastic_param, seed, noop};
+          }),
+          py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
+          py::arg("stochastic_param") = false, py::arg("seed") = 0, py::arg("noop") = false);
   py::class_<AdamArguments>(m, "AdamArguments")
-      .def(py::init([](py::object steps, double average, uint64_t seed, const AdamFlags& flags, py::object used,
+      .def(py::init([](py::object steps, double average, const std::optional<AdamOptions>& options, py::object used,
                        py::object factors, py::object noop, py::object lr) {
-             return AdamArguments{std::move(steps),   average,         seed,         flags, std::move(used),
-                                  std::move(factors), std::move(noop), std::move(lr)};
+             return AdamArguments{
+                 std::move(steps), average,      options.value_or(AdamOptions()), std::move(used), std::move(factors),
+                 std::move(noop),  std::move(lr)};
            }),
-           py::arg("steps"), py::arg("average") = 1.0, py::arg("seed") = 0,
-           py::arg_v("flags", AdamFlags(), "AdamFlags()"), py::kw_only(), py::arg("used") = py::none(),
-           py::arg("factors") = py::none(), py::arg("noop") = py::none(), py::arg("lr") = py::none());
+           py::arg("steps"), py::arg("average") = 1.0, py::arg("options") = py::none(), py::kw_only(),
+           py::arg("used") = py::none(), py::arg("factors") = py::none(), py::arg("noop") = py::none(),
+           py::arg("lr") = py::none());
   bind_adam_rows<PyAdamTable>(m, "AdamTable")
       .def(py::init<>())
       .def("step", &PyAdamTable::step, py::arg("groups"), py::arg("arguments"), py::arg("first_row") = 0,
            py::arg("last_row") = -1);
-  m.def("adam_step", &adam_step, py::arg("tensors"), py::arg("group"), py::arg("param_ids").none(true), py::arg("noop"),
-        py::arg("arguments"));
+  m.def("adam_step", &adam_step, py::arg("tensors"), py::arg("steps"), py::arg("group"), py::arg("average"),
+        py::arg("param_ids").none(true), py::arg("options"));
 }
 
 }  // namespace bucketwheel

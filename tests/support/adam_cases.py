@@ -101,8 +101,9 @@ def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) 
         core.AdamArguments(
             torch.full((len(rows),), args.step),
             args.grad_scale,
-            rounding.seed,
-            core.AdamFlags(args.decoupled, args.maximize, rounding.stochastic, rounding.stochastic_param),
+            core.AdamOptions(
+                args.decoupled, args.maximize, rounding.stochastic, rounding.stochastic_param, rounding.seed
+            ),
         ),
     )
 

@@ -259,8 +259,7 @@ class AdamRows:
         self.steps = steps
         self._device = device
         self._amsgrad = amsgrad
-        self._rounding = {"stochastic": stochastic, "stochastic_param": stochastic_param}
-        self._seed = seed
+        self._rounding: dict[str, Any] = {"stochastic": stochastic, "stochastic_param": stochastic_param, "seed": seed}
         self._param_of_row: list[int] = []
         self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
         self._begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
@@ -312,25 +311,23 @@ class AdamRows:
 
         ``factors`` (`GradFactors.vector`; None: all 1) are folded into the gradients with ``average``.
         """
-        flags = core.AdamFlags(**_native_flags(param_groups, self._amsgrad), **self._rounding)
+        options = core.AdamOptions(**_native_flags(param_groups, self._amsgrad), **self._rounding)
         self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
         groups = [  # may raise: before steps count
             _native_group(group, float(group["lr"]) if lr is None else 0.0)
             for group, lr in zip(param_groups, self._lr, strict=True)
         ]
         if self._device == CPU:
-            self._begin_on_cpu(groups, flags, used, factors, average)
+            self._begin_on_cpu(groups, options, used, factors, average)
             return
         lrs = self._lr if any(lr is not None for lr in self._lr) else None
-        arguments = core.AdamArguments(
-            self.steps, average, self._seed, flags, used=bytes(used), factors=factors, lr=lrs
-        )
+        arguments = core.AdamArguments(self.steps, average, options, used=bytes(used), factors=factors, lr=lrs)
         self.table.begin(groups, arguments)
 
     def _begin_on_cpu(
         self,
         groups: list[Any],
-        flags: core.AdamFlags,
+        options: core.AdamOptions,
         used: Sequence[bool] | bytes,
         factors: Tensor | None,
         average: float,
@@ -346,7 +343,7 @@ class AdamRows:
         )
         self._begun = (
             groups,
-            core.AdamArguments(steps, 1.0, self._seed, flags, used=used_rows, factors=row_factors),
+            core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors),
         )
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:

@@ -131,10 +131,9 @@ def adam_step(
         skip = noop is not None and bool(noop.item() != 0)
         lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
         try:
-            group = module.AdamGroup(float(lr), beta1, beta2, eps, weight_decay)
-            flags = _native_flags(decoupled, maximize, stochastic, stochastic_param)
-            arguments = module.AdamArguments(steps, float(grad_scale), seed, flags)
-            module.adam_step(lists, group, param_ids, skip, arguments)
+            group = _native_group(float(lr), beta1, beta2, eps, weight_decay)
+            options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
+            module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
         except (TypeError, ValueError) as error:
             _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
             if "incompatible function arguments" in str(error) or "unhashable" in str(error):
@@ -154,9 +153,15 @@ def adam_step(
 _ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
 
 
-@functools.cache
-def _native_flags(decoupled: bool, maximize: bool, stochastic: bool, stochastic_param: bool) -> core.AdamFlags:
-    return core.AdamFlags(decoupled, maximize, stochastic, stochastic_param)
+# For small tensors the call is what takes the time, and most calls repeat these.
+@functools.lru_cache(maxsize=64)
+def _native_group(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> core.AdamGroup:
+    return core.AdamGroup(lr, beta1, beta2, eps, weight_decay)
+
+
+@functools.lru_cache(maxsize=64)
+def _native_options(*choices: Any) -> core.AdamOptions:
+    return core.AdamOptions(*choices)
 
 
 # Of what the native call does not take it says only that it does not, after printing every tensor.
@@ -296,8 +301,7 @@ def _adam_step_cuda(
     arguments = core.AdamArguments(
         count.taken,
         average,
-        seed,
-        core.AdamFlags(**flags),
+        core.AdamOptions(**flags, seed=seed),
         factors=factors,
         noop=on_device,
         lr=[lr.detach().to(torch.float32).reshape(1)] if isinstance(lr, torch.Tensor) and lr_on_device else None,
