@@ -135,7 +135,7 @@ def test_row_ranges_together_are_one_step() -> None:
 def test_one_factor_for_all_rows() -> None:
     rows = rows_of([10, 20])
     expected = one_by_one(rows, grad_scale=0.5)
-    table_of(rows).step([group()], numbers(rows), None, torch.tensor([0.5], dtype=torch.float64))
+    step_of(table_of(rows), [group()], numbers(rows), None, torch.tensor([0.5], dtype=torch.float64))
     assert_equal(rows, expected)
 
 

@@ -136,7 +136,7 @@ def adam_step(
             module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
         except (TypeError, ValueError) as error:
             _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-            if "incompatible function arguments" in str(error) or "unhashable" in str(error):
+            if "incompatible" in str(error) or "unhashable" in str(error):
                 _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
             raise
         if skip:

@@ -8,8 +8,7 @@ class AdamArguments:
         self,
         steps: Any,
         average: float = 1.0,
-        seed: int = 0,
-        flags: AdamFlags = AdamFlags(),
+        options: AdamOptions | None = None,
         *,
         used: Any = None,
         factors: Any = None,
@@ -42,11 +41,6 @@ class AdamCudaTable:
     def begin(self, groups: Sequence[AdamGroup], arguments: AdamArguments) -> None: ...
     def step(self, first_row: int = 0, last_row: int = -1) -> None: ...
 
-class AdamFlags:
-    def __init__(
-        self, decoupled: bool = True, maximize: bool = False, stochastic: bool = True, stochastic_param: bool = False
-    ) -> None: ...
-
 class AdamGroup:
     def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None: ...
     @property
@@ -69,6 +63,17 @@ class AdamGroup:
     def weight_decay(self) -> float: ...
     @weight_decay.setter
     def weight_decay(self, value: float) -> None: ...
+
+class AdamOptions:
+    def __init__(
+        self,
+        decoupled: bool = True,
+        maximize: bool = False,
+        stochastic: bool = True,
+        stochastic_param: bool = False,
+        seed: int = 0,
+        noop: bool = False,
+    ) -> None: ...
 
 class AdamTable:
     def __init__(self) -> None: ...
@@ -412,7 +417,12 @@ class Tie:
     def look(self) -> None: ...
 
 def adam_step(
-    tensors: Sequence[Any], group: AdamGroup, param_ids: Sequence[int] | None, noop: bool, arguments: AdamArguments
+    tensors: Sequence[Any],
+    steps: Any,
+    group: AdamGroup,
+    average: float,
+    param_ids: Sequence[int] | None,
+    options: AdamOptions,
 ) -> None: ...
 def adam_step_cuda(
     device: int, tensors: Sequence[Any], group: AdamGroup, param_ids: Sequence[int] | None, arguments: AdamArguments

@@ -38,7 +38,7 @@ std::string text_of(const Notice& notice) {
 bool agree(Comm& comm, const Operation& operation) {
   Board& board = *comm.board;
   board.notice(Lane::kDevice, comm.rank, 1) = notice_of(operation);
-  if (!board.meet(Lane::kDevice, [&] { return comm.is_aborted; })) {
+  if (!board.meet(Lane::kDevice, [&] { return comm.is_aborted.load(); })) {
     return false;
   }
   const Notice& first = board.notice(Lane::kDevice, 0, 0);
@@ -104,7 +104,7 @@ void read_stages(Comm& comm, const Operation& operation, size_t begin, size_t co
 }
 
 void run(Comm& comm, const Operation& operation) {
-  const auto is_stopped = [&] { return comm.is_aborted; };
+  const auto is_stopped = [&] { return comm.is_aborted.load(); };
   if (operation.hangs) {
     wait_until([] { return false; }, is_stopped);
   }
@@ -145,7 +145,7 @@ struct Batch {
     drop();
   }
   void leave() {
-    wait_until([&] { return left > 0; }, [&] { return comm->is_aborted; });
+    wait_until([&] { return left > 0; }, [&] { return comm->is_aborted.load(); });
     --left;
     drop();
   }
@@ -154,7 +154,7 @@ struct Batch {
       ticket = comm->queue->take();
       ++comm->pending;
     }
-    const auto is_stopped = [&] { return comm->is_aborted; };
+    const auto is_stopped = [&] { return comm->is_aborted.load(); };
     wait_until([&] { return arrived >= others; }, is_stopped);
     arrived -= others;
     if (wait_until([&] { return comm->queue->is_turn(ticket); }, is_stopped)) {

@@ -203,7 +203,7 @@ FAKE_EXPORT int ncclCommFinalize(NcclCommRef handle) {
     return fail(kNcclInvalidUsage, "ncclCommFinalize: the communicator was finalized");
   }
   comm->is_finalized = true;
-  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_aborted; });
+  wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_aborted.load(); });
   int error = 0;
   meet(*comm, "ncclCommFinalize", {{kFinalize}}, &error);
   return error;
