@@ -31,15 +31,17 @@ TESTS_OWN = {"BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE", "BW_TEST_EMULATOR"
 
 
 def strings(path: Path) -> set[str]:
-    """The strings of a Python file that are names of variables and nothing else."""
-    nodes = ast.walk(ast.parse(path.read_text()))
+    """The strings of a Python file that are names of variables and nothing else; of env.py, without its list."""
+    tree = ast.parse(path.read_text())
+    tops = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if path.stem == "env" else [tree]
+    nodes = [node for top in tops for node in ast.walk(top)]
     found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {text for text in found if NAME.fullmatch(text)}
 
 
 def read_by_python() -> set[str]:
     files = [*sorted((ROOT / "python" / "bucketwheel").rglob("*.py")), ROOT / "setup.py", ROOT / "build_backend.py"]
-    return set().union(*(strings(path) for path in files if path.stem != "env"))
+    return set().union(*(strings(path) for path in files))
 
 
 def read_by_the_core() -> set[str]:
