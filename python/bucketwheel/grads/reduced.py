@@ -338,6 +338,8 @@ class ReducedGrads:
 
     def _chosen(self, indices: Sequence[int], values: Tensor, other: float) -> Tensor:
         """``values`` [params] at ``indices``, ``other`` elsewhere."""
+        if len(indices) == len(values):
+            return values
         mask = torch.zeros(len(values), dtype=torch.bool)
         mask[torch.tensor(indices, dtype=torch.int64)] = True
         return torch.where(mask, values, other)

@@ -10,7 +10,7 @@ is part of the graph.
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -142,20 +142,22 @@ class GradFactors:
         else:
             self._states = self._states.translate(_SCALED_IS_STALE)
 
-    def scale(self, indices: Iterable[int], factor: float | Tensor) -> None:
+    def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         """Multiplies factors by a number, or by a tensor of one element, which stays where it is if that is the device."""
         if self._entries is None or not isinstance(factor, Tensor) or index_of(factor) != self._device:
             known, number = self._known, float(factor)
+            if len(indices) == len(known):
+                self._known = array.array("d", [value * number for value in known])
+                return
             for index in indices:
                 known[index] *= number
             return
         self._apply_resets()
-        chosen = list(indices)
         times = factor.detach().to(torch.float64).reshape(())
-        if len(chosen) < len(self._states):
-            times = torch.where(self._uploads.mask("scale", len(self._states), chosen).bool(), times, 1.0)
+        if len(indices) < len(self._states):
+            times = torch.where(self._uploads.mask("scale", len(self._states), indices).bool(), times, 1.0)
         self._entries.mul_(times)
-        self._note_scaled(chosen)
+        self._note_scaled(indices)
 
     def clip(
         self,
@@ -169,7 +171,7 @@ class GradFactors:
         """CUDA: the norm of the gradients ``indices`` into ``norm`` [1], of all into ``param_norms`` [parameters], from ``sums``
         of squares; multiplies the factors of ``indices`` by the clip coefficient where ``max_norm`` is given."""
         all_stale = _STALE in self._states and _SCALED not in self._states
-        resets = all_stale and not self.may_be_replayed and self._known == self._ones
+        resets = all_stale and not self.may_be_replayed and not self.known
         if resets:  # by the kernel
             self._states = self._states.translate(_STALE_IS_ONE)
         else:
@@ -212,7 +214,8 @@ class GradFactors:
     @property
     def known(self) -> bytes:
         """What the host knows of the factors, which is what ranks compare: doubles; empty if all are 1."""
-        return b"" if self._known == self._ones else self._known.tobytes()
+        known = self._known.tobytes()  # bytes are compared at once, doubles one by one
+        return b"" if known == self._ones.tobytes() else known
 
     @known.setter
     def known(self, factors: bytes) -> None:
@@ -335,7 +338,7 @@ class AdamRows:
         core.use_torch_threads(torch.get_num_threads())
         if self._param_index is None:
             self._param_index = torch.tensor(self._param_of_row, dtype=torch.int64)
-        is_used = torch.tensor(list(used), dtype=torch.uint8)
+        is_used = torch.frombuffer(bytearray(used), dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
         self.steps += is_used
         of_params = torch.ones(len(is_used), dtype=torch.float64) if factors is None else factors
         steps, used_rows, row_factors = (

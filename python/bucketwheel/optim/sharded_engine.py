@@ -6,6 +6,7 @@ arrives), stepped by the fused kernel on this rank's rows, and all-gathered stra
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -367,8 +368,8 @@ class ShardedEngine:
 
     def _held(self, indices: Sequence[int] | None) -> list[int]:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
-        chosen = range(len(self.infos)) if indices is None else indices
-        return [i for i in chosen if self.grads.held[i]]
+        held = self.grads.held
+        return list(itertools.compress(range(len(held)), held)) if indices is None else [i for i in indices if held[i]]
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.grads.no_sync()
