@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ LONG = (
     ),
     *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults")),
     *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "examples")),
-    "tests/conformance/optimizer/test_optim_growth.py",
+    *(f"tests/conformance/optimizer/test_{name}.py" for name in ("optim_growth", "suite")),
     *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
     "tests/test_layering.py",
 )
@@ -98,7 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, and so are all of tests/frameworks: their imports are paid once. But the runs of
-    test_native.py, each of another build of the C++ tests, are shared out: together they take half an hour.
+    test_native.py, each of another build of the C++ tests, are shared out: together they take half an hour. So are
+    those of the optimizer's suite, in four parts.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -107,6 +109,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             folder, runs = "tests/frameworks/", "tests/native/test_native.py::"
             if nodeid.startswith(folder):
                 return folder
+            suite = "tests/conformance/optimizer/test_suite.py::"
+            if nodeid.startswith(suite):
+                return f"{suite}{zlib.crc32(nodeid.encode()) % 4}"
             return nodeid.split("[")[0] if nodeid.startswith(runs) else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -16,7 +16,6 @@ import ast
 import itertools
 import json
 import os
-import queue
 import random
 import shutil
 import signal
@@ -158,19 +157,17 @@ def main() -> int:
     known = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     mutants = sample(given.folder or list(FOLDERS), given.count, given.seed)
     done = {(one["label"], one["path"], str(one["begin"]), one["text"]): one for one in known}
-    left: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in mutants:
-        if mutant.key(given.label) not in done:
-            left.put(mutant)
+    left = iter([mutant for mutant in mutants if mutant.key(given.label) not in done])  # of all workers
     writing = threading.Lock()
 
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="bw-mutants-") as folder:
             tree = Path(folder) / "tree"
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("__pycache__", "build", ".*"))
-            (tree / "build").symlink_to(ROOT / "build")
-            while not left.empty():
-                mutant = left.get()
+            first, said = run_tests(tree, given.tests, 10 * given.limit)  # builds what tests need, too
+            if first != "survived":
+                raise RuntimeError(f"the tests fail without a mutant: {said}")
+            for mutant in left:
                 file = tree / PACKAGE / mutant.path
                 source = file.read_text()
                 file.write_text(mutant.applied_to(source))
