@@ -40,20 +40,20 @@ class DeviceError(Error):
 
 
 class CaptureError(DeviceError):
-    """What a CUDA graph cannot have was asked for: during a capture, or, of work that was captured, outside the graph."""
+    """During a CUDA graph capture: a call that a graph cannot contain. Outside: a question about work in a graph."""
 
 
 class CommError(Error):
     """A communicator failed; every later call on it raises the same error.
 
-    Attributes, each at its default where nothing is known:
-        op: the operation of this rank that failed: ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, or ``""``.
+    Attributes, with their defaults where nothing is known:
+        op: the operation that failed on this rank: ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, or ``""``.
         seq: its number, the one in the message; without an operation, that of the last one before, or 0.
-        rank: the rank whose failure it is. This rank, if it failed here; the one that failed first, if it was told of
-            it; the peer, of a `PeerError`; -1, if it is not that of a single rank.
+        rank: the rank that failed first: this one or the one it heard of; of a `PeerError` the peer; -1 if no single
+            rank failed.
         nccl_code: what NCCL returned on that rank, or None.
-        last_error: NCCL's own words for that (ncclGetLastError).
-        reason: why, which is the message without what it begins with: "[bucketwheel rank 3/8 comm 'rs' seq 118] ".
+        last_error: NCCL's text for it (ncclGetLastError).
+        reason: the message without its prefix "[bucketwheel rank 3/8 comm 'rs' seq 118] ".
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class CommTimeout(CommError, TimeoutError):
     """A deadline passed before all peers arrived.
 
     Attributes, beside those of `CommError`:
-        last_seqs: by rank, the last operation that each rank is known to have issued (0: none), or None where it is not
-            known; empty where the ranks were not asked.
+        last_seqs: by rank, the number of the last operation that it has issued (0: none), or None where that is not
+            known; empty if nobody knows.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class MismatchError(CommError):
-    """Ranks called different operations; the message lists what each one called."""
+    """Ranks called different operations; the message lists the call of each."""
 
 
 class ClosedError(CommError):
@@ -103,7 +103,7 @@ class ClosedError(CommError):
 
 
 class PoolError(Error):
-    """The pool cannot do what was asked; the message names the key and the sizes."""
+    """The pool cannot serve a request; the message names the key and the sizes."""
 
 
 class ReleasedTwice(PoolError):

@@ -26,8 +26,8 @@ __all__ = ["Lease", "Pool", "PoolStats"]
 class PoolStats:
     """Counters of a pool since it was made; bytes and leases as of now.
 
-    ``live_bytes`` counts leases rounded up to the alignment; ``reuses`` counts acquires of memory that was used before;
-    ``waits`` counts the fences that were still open at an acquire; ``dropped_leases`` those that were never released.
+    ``live_bytes``: of leases, rounded up to the alignment. ``reuses``: acquires of memory that was used before.
+    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases that were never released.
     """
 
     reserved_bytes: int
@@ -90,10 +90,10 @@ class Lease:
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
 
-        ``after`` says when the last use ends: a handle, a native event, or a stream, native or torch's (everything
-        enqueued in it so far); TypeError for anything else. The next owner waits for that. None: all use has ended
-        (CPU), or is in torch's current stream (CUDA). `CaptureError`, and the lease stays live, while that stream is
-        captured in a CUDA graph, and for an event that was.
+        ``after`` says when the last use ends; the next owner waits for that. It is a handle, a native event, or a stream,
+        native or torch's (all work in it so far); TypeError for anything else. None: all use has ended (CPU), or is in
+        torch's current stream (CUDA). `CaptureError` if that stream is being captured in a CUDA graph, or the event
+        was; the lease then stays live.
         """
         self._native.release(_event_of(after))
 
@@ -122,8 +122,8 @@ class Pool:
             (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
         align_bytes: alignment of every lease, a power of two of at most 4096.
         min_slab_bytes: smaller requests share a slab of this size.
-        poison: fill memory with NaN when it is acquired and released, and check after each lease that its end was
-            respected. Slow; also switched on by ``BW_POOL_POISON=1``.
+        poison: fill memory with NaN when it is acquired and released, and check that nobody wrote beyond a lease's end.
+            Slow; ``BW_POOL_POISON=1`` switches it on too.
         device: as torch names it. None: the CPU, or the current CUDA device for upstream ``"torch"`` and ``"cuda"``.
 
     When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the
@@ -176,13 +176,12 @@ class Pool:
     def acquire(self, key: str, nbytes: int, stream: Any = None) -> Lease:
         """Leases ``nbytes`` bytes (0 is legal), not initialised.
 
-        Where the last users of these bytes are not done, ``stream`` is made to wait for them; without one the calling
-        thread waits (CPU), or torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` when it is
-        live already (the empty key may be live any number of times). `PoolError` when the system has no memory.
+        ``stream`` waits until the last users of these bytes are done; without one the calling thread waits (CPU), or
+        torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` if a lease of that key is live
+        (the empty key may be live any number of times). `PoolError` when the system has no memory.
 
-        While ``stream`` is captured in a CUDA graph it can only have bytes that are there and whose last users are
-        done, without poison: else `CaptureError`, and nothing has changed. What replays use must not be released before
-        them.
+        While ``stream`` is captured in a CUDA graph: `CaptureError`, with nothing changed, if the pool would have to
+        grow, wait or poison. Release such a lease only after the last replay that uses it.
         """
         return Lease(self._native.acquire(key, nbytes, None if stream is None else native_stream(stream)))
 
@@ -191,7 +190,7 @@ class Pool:
         return self._native.holds(tensor)
 
     def stats(self) -> PoolStats:
-        """What the pool holds now, and has counted since it was made."""
+        """The pool's counters as of now."""
         stats = self._native.stats()
         return PoolStats(**{name: getattr(stats, name) for name in PoolStats.__dataclass_fields__})
 
@@ -204,7 +203,7 @@ class Pool:
         self._native.expect_no_leases()
 
     def trim(self) -> int:
-        """Gives the slabs that hold no lease back to the system, after their last use; the number of bytes."""
+        """Gives slabs without leases back to the system, after their last use. Returns the number of bytes."""
         return self._native.trim()
 
 
@@ -218,7 +217,7 @@ def _event_of(after: Any) -> Any:
     after = native_stream(after)
     if isinstance(after, core.Stream):
         return after.record()
-    # torch's event is one that others may record again, so it says nothing for good.
+    # A torch event may be recorded again by somebody else, so it does not stay the same.
     hint = ": pass the stream in which it was recorded" if isinstance(after, torch.cuda.Event) else ""
     raise TypeError(
         f"release: after must be a handle, a native event, a stream or None, got {type(after).__module__}."
@@ -248,7 +247,7 @@ def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
 def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     slab = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     if slab.is_cuda:
-        # The zeros are written in the current stream, and so may be what torch's allocator gave this memory back from.
-        # The first lease may be used in any other stream, and a new slab has no fence. Only when a pool grows.
+        # The zeros are written in the current stream, but the first lease may be used in any other one, and a new
+        # slab has no fence. This host wait happens only when a pool grows.
         torch.cuda.current_stream(device).synchronize()
     return slab
