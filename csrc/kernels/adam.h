@@ -1,8 +1,7 @@
 // Fused multi-tensor Adam on the CPU: one step over any number of rows, from the formula in adam_math.h.
 //
-// Results are bitwise independent of the number of threads, of how the elements are divided into rows, of the alignment
-// and of the instruction set. A table is built once and stepped many times; building one for a single step is cheap
-// too.
+// Results have the same bits for any number of threads, division into rows, alignment and instruction set. A table is
+// built once and stepped many times; building one for a single step is cheap too.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,8 @@
 
 namespace bucketwheel {
 
-// What every table of rows checks: TypeError for a dtype that adam_variant.h does not allow, ValueError for a master
-// that is missing or not wanted. `row` and `index` are for messages.
+// The checks of every table of rows. TypeError: a dtype that adam_variant.h does not allow. ValueError: a master that
+// is missing, or given where none belongs. `row` and `index` are for messages.
 void expect_adam_row(const AdamRow& row, int64_t index);
 void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row);
 
@@ -26,15 +25,15 @@ struct AdamStep {
   std::span<const AdamGroup> groups;  // indexed by AdamRow::group
   std::span<const int64_t> steps;     // the step that each row takes now, counted from 1
   std::span<const uint8_t> used;      // 0: the row is left untouched; empty: all rows are used
-  std::span<const double> gscale;     // factor of each row's gradient; one value: of all; empty: 1
+  std::span<const double> gscale;     // factor of each row's gradient; one value: for all; empty: 1
   int64_t first_row = 0;
   int64_t last_row = 0;
-  bool decoupled = true;  // AdamW; false: weight_decay * p joins the gradient
+  bool decoupled = true;  // AdamW; false: weight_decay * p is added to the gradient (L2)
   bool maximize = false;
   bool stochastic = true;         // bfloat16 v is rounded stochastically; m and vmax always to nearest
   bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
   uint64_t seed = 0;              // of the random bits: philox.h
-  const float* noop = nullptr;    // not null and not zero when the step starts: nothing changes
+  const float* noop = nullptr;    // points to a number that is not 0 when the step starts: nothing changes
 };
 
 class AdamTable {
@@ -47,8 +46,8 @@ class AdamTable {
   int64_t add(const AdamRow& row);
   void set_grad(int64_t row, const void* g, DType g_dtype);
 
-  // ValueError, and nothing changed, for: sizes that do not match rows(), a group out of range, a used row without a
-  // gradient or with a step below 1. Not to be called concurrently with itself or with add() on one table.
+  // ValueError, with nothing changed: sizes that do not match rows(), a group out of range, a used row without a
+  // gradient or with a step below 1. Not thread-safe: one call of step() or add() at a time.
   void step(const AdamStep& step);
 
   int64_t rows() const { return segments_.rows(); }

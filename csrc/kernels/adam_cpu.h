@@ -1,9 +1,9 @@
 // Adam over one chunk of a row.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 //
-// The usual kinds of rows have a loop of their own over what is in memory (adam_blocks, and adam_pairs_cpu.h for
-// bfloat16 alone). All others go through the same loop over floats by stages (adam_staged): what is not float32 is
-// converted into a buffer in the first-level cache and back.
+// The usual kinds of rows have a loop of their own, directly over memory (adam_blocks; adam_pairs_cpu.h if everything
+// is bfloat16). All others use one loop over floats (adam_staged): stage by stage, what is not float32 is converted
+// into a buffer in the first-level cache and back.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace bucketwheel {
 namespace {
 
-// What is beside a parameter: its master, or the 16 bits that it lacks to one.
+// What is kept beside a parameter: its master, or its remainder.
 template <class T, AdamWeight kWeight>
 struct BesideParam {
   using Type = T;
@@ -95,8 +95,8 @@ BW_HD void adam_range(const AdamArrays<T, P, G, S, kWeight>& at, int64_t n, cons
   }
 }
 
-// The elements of the pass from `begin` on. kRandom: there a block of random bits begins. A block of bits is made
-// right before its elements, where the processor makes it while it waits for the divisions of those before.
+// The elements of the pass from `begin` on. kRandom: a block of random bits begins at `begin`. A block of bits is made
+// right before its elements, so that the processor makes it while it waits for the divisions of the block before.
 template <class Kind, class T, class P, class G, class S, AdamWeight kWeight>
 void adam_blocks(const AdamArrays<T, P, G, S, kWeight>& at, const AdamRow& row, const AdamPass& pass, int64_t begin,
                  const AdamScalarsOf<T>& scalars) {
@@ -134,7 +134,7 @@ T* place(void* base, int64_t i) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + i;
 }
 
-// From element `begin` of the row, which is of the pass, to the end of that.
+// The elements of the pass from `begin` (an element of the row) on.
 template <bool kAmsgrad, bool kRandom, class T, class P, class G, class S, AdamWeight kWeight>
 void adam_arrays(const AdamRow& row, const AdamPass& pass, int64_t begin, const AdamScalarsOf<T>& scalars) {
   const AdamArrays<T, P, G, S, kWeight> at = {
@@ -156,7 +156,7 @@ BW_HD void* advanced(void* base, DType dtype, int64_t i) {
   return static_cast<char*>(base) + i * (dtype == DType::kFloat32 ? 4 : 2);
 }
 
-// Asks for the stage after next, as adam_blocks does for a block.
+// Prefetches the stage after next, as adam_blocks does with blocks.
 void prefetch_stage(const void* x, DType dtype, int64_t n) {
   const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t line = 0; line < n * bytes; line += 64) {
@@ -284,7 +284,7 @@ void adam_pairs_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& 
   }
 }
 
-// The elements of the pass up to where a block of random bits begins; how many they are.
+// Steps the elements of the pass before the first whole block of random bits. Returns how many they are.
 int64_t adam_head(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   const int64_t lead = (kRandomBlockNumel - (row.param_begin + pass.begin) % kRandomBlockNumel) % kRandomBlockNumel;
   const int64_t head = lead < pass.numel ? lead : pass.numel;
@@ -305,8 +305,8 @@ void adam_bf16(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   }
 }
 
-// Rows without amsgrad that have a loop of their own. With states in bfloat16, up to where a block of random bits
-// begins by stages.
+// Rows without amsgrad that have a loop of their own. With bfloat16 states the elements before the first whole block
+// of random bits go by stages.
 template <class P, class G, class S, AdamWeight kWeight>
 void adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   constexpr bool kMayBeRandom = sizeof(S) == 2;
@@ -319,7 +319,7 @@ void adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s)
   adam_arrays<false, false, float, P, G, S, kWeight>(row, pass, pass.begin, s);
 }
 
-// As adam_direct, for gradients of float32 or bfloat16. False: there is no such loop.
+// As adam_direct, for float32 or bfloat16 gradients. Returns false if there is no loop for this kind of row.
 template <class P, class S, AdamWeight kWeight>
 bool adam_direct_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& s) {
   if (row.g_dtype == DType::kFloat32) {

@@ -1,4 +1,4 @@
-// The Adam kernels on CUDA: what one launch gets. Every pointer is device memory; the host side is adam_table_cuda.h.
+// The Adam kernels on CUDA: the arguments of a launch. Pointers are device memory. The host side is adam_table_cuda.h.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace bucketwheel {
 
-// One row in device memory. `head`: so many elements from the row's first on, every array is 16-byte aligned and the
-// row's elements are whole random blocks; kUnaligned: nowhere.
+// One row in device memory. `head`: from this element on, every array is 16-byte aligned and a block of random bits
+// begins; kUnaligned: there is no such element.
 struct AdamCudaRow {
   static constexpr uint8_t kUnaligned = 255;
   void* p;
@@ -22,14 +22,14 @@ struct AdamCudaRow {
   int64_t numel;
   int64_t param_begin;  // the row's first element within its parameter: the key of its random bits
   uint32_t param;       // the key of its random bits
-  uint32_t place;       // of its step, use and factor in the arrays by parameter
+  uint32_t place;       // index of its step, use and factor in the arrays by parameter
   uint32_t group;
   DType g_dtype;  // float32, bfloat16 or float16; float64 with a float64 parameter
   uint8_t head;
   bool operator==(const AdamCudaRow&) const = default;
 };
 
-// What a row's elements need, made on the device by launch_adam_scalars.
+// The scalars of a row, made on the device by launch_adam_scalars.
 struct AdamCudaScalars {
   AdamScalarsOf<double> scalars;  // rounded to float32 by rows that are not float64
   int64_t step;
@@ -38,9 +38,8 @@ struct AdamCudaScalars {
 
 inline constexpr int64_t kAdamCudaChunkNumel = 8192;
 
-// Rows [first_row, last_row), all of `variant`. first_chunk[r]: the chunks of the rows before r in the whole table,
-// and of all rows at its end. A row of numel elements has ceil(numel / kAdamCudaChunkNumel) chunks, whatever its
-// head.
+// Rows [first_row, last_row), all of `variant`. first_chunk[r]: how many chunks the rows before r have in the whole
+// table; its last entry counts all. A row has ceil(numel / kAdamCudaChunkNumel) chunks, whatever its head.
 struct AdamLaunch {
   AdamVariant variant;
   const AdamCudaRow* rows = nullptr;
@@ -56,7 +55,7 @@ struct AdamLaunch {
   int max_blocks = 0;  // of the grid
 };
 
-// Counts the step of every parameter in use and makes the scalars of every row: one block.
+// Counts the steps of all used parameters and makes the scalars of all rows, in one block.
 struct AdamScalarsLaunch {
   static constexpr int kMaxGroups = 64;  // more: several launches
   const AdamCudaRow* rows = nullptr;
@@ -67,7 +66,7 @@ struct AdamScalarsLaunch {
   const uint8_t* used = nullptr;    // by parameter; null: all
   const double* factors = nullptr;  // of the gradient, by parameter; null: 1
   double average = 1.0;             // of all gradients
-  const float* noop = nullptr;      // not null and not zero: nothing changes, the steps neither
+  const float* noop = nullptr;      // points to a number that is not 0: nothing changes, not even steps
   bool counts_steps = true;         // in the first of several launches
   bool decoupled = true;
   bool maximize = false;
@@ -77,8 +76,8 @@ struct AdamScalarsLaunch {
   const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a variant that there
-// is not and for sizes that cannot be.
+// Each enqueues its kernel and returns a cudaError_t: "invalid value", with nothing enqueued, for an unknown variant
+// or impossible sizes.
 int launch_adam(const AdamLaunch& launch, void* stream);
 int launch_adam_scalars(const AdamScalarsLaunch& launch, void* stream);
 

@@ -21,7 +21,7 @@
 
 namespace bucketwheel {
 
-// What a parameter group holds.
+// The hyper-parameters of a group.
 struct AdamGroup {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -30,7 +30,7 @@ struct AdamGroup {
   double weight_decay = 0.0;
 };
 
-// What one element needs beside itself, constant over a row. T: float, or double for float64 parameters.
+// The scalars of one step, constant over a row. T: float, or double for float64 parameters.
 template <class T>
 struct AdamScalarsOf {
   T gscale;
@@ -95,10 +95,10 @@ BW_HD double fused_multiply_add(double a, double b, double c) { return __builtin
 BW_HD float square_root(float x) { return __builtin_sqrtf(x); }
 BW_HD double square_root(double x) { return __builtin_sqrt(x); }
 
-// x / divisor, the very bits, where 1 / divisor is known: a multiplication, and one correction by the remainder,
-// which an fma gives exactly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-// 1990). Holds where neither the quotient nor the remainder underflows. A division takes as long as the rest of the
-// formula.
+// The bits of x / divisor, faster, from the known 1 / divisor: a multiplication and one correction by the remainder,
+// which an fma computes exactly (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+// processor", 1990). Correct if neither the quotient nor the remainder underflows. A division would take as long as
+// the rest of the formula.
 BW_HD float quotient(float x, float divisor, float inverse) {
   const float guess = x * inverse;
   const float remainder = __builtin_fmaf(-guess, divisor, x);
@@ -128,8 +128,7 @@ BW_HD T adam_weight(T p, T m, T v, const AdamScalarsOf<T>& s, bool decoupled) {
   return p + (s.neg_step * m) / den;                                           // 6
 }
 
-// `vmax`: amsgrad's running maximum of v, updated; null: without. It takes v as it is here, before any rounding to
-// bfloat16.
+// `vmax`: amsgrad's running maximum of v, updated from v before v is rounded to bfloat16; null: no amsgrad.
 template <class T>
 BW_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalarsOf<T>& s, bool decoupled) {
   adam_moments(p, g, m, v, s, decoupled);

@@ -1,10 +1,10 @@
 // Adam over rows whose parameters, gradients and states are all bfloat16, and without a master.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 //
-// 14 bytes an element instead of 28: what limits is not memory but the instructions, and waiting for square roots and
-// divisions. So elements are taken in pairs, which saves most of the instructions of widening and packing, and the
-// second half of the formula (the weights, which wait) runs beside the first half of the next run (the moments, which
-// do not).
+// With 14 bytes an element instead of 28, memory is not the limit, but instructions and the latency of square roots
+// and divisions are. So elements are taken in pairs, which saves most instructions of widening and packing; and the
+// second half of the formula (the weights, with the long latencies) is interleaved with the first half of the next run
+// (the moments).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace bucketwheel {
 namespace {
 
-// A block far enough ahead is asked for while this one is computed: the processor's own prefetcher stops at each page.
+// Prefetches a block far enough ahead while this one is computed: the processor's own prefetcher stops at each page.
 inline constexpr int64_t kBlockNumel = 64;
 inline constexpr int64_t kAhead = 512;
 

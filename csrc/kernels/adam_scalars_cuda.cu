@@ -1,5 +1,5 @@
-// What launch_adam() needs beside the rows, made on the device: the host waits for nothing, and a captured graph
-// takes another step, learning rate or clip coefficient each time it runs.
+// The scalars of launch_adam(), made on the device: so the host waits for nothing, and each replay of a graph takes a
+// new step count, learning rate and clip coefficient.
 #include "kernels/adam_cuda.h"
 #include "kernels/launch_cuda.h"
 

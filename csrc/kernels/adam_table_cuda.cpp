@@ -121,7 +121,7 @@ void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream, bool
     uploaded_rows_.clear();
     is_used_known_ = false;
   }
-  // What was uploaded is noted after it was: a call that fails leaves nothing half known.
+  // Noted after the upload: if a call fails, nothing counts as uploaded.
   if (are_rows_new_ && cuda_rows_ != uploaded_rows_) {  // gradients often come back to the same memory
     uploaded_rows_.clear();
     device_scalars_.reserve(cuda_rows_.size() * sizeof(AdamCudaScalars), was_captured_);

@@ -1,9 +1,9 @@
 // AdamCudaTable: the rows of the fused Adam in device memory, and a step over them. The host side of adam_cuda.h.
 //
-// A step is two calls: begin() counts the steps and makes every row's scalars on the device, in one small kernel;
-// step() updates a range of rows, once or range by range. Neither blocks the host, and after the first step neither
-// allocates; what has not changed since the last step is not uploaded again. Both can be captured in a CUDA graph,
-// whose replays read steps, factors, noop and learning rates anew.
+// A step is two calls. begin() counts the steps and makes all rows' scalars on the device, in one small kernel; step()
+// updates a range of rows, and may be called for several ranges. Neither blocks the host or, after the first step,
+// allocates. Only what has changed since the last step is uploaded. Both can be captured in a CUDA graph, whose
+// replays read steps, factors, noop and learning rates anew.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct AdamCudaStep {
   std::span<const uint8_t> used;    // by parameter; empty: all
   const double* factors = nullptr;  // of each parameter's gradient; null: 1
   double average = 1.0;             // of every gradient
-  const float* noop = nullptr;      // not null and not zero when the step runs: nothing changes
+  const float* noop = nullptr;      // points to a number that is not 0 when the step runs: nothing changes
   bool decoupled = true;
   bool maximize = false;
   bool stochastic = true;         // rounding of a bfloat16 v
@@ -39,14 +39,14 @@ class AdamCudaTable {
  public:
   explicit AdamCudaTable(CudaDevice& device);
 
-  // As AdamTable's, for arrays on the device. `place`: of the row's parameter in the arrays of every step.
+  // As AdamTable's, for arrays on the device. `place`: the parameter's index in the arrays by parameter of each step.
   int64_t add(const AdamRow& row, uint32_t place);
   int64_t add(const AdamRow& row) { return add(row, row.param); }
   void set_grad(int64_t row, const void* g, DType g_dtype);
   // Forgets the rows; the device memory stays for the next ones.
   void clear();
 
-  // ValueError, and nothing enqueued, for: a group or parameter out of range, a row in use without a gradient.
+  // ValueError, with nothing enqueued: a group or parameter out of range, a used row without a gradient.
   void begin(const AdamCudaStep& step, Stream& stream);
   // The rows [first_row, last_row), with the scalars of the last begin(), in any stream.
   void step(int64_t first_row, int64_t last_row, Stream& stream);
@@ -66,13 +66,13 @@ class AdamCudaTable {
   std::vector<AdamRow> rows_;
   std::vector<uint32_t> places_;
   std::vector<AdamCudaRow> cuda_rows_;
-  std::vector<AdamCudaRow> uploaded_rows_;  // what device_rows_ holds
+  std::vector<AdamCudaRow> uploaded_rows_;  // the content of device_rows_
   std::vector<int64_t> first_chunk_{0};
   std::vector<uint8_t> used_;  // what device_used_ holds, if that is known
   bool is_used_known_ = false;
   bool are_rows_new_ = false;  // since the last begin(); they may still be equal
   bool are_chunks_new_ = false;
-  bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more
+  bool was_captured_ = false;  // replays change the device's tables unseen, so their content is unknown
   AdamCudaStep flags_;         // of the last begin(), without its spans
 
   CudaBuffer device_rows_;

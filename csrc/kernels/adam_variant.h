@@ -1,4 +1,4 @@
-// What the rows of the Adam kernels hold, on every device, and what kinds of them there are.
+// The rows of the Adam kernels, on every device, and their kinds (variants).
 #pragma once
 
 #include <cstdint>

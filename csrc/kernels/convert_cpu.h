@@ -93,7 +93,7 @@ void from_floats(Float16* __restrict__ to, const float* __restrict__ from, int64
   }
 }
 
-// Of any float type but float32; other dtypes do not come here.
+// Of any float type except float32. The caller passes no other dtypes.
 void widen(float* to, const void* from, DType dtype, int64_t n) {
   if (dtype == DType::kBFloat16) {
     to_floats(to, static_cast<const BFloat16*>(from), n);

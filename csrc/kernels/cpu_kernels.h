@@ -1,9 +1,9 @@
 // The inner loops of the CPU kernels, compiled once per instruction set from one source and chosen at run time.
 //
 // cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h,
-// norm_cpu.h, convert_cpu.h and reduce_cpu.h. The results are bitwise equal (NaN payloads excepted): the
-// loops do the same IEEE operations on each element, and the only sums over elements (norms) have a fixed order. The
-// plain one computes fma by fmaf(): slow, same bits.
+// norm_cpu.h, convert_cpu.h and reduce_cpu.h. Their results have the same bits (except for NaN payloads):
+// each element goes through the same IEEE operations, and the only sums over elements (norms) have a fixed order. The
+// plain one computes an fma by fmaf(), which is slow.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +37,8 @@ struct CpuKernels {
   // lanes[(lane + i) % kNormLanes] += double(x[i])^2, for i in order. lane < kNormLanes. Of any of the four float
   // types.
   void (*sumsq)(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes);
-  // to[i] = x[i], or to[i] += x[i], computed as x is and rounded once to `to`; then sumsq of to. kFloat32 and kBFloat16
-  // take floats, kFloat64 doubles.
+  // to[i] = x[i], or to[i] += x[i], computed in the type of x and rounded once to that of `to`; then sumsq of `to`. x
+  // is float for kFloat32 and kBFloat16, double for kFloat64.
   void (*store_sumsq)(void* to, DType to_dtype, const void* x, int64_t n, bool add, int64_t lane, double* lanes);
   void (*store)(void* to, DType to_dtype, const void* x, int64_t n, bool add);
 
@@ -50,16 +50,16 @@ struct CpuKernels {
   // types are equal.
   void (*sum)(void* to, DType to_dtype, const void* const* from, DType from_dtype, int world, int64_t n);
 
-  // Copies past the cache: the target is not read first, so a copy that outgrows the cache moves two thirds of the
-  // bytes. What is written is not in the cache afterwards: for large copies that somebody else reads, or later. Other
-  // threads see it as they see ordinary stores: with any store that follows and releases.
+  // Copies past the cache. The target is not read first, so a copy larger than the cache moves two thirds of the
+  // bytes. Afterwards the target is not in the cache: use it for large copies that another thread reads, or this one
+  // much later. Other threads see it like ordinary stores: after a store that follows and releases.
   void (*copy_past_cache)(void* to, const void* from, size_t bytes);
 };
 
-// From here on a copy would push more out of the cache than it leaves there.
+// From this size on, an ordinary copy would displace more from the cache than it leaves there.
 inline constexpr size_t kPastCacheBytes = size_t{1} << 20;
 
-// The best of this processor, or the one that BW_CPU_ISA (plain, avx2, avx512) names; chosen at the first call.
+// The best one for this processor, or the one that BW_CPU_ISA (plain, avx2, avx512) names. Chosen at the first call.
 // ValueError if the processor cannot run it.
 const CpuKernels& cpu_kernels();
 

@@ -1,9 +1,9 @@
 // Everything that is compiled once per instruction set; cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp include it.
 //
 // [Note: one copy per instruction set]
-// The loops sit in an unnamed namespace, so each of those files has copies of its own. Were they inline functions with
-// external linkage, the linker would keep one copy for all, perhaps one with instructions that this processor lacks.
-// For the same reason they call nothing from standard headers but compiler builtins, and what they share with other
+// The loops are in an unnamed namespace, so each of those files has its own copies. If they were inline functions with
+// external linkage, the linker would keep one copy for all, perhaps with instructions that this processor lacks. For
+// the same reason they call only compiler builtins, nothing from standard headers, and what they share with other
 // files (adam_math.h, float16.h) is inlined by force.
 #pragma once
 

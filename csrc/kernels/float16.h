@@ -17,7 +17,7 @@ BW_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000
 BW_HD float widen_bf16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
 // Round to nearest, ties to even; above the largest finite value to infinity; every NaN to 0x7fc0. The result is the
-// upper half of these bits, the lower one is rubbish.
+// upper half of these bits; ignore the lower half.
 BW_HD uint32_t bf16_bits(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -64,10 +64,10 @@ BW_HD uint16_t round_to_fp16(float value) {
 
 // ---- the split master: a float32 as a bfloat16 and 16 bits more
 
-// [Note: split master] The high half is the float rounded to bfloat16, halves away from zero; the low half holds the 16
-// bits cut off, and its top bit says whether the high half was rounded up. decode(encode(x)) == x for every x; a NaN
-// becomes 0x7fc00000 first, else the carry would turn 0x7fffffff into -0. The largest finite floats show as an
-// infinite bfloat16 and still decode. A bfloat16 that did not come from here is encoded by widening: low half 0.
+// [Note: split master] The high half is the float rounded to bfloat16, ties away from zero. The low half holds the 16
+// bits cut off; its top bit says whether the high half was rounded up. decode(encode(x)) == x for every x, except that
+// a NaN becomes 0x7fc00000 first: otherwise the carry would turn 0x7fffffff into -0. The largest finite floats have an
+// infinite high half and still decode. A bfloat16 that was not encoded here decodes with a low half of 0.
 struct SplitMaster {
   uint16_t high;
   uint16_t low;

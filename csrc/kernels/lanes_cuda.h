@@ -10,9 +10,9 @@
 
 namespace bucketwheel {
 
-// What a kernel passes through once is read and written as the first to leave the cache, which the collectives that
-// run at the same time need. false: plain accesses, to measure what that is worth. What somebody reads next (a
-// collective parameters and buckets, Adam gradients after their norm) is read or written to stay.
+// Data that a kernel touches once is read and written so that it leaves the cache first: collectives that run at the
+// same time need the cache. false: plain accesses, to measure the effect. Data that is read soon (parameters and
+// buckets by a collective, gradients by Adam after their norm) stays in the cache.
 inline constexpr bool kStreams = true;
 
 template <bool kStays, class V>
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_vector(void* to, V value) {
   }
 }
 
-// 32-bit words, as few and as wide accesses as `at`, aligned to min(4 * kWords, 16) bytes, allows.
+// 32-bit words, in the fewest and widest accesses that an `at` aligned to min(4 * kWords, 16) bytes allows.
 template <bool kStays, int kWords>
 __device__ __forceinline__ void load_words(uint32_t* word, const void* at) {
   if constexpr (kWords % 4 == 0) {
@@ -76,12 +76,11 @@ BW_HD uint64_t bits_of_double(double value) { return __builtin_bit_cast(uint64_t
 template <DType kType>
 inline constexpr int kSizeOf = static_cast<int>(size_of(kType));
 
-// What elements of a dtype are computed in.
+// The type in which elements of a dtype are computed.
 template <DType kType>
 using RealOf = std::conditional_t<kType == DType::kFloat64, double, float>;
 
-// kNumel consecutive elements, as they are in memory: several can be loaded, and all be under way, before the first
-// is used.
+// kNumel consecutive elements, not converted: several can be loaded, all in flight at once, before the first is used.
 template <DType kType, int kNumel>
 struct Lanes {
   using Real = RealOf<kType>;

@@ -1,7 +1,7 @@
 // How our CUDA kernels are launched, and how their blocks divide the chunks of a segment table.
 //
-// The sources of kernels are compiled by nvcc, and by an ordinary compiler against an emulation
-// (tests/native/fake_cuda), so they use no <<< >>>, and BW_SHARED for shared memory.
+// Kernels are compiled by nvcc, and by an ordinary compiler against an emulation (tests/native/fake_cuda). So they use
+// no <<< >>>, and BW_SHARED for shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,8 +18,8 @@ namespace bucketwheel {
 
 inline constexpr int kBlockThreads = kCudaBlockThreads;
 
-// Launches kernel(args...) on `blocks` blocks of kBlockThreads threads. The result is a cudaError_t. Nothing to do, no
-// launch: CUDA refuses an empty grid.
+// Launches kernel(args...) on `blocks` blocks of kBlockThreads threads. Returns a cudaError_t. Launches nothing for 0
+// blocks, because CUDA refuses an empty grid.
 template <class... P, class... A>
 int launch_kernel(void (*kernel)(P...), int64_t blocks, void* stream, const A&... args) {
   static_assert((sizeof(P) + ... + 0) <= 4096, "what every CUDA version takes as parameters of a kernel");
@@ -36,16 +36,15 @@ int launch_kernel(void (*kernel)(P...), int64_t blocks, void* stream, const A&..
       values);
 }
 
-// One block for each chunk, or `max_blocks`: enough to fill the device, and a block that goes on to another chunk
-// costs less than one that starts. Block b takes the chunks b, b + blocks, ...: those that run at one time are
-// neighbours, so they share few pages of memory. -1, which launch_kernel() refuses, for a bad table.
+// One block for each chunk, but at most `max_blocks`, which fill the device: going on to another chunk costs less than
+// starting a block. Block b takes the chunks b, b + blocks, ..., so that blocks that run at the same time work on
+// neighbours and share few pages of memory. -1, which launch_kernel() refuses, for a bad table.
 inline int64_t blocks_for(int64_t chunks, int max_blocks) {
   return chunks < 0 || max_blocks < 1 ? -1 : chunks < max_blocks ? chunks : max_blocks;
 }
 
-// The row in [first_row, last_row) that owns `chunk`: the last one that starts at or before it. Empty rows before it
-// start there too, and own nothing. Chunks that come in ascending order are found sooner from the row of the one
-// before.
+// The row in [first_row, last_row) that owns `chunk`: the last one that starts at or before it. (Empty rows before it
+// start there too, and own nothing.) For ascending chunks, start the search at the row of the chunk before.
 __device__ __forceinline__ int64_t row_of_chunk(const int64_t* first_chunk, int64_t first_row, int64_t last_row,
                                                 int64_t chunk) {
   while (last_row - first_row > 1) {

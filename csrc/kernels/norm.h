@@ -1,5 +1,5 @@
-// Sums of squares for the L2 norm, in double and in one fixed order: bitwise equal for any number of threads, any
-// instruction set, any device, and whether the values come in one piece or streamed.
+// Sums of squares for the L2 norm, in double and in one fixed order: the same bits for any number of threads,
+// instruction set and device, and whether the values come in one piece or block by block.
 //
 // [Note: order of a sum of squares]
 //   1. A segment is cut into chunks of kNormChunkNumel elements from its first element.
@@ -7,10 +7,9 @@
 //   3. The lanes of a chunk are added as fold_lanes() says: fours, then halves within 32 fours, then warps in order.
 //   4. The chunks of a segment are added as fold() in norm_fold.h says: by groups of 64, each in ascending order, and
 //      the groups in ascending order. So are the segments, where a total is wanted.
-// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows, so a sum is not finite if
-// and only if some element is not: the non-finite bit is read off the sum's exponent and costs nothing. The square of
-// a float64 is rounded to double before it is added; it, and a sum of such, may overflow to infinity, and then the
-// bit is set too.
+// The squares of 16- and 32-bit floats are exact in double and no sum of them overflows. So a sum is infinite or NaN
+// if and only if some element is, which costs nothing to check. The square of a float64 is rounded to double before it
+// is added; it, or a sum, may overflow to infinity, which counts as bad too.
 #pragma once
 
 #include <cstddef>
@@ -52,10 +51,10 @@ class SumsqAccumulator {
  public:
   void reset();
   void consume(const float* values, int64_t numel);
-  // to[i] = values[i], or to[i] += values[i] if `add`; takes in the squares of what is stored, while it is in cache.
-  // Types as ShardAccumulator's.
+  // to[i] = values[i], or to[i] += values[i] if `add`; adds up the squares of the stored values while they are in
+  // cache. Types as in ShardAccumulator.
   void store(void* to, DType dtype, const void* values, int64_t numel, bool add);
-  SumSquares result() const;  // of what has come so far
+  SumSquares result() const;  // of the values so far
 
  private:
   template <class Take>
@@ -68,12 +67,11 @@ class SumsqAccumulator {
   alignas(64) double lanes_[kNormLanes] = {};
 };
 
-// Receives a reduced gradient shard block by block: stores it, or adds it to what is there, and keeps the sum of
-// squares of each segment of the shard in the same pass. What lies outside the segments (padding) is stored and not
-// summed. The results are bitwise those of sumsq() over the segments of the shard as it is afterwards. Not
-// thread-safe.
+// Receives a reduced gradient shard block by block. In one pass it stores each block, or adds it to the shard, and
+// adds up the squares of each segment. Padding outside of the segments is stored, but not summed. The results have the
+// bits of sumsq() over the segments of the finished shard. Not thread-safe.
 //
-// The values are doubles for a float64 shard, else floats. A bfloat16 shard is added to in float and rounded to
+// The values are doubles for a float64 shard, else floats. A bfloat16 shard is computed in float and rounded to
 // nearest even at each pass.
 class ShardAccumulator {
  public:
@@ -109,12 +107,11 @@ class ShardAccumulator {
 
 // TypeError for a dtype that a gradient shard cannot have.
 void expect_shard_dtype(DType dtype);
-// Whether sums of buckets of `bucket` can go into a shard of `shard`: float64 only into float64, which takes nothing
-// else.
+// Whether sums of buckets of dtype `bucket` can go into a shard of dtype `shard`. float64 goes with float64 only.
 inline bool shard_takes(DType shard, DType bucket) {
   return is_float(bucket) && (shard == DType::kFloat64) == (bucket == DType::kFloat64);
 }
-// What the values for a shard of `shard` are.
+// The type of the values for a shard of dtype `shard`.
 inline DType shard_sum_dtype(DType shard) { return shard == DType::kFloat64 ? shard : DType::kFloat32; }
 
 // ValueError unless the segments lie within a shard of `numel` elements, ascending and disjoint.

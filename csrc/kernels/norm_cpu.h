@@ -10,7 +10,7 @@
 namespace bucketwheel {
 namespace {
 
-// A float's square is exact in double, so fused or not the result is rounded once, from the same value.
+// A float's square is exact in double, so the sum is rounded once, whether or not the two operations are fused.
 BW_HD double add_square(double sum, float x) {
   const double value = x;
 #if BW_FAST_FMA
@@ -19,7 +19,7 @@ BW_HD double add_square(double sum, float x) {
   return sum + value * value;
 #endif
 }
-// A double's is rounded first, everywhere.
+// A double's square is rounded first, on every device.
 BW_HD double add_square(double sum, double value) { return sum + value * value; }
 
 // What is summed: an array as it is.
@@ -98,7 +98,7 @@ void sumsq(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes) {
   }
 }
 
-// Calls use(to, x) with both as what they are.
+// Calls use(to, x) with pointers of the right types.
 template <class Use>
 void with_types(void* to, DType to_dtype, const void* x, const Use& use) {
   if (to_dtype == DType::kFloat32) {

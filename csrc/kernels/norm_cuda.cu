@@ -19,16 +19,16 @@ constexpr int kRowNumel = static_cast<int>(kNormLanes);
 constexpr int kWarps = kBlockThreads / 32;
 static_assert(kNormLanes == kFour * kBlockThreads, "a thread owns four lanes");
 
-// Step 2 for one value. A float's square is exact in double, so fused or not, the sum is rounded once; a double's is
-// not, and the CPU does not fuse it.
+// Step 2 for one value. A float's square is exact in double, so the sum is rounded once, fused or not. A double's
+// square is rounded first, as on the CPU.
 __device__ __forceinline__ void add_square(double& lane, float value) {
   const double x = value;
   lane = __builtin_fma(x, x, lane);
 }
 __device__ __forceinline__ void add_square(double& lane, double value) { lane += value * value; }
 
-// Step 3. The result is that of thread 0; all threads of the block come here, `sums` is theirs until the next barrier
-// after.
+// Step 3. Thread 0 returns the result. All threads of the block must call this, and may not reuse `sums` before the
+// next barrier.
 __device__ __forceinline__ double fold_block(const double (&lanes)[kFour], double* sums) {
   const int thread = static_cast<int>(threadIdx.x);
   double sum = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);

@@ -1,5 +1,5 @@
-// Sums of squares, and gradient shards, on CUDA: what one launch gets. The order of additions is that of norm.h, so
-// results are bitwise those of the CPU. Every pointer is device memory unless it says otherwise.
+// Sums of squares, and gradient shards, on CUDA: the arguments of a launch. The order of additions is that of norm.h,
+// so results have the bits of the CPU's. Pointers are device memory unless said otherwise.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,9 @@ struct SumsqLaunch {
   int max_blocks = 0;
 };
 
-// shard[i] = sum over ranks of sources[r][i], in rank order, or added to what is there; and SumsqLaunch of what is
-// stored, in the same pass. The rows cover the shard in ascending order, without gaps. Added in float and rounded once
-// to the shard's dtype (float64: in double).
+// shard[i] = (or +=) the sum over ranks of sources[r][i], in rank order; and in the same pass SumsqLaunch of the
+// stored values. The rows cover the shard in ascending order, without gaps. Computed in float and rounded once to the
+// shard's dtype (float64: in double).
 struct AccumulateLaunch {
   static constexpr int kMaxWorld = 64;
   void* shard = nullptr;
@@ -70,7 +70,7 @@ struct RankSumsLaunch {
   double* sums = nullptr;
 };
 
-// The norm of all chosen gradients, and what clipping to it makes of their factors. One block.
+// The norm of the chosen gradients, and their factors after clipping. One block.
 //   norm = sqrt(fold of param_sums[i] * factors[i]^2) * average
 //   coefficient = min(1 / (float32(norm) + 1e-6) * max_norm, 1), a NaN stays; in float32, each operation rounded: so
 //   torch.nn.utils.clip_grad_norm_ computes `max_norm / (norm + 1e-6)`. In double where `is_double`.
@@ -80,7 +80,7 @@ struct ClipLaunch {
   double* factors = nullptr;
   const uint8_t* chosen = nullptr;  // null: all
   double average = 1.0;
-  bool resets = false;    // the factors count as 1, whatever they are, and become 1 first
+  bool resets = false;    // the factors are set to 1 first
   double max_norm = 0.0;  // rounded to float32 unless is_double
   bool clips = false;     // multiplies the factors of the chosen by the coefficient
   bool is_double = false;
@@ -88,8 +88,8 @@ struct ClipLaunch {
   double* param_norms = nullptr;  // not null: sqrt(param_sums[i]) * |factors[i]| * average, before clipping
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that there is
-// not and for sizes that cannot be.
+// Each enqueues its kernel and returns a cudaError_t: "invalid value", with nothing enqueued, for an unknown dtype or
+// impossible sizes.
 int launch_sumsq(const SumsqLaunch& launch, void* stream);
 int launch_accumulate(const AccumulateLaunch& launch, void* stream);
 int launch_fold(const FoldLaunch& launch, void* stream);

@@ -1,7 +1,7 @@
-// How sums of squares are put together: the chunks of a segment, and segments into a total.
+// How sums of squares are added up: the chunks of a segment, and segments into a total.
 //
-// fold() adds groups of kFoldGroup values, each in ascending order, and then the sums of the groups in ascending order:
-// a block of threads can do that in parallel (a thread takes a group) and get the bits of one that goes through.
+// fold() adds groups of kFoldGroup values, each in ascending order, then the groups' sums in ascending order. So a
+// block of threads, with one group a thread, gets the same bits as a single thread.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ BW_HD double fold(const double* values, int64_t count) {
   return total;
 }
 
-// The same for values that come one by one.
+// fold() of values that come one by one.
 class Fold {
  public:
   BW_HD void add(double value) {

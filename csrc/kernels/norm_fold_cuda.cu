@@ -1,6 +1,5 @@
-// What becomes of the sums of squares of chunks on CUDA: sums of rows, of parameters and over ranks, the norm, and the
-// clipped factors. The order of additions is fold() of norm_fold.h, which a block can follow: a thread adds up a group,
-// thread 0 the groups.
+// On CUDA, from the sums of squares of chunks: sums of rows, of parameters and over ranks, the norm, and the clipped
+// factors. The order of additions is that of fold() in norm_fold.h: each thread adds up a group, thread 0 the groups.
 #include "kernels/adam_math.h"
 #include "kernels/launch_cuda.h"
 #include "kernels/norm_cuda.h"
@@ -11,8 +10,8 @@ namespace {
 
 constexpr int64_t kMaxBlocks = 1024;  // more rows, or parameters, share blocks
 
-// fold() of value(0), ..., value(count - 1), each asked for once. The result is that of thread 0. All threads of the
-// block come here; `sums` has room for kBlockThreads groups and may be used again afterwards.
+// fold() of value(0), ..., value(count - 1), each called once. Thread 0 returns the result. All threads of the block
+// must call this. `sums` has room for kBlockThreads groups and may be reused afterwards.
 template <class Value>
 __device__ __forceinline__ double fold_by_block(int64_t count, const Value& value, double* sums) {
   const int64_t groups = fold_groups(count);

@@ -8,10 +8,9 @@
 
 namespace bucketwheel {
 
-// to[i] = from[i] for numel elements. Equal dtypes (any) are copied bit by bit. Between float32, bfloat16, float16
-// and float64 the value goes through float32, rounded to nearest even where it must be (float64 to 16 bits rounds
-// twice, as in torch); every NaN becomes 0x7fc0 in bfloat16 and 0x7e00 in float16. No two items overlap in what they
-// write.
+// to[i] = from[i] for numel elements. Equal dtypes (any) are copied bit by bit. Casts between float32, bfloat16,
+// float16 and float64 go through float32 and round to nearest even (float64 to 16 bits rounds twice, as in torch);
+// every NaN becomes 0x7fc0 in bfloat16 and 0x7e00 in float16. The targets of no two items overlap.
 struct CopyItem {
   void* to = nullptr;
   const void* from = nullptr;
@@ -23,7 +22,7 @@ struct CopyItem {
 // TypeError, naming the item, for a pair of dtypes that copy_all() does not know.
 void expect_copyable(const CopyItem& item, size_t index);
 
-// TypeError, naming the item and before anything is copied, for another pair of dtypes.
+// TypeError, naming the item, for another pair of dtypes; nothing is copied then.
 void copy_all(std::span<const CopyItem> items);
 
 }  // namespace bucketwheel

@@ -1,8 +1,8 @@
 // Copies, casts and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
 //
-// A block takes a chunk at a time and its threads kLanes elements: 16 bytes of the wider side, so that the threads of
-// a warp read and write whole lines. Where the two sides are not aligned together, and before and after what is,
-// elements go one by one.
+// A block takes a chunk at a time, and its threads kLanes elements: 16 bytes of the wider side, so that the threads of
+// a warp read and write whole lines. Elements go one by one before and after the aligned part, and where the two sides
+// are not aligned together.
 #include "kernels/pack_cuda.h"
 
 #include "kernels/lanes_cuda.h"

@@ -1,4 +1,4 @@
-// Copies, casts and sums over ranks on CUDA: what one launch gets. Every pointer is device memory.
+// Copies, casts and sums over ranks on CUDA: the arguments of a launch. Pointers are device memory.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@ struct CopyLaunch {
   int max_blocks = 0;
 };
 
-// to[i] = ((sources[0][i] + sources[1][i]) + ...) * factor / divisor, in float32 (float64 for float64), rounded once to dtype.
+// to[i] = ((sources[0][i] + sources[1][i]) + ...) * factor / divisor, in float32 (float64: in float64), rounded once
+// to dtype.
 inline constexpr int64_t kReduceCudaChunkNumel = 16384;
 struct ReduceLaunch {
   static constexpr int kMaxWorld = 64;
@@ -33,8 +34,8 @@ struct ReduceLaunch {
   int max_blocks = 0;
 };
 
-// Each enqueues its kernel and returns a cudaError_t: invalid value, and nothing enqueued, for a dtype that cannot be
-// summed and for sizes that cannot be. Items of pairs of dtypes that pack.h does not know are left out: check before.
+// Each enqueues its kernel and returns a cudaError_t: "invalid value", with nothing enqueued, for a dtype that cannot
+// be summed or impossible sizes. Items whose dtypes pack.h cannot convert are skipped: check before.
 int launch_copy(const CopyLaunch& launch, void* stream);
 int launch_reduce(const ReduceLaunch& launch, void* stream);
 

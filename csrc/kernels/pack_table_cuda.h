@@ -14,8 +14,8 @@ namespace bucketwheel {
 class CopyCudaTable {
  public:
   explicit CopyCudaTable(CudaDevice& device);
-  // copy_all() on the device, in `stream`. TypeError, naming the item and before anything is enqueued, for a pair of
-  // dtypes that it does not know. The table is in the order of one stream at a time.
+  // copy_all() on the device, in `stream`. TypeError, naming the item, for an unknown pair of dtypes; nothing is
+  // enqueued then. One stream at a time uses the table: a call in another stream makes that wait for the last use.
   void run(std::span<const CopyItem> items, Stream& stream);
 
  private:

@@ -2,9 +2,9 @@
 // SC 2011), a function of a key and a counter without state. Seven rounds are the fewest that pass BigCrush; the
 // usual ten would make a step in bfloat16 10 to 15 % slower.
 //
-// The counter is what an element *is*, not where it lies or who computes it: the parameter, the element's place in it
-// (in memory order), the step and the value that is rounded. So results do not depend on the world size, on sharding,
-// on launch geometry or on the device, and a run that resumes on another number of ranks goes on as it would have.
+// The counter says what an element is, not where it lies or who computes it: the parameter, the element's place in it
+// (in memory order), the step, and which value is rounded. So results do not depend on world size, sharding, launch
+// geometry or device, also when a run resumes on another number of ranks.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 namespace bucketwheel {
 namespace {
 
-// A vector of 64-bit lanes, one for each block of random bits. Only the low halves of the lanes count, which is what
-// the multiplication takes: left to itself the compiler multiplies 32-bit lanes, four times as slowly.
+// A vector of 64-bit lanes, one for each block of random bits. Only the low halves of the lanes count, which are what
+// the multiplication instruction takes. The compiler alone would multiply 32-bit lanes, four times as slowly.
 #if defined(__AVX512F__)
 inline constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)

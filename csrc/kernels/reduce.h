@@ -1,8 +1,7 @@
 // Sums over ranks of one host, in fixed rank order: what the shm and local communicators run on each block.
 //
-// Single-threaded and free of allocation: the callers divide the work. Accumulation is in float32, whatever the
-// dtype; of float64 in float64, of integers in arithmetic that wraps around. TypeError for other dtypes than are named
-// here.
+// Single-threaded, allocates nothing: the callers divide the work. Adds in float32; float64 in float64; integers wrap
+// around. TypeError for other dtypes.
 #pragma once
 
 #include <cstdint>

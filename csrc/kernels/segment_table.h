@@ -40,7 +40,7 @@ class SegmentTable {
     int64_t numel;
   };
   Chunk chunk(int64_t index) const {
-    // The last row that starts at or before `index`: empty rows before it start there too, and own nothing.
+    // The last row that starts at or before `index`. (Empty rows before it start there too, and own nothing.)
     const auto after = std::upper_bound(first_chunk_.begin(), first_chunk_.end(), index);
     const int64_t row = (after - first_chunk_.begin()) - 1;
     const int64_t begin = (index - first_chunk(row)) * chunk_numel_;

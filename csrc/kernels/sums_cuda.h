@@ -1,8 +1,8 @@
 // Sums of squares on CUDA: of lists of tensors, and of gradient shards as they are filled. The host side of
 // norm_cuda.h.
 //
-// Results stay on the device, as doubles; nothing blocks the host. Lists allocate device memory at their first use,
-// and when they grow; shards when they are made.
+// Results stay on the device, as doubles; nothing blocks the host. Lists allocate device memory at their first use and
+// when they grow, shards when they are made.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace bucketwheel {
 
-// The sum of squares of each row of a list. The tables are in the order of one stream at a time.
+// The sum of squares of each row of a list. One stream at a time uses the tables.
 class SumsqCudaTable {
  public:
   explicit SumsqCudaTable(CudaDevice& device);
@@ -30,29 +30,29 @@ class SumsqCudaTable {
                      Stream& stream);
 
   CudaDevice& device_;
-  std::vector<NormCudaRow> rows_;  // what device_rows_ holds
+  std::vector<NormCudaRow> rows_;  // the content of device_rows_
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;
-  bool was_captured_ = false;  // replays change the device's tables unseen: what they hold is not known any more
+  bool was_captured_ = false;  // replays change the device's tables unseen, so their content is unknown
   LastUse last_use_;
 };
 
-// ShardAccumulator (norm.h) on CUDA: what a reduce-scatter does with a rank's part of the sum, in one pass over it.
-// Its work is in the order of one stream, the communicator's.
+// ShardAccumulator (norm.h) on CUDA: sums a rank's part over the ranks and stores it, in one pass. All its work is in
+// one stream, the communicator's.
 class ShardAccumulatorCuda {
  public:
   using Segment = ShardAccumulator::Segment;
-  // The shard's segments and the padding between them are its *spans*; so many at most.
+  // The most *spans* that a shard may have: its segments and the padding between them.
   static int64_t max_spans(size_t segments) { return 2 * static_cast<int64_t>(segments) + 1; }
-  // `shard` holds `numel` elements of `dtype`, `sums` max_spans() doubles. Errors as ShardAccumulator's, and DeviceError when the
-  // device has no memory for the tables. All of that is asked for here: run() is called under the lock of a
-  // communicator, and whoever gives memory back when there is none left may wait for the very operations that this
+  // `shard` holds `numel` elements of `dtype`, `sums` max_spans() doubles. Errors as ShardAccumulator's, and
+  // DeviceError when the device has no memory for the tables. All memory is allocated here and none in run(), which is
+  // called under the lock of a communicator: emptying caches for more memory may wait for the operations that this
   // lock holds up.
   ShardAccumulatorCuda(CudaDevice& device, void* shard, DType dtype, int64_t numel,
                        const std::vector<Segment>& segments, double* sums);
 
-  // `add`: the next run() adds to the shard; otherwise it overwrites it.
+  // `add`: the next run() adds to the shard; else it overwrites it.
   void start(bool add) { add_ = add; }
   // shard (+)= the sum of sources[r], each of `numel` elements of `dtype`, in rank order; sums[span_of(i)] = the sum of
   // squares of what segment i holds then. ValueError for another numel or more than AccumulateLaunch::kMaxWorld ranks;

@@ -235,8 +235,8 @@ Agreement Schedule::agree(std::span<const std::string_view> notes) const {
 
 void Schedule::agree_on_flags(std::span<const std::string_view> notes, Agreement* agreement) const {
   const size_t params = buckets_of_.size();
-  // Per parameter over the ranks: all flags that any has, all that every one has, and whether one has stored a gradient
-  // that stays.
+  // Per parameter over the ranks: the flags that any rank has, those that all have, and whether a rank has stored a
+  // gradient that is not void.
   std::vector<uint8_t> any(params, 0), all(params, 0xff), stays(params, 0), late(params_of_.size(), 0);
   for (const std::string_view note : notes) {
     const auto* flags = reinterpret_cast<const uint8_t*>(note.data()) + 1;
@@ -271,10 +271,11 @@ void Schedule::agree_on_flags(std::span<const std::string_view> notes, Agreement
 
 // [Note: whose factor] The agreed factor of every parameter, and the parameters that were scaled differently.
 //
-// In a window with new gradients a rank that put one in, or has older ones beside those of others, says what is still
-// to be multiplied: its contributions are divided by that already. They must all say the same. A rank that has no part
-// in the parameter, or none in the window at all, takes over their factor; to what it has it applies the rest of its
-// own.
+//   a rank                                                    its factor
+//   put a gradient of the parameter into this window, or      counts: all of these must be the same. It is still to be
+//   has an older one beside those of others                   multiplied; what the rank put in was divided by it
+//   has no gradient of the parameter, or no part in the       does not count: the rank takes the others' factor, and
+//   window                                                    applies the rest of its own to what its shard holds
 void Schedule::agree_on_factors(std::span<const std::string_view> notes, Agreement* agreement) const {
   std::vector<NoteReader> readers;
   for (const std::string_view note : notes) {

@@ -1,34 +1,36 @@
-// Schedule: which gradient goes where and which bucket is reduced when. Pure: events in, actions out; of one rank.
+// Schedule: which gradient goes where and which bucket is reduced when, on one rank. Pure: events in, actions out.
 //
 // A *sync window* lasts from the first gradient until the gradients are asked for (`step`, `clip_grad_norm_`,
 // `grad_sync`). In it every rank launches every bucket exactly once, in index order, whatever order its gradients
 // arrive in:
 //
 // 1. During backward a bucket is launched when all gradients that are due in it have arrived and every bucket before
-//    it has gone.
-// 2. When the window closes what is left is launched, with zeros for what is missing (`flush`; peers that run another
-//    graph may be waiting for it), and the ranks compare notes (`notes`, `agree`). A rank without gradients learns from
-//    these that there is something to launch.
-// 3. A gradient that came after its bucket had gone was kept in *late* memory. If any rank has late gradients of a
-//    bucket, all ranks reduce that bucket once more: the *late round*.
+// it
+//    has been launched.
+// 2. When the window closes, the remaining buckets are launched, with zeros for missing gradients (`flush`): peers
+// that run
+//    another graph may be waiting for them. Then the ranks exchange their notes (`notes`, `agree`), from which a rank
+//    without gradients learns that there is something to launch.
+// 3. A gradient that came after its bucket's launch was kept in *late* memory. If any rank has late gradients of a
+// bucket,
+//    all ranks reduce that bucket once more: the *late round*.
 //
 // So the sequence of collectives depends on agreed facts alone. [Note: one sequence on every rank]
 //
-// What a rank waits for is agreed too: the parameters that any rank used in one of the last few windows. A parameter
-// that nobody uses therefore holds nothing up, and one that returns goes through the late round once.
+// Which gradients are due is agreed too: those of parameters that any rank used in one of the last few windows. So a
+// parameter that nobody uses delays nothing, and one that is used again goes through the late round once.
 //
-// A gradient that *replaces* one of the same window (`zero_grad()`, `p.grad = None` or a tensor assigned by hand, and
-// then another backward) makes the first round void for its parameter, wherever its bucket is: the owner of the shard
-// drops that sum and the replacement goes through the late round. Ranks must agree on replacing: some of them alone
-// cannot.
+// A gradient *replaces* one of the same window after `zero_grad()`, `p.grad = None` or a tensor assigned by hand. The
+// first round is then void for its parameter, wherever its bucket is: the owner of the shard drops that sum, and the
+// replacement goes through the late round. All ranks must replace, or none: otherwise it is an error.
 //
-// Gradients are scaled by a factor that is applied later (grads/reduced.py), so ranks agree on factors as well:
+// Gradients are scaled by a factor that is applied later (grads/reduced.py), so ranks agree on factors too:
 // [Note: whose factor].
 //
-// [Note: static graph] Where every window has the gradients of the first one, there is nothing to agree on: after the
-// first window (in which every rank has some: a rank without any could not tell a window that others have begun) each
-// rank knows what all the notes say, and waits for as many gradients of a parameter as there were then (a weight that
-// is shared, or checkpointed reentrantly, gets several in one backward). `find_deviation` tells the parameter that
+// [Note: static graph] If every window has the gradients of the first one, there is nothing to agree on. After the
+// first window, in which every rank must have some (without any it could not know that others have begun a window),
+// each rank knows what all notes say. It waits for as many gradients of a parameter as the first window had: a weight
+// that is shared, or checkpointed reentrantly, gets several in one backward. `find_deviation` finds a parameter that
 // breaks the promise.
 #pragma once
 
@@ -48,7 +50,7 @@ struct StoreAction {
   bool operator==(const StoreAction&) const = default;
 };
 
-// Reduce `bucket`. `absent`: its parameters that this rank has nothing for (zeros).
+// Reduce `bucket`. `absent`: its parameters for which this rank has no gradient (zeros).
 struct LaunchAction {
   int bucket = 0;
   std::vector<int> absent;
@@ -67,14 +69,14 @@ struct Agreement {
   bool is_dirty = false;          // some rank has new gradients
   bool is_dirty_on_all = false;   // every rank has
   bool is_complete = false;       // every rank had launched every bucket before the window was closed
-  bool is_uneven = false;         // a parameter of `held` had no gradient on some rank, which could not list it
+  bool is_uneven = false;         // a parameter of `held` has no gradient on some rank
   std::vector<uint8_t> held;      // per parameter: has any rank a gradient
   std::vector<uint8_t> common;    // per parameter: has every rank one
   std::vector<int> voided;        // parameters whose first round is dropped
   std::vector<int> late;          // buckets with a late round
   std::vector<int> conflicts;     // parameters that some ranks replaced or dropped and others did not: an error
   std::vector<int> scaled_apart;  // parameters that ranks scaled differently: an error
-  std::vector<double> factors;    // what each gradient is still to be multiplied by; empty: 1, all of them
+  std::vector<double> factors;    // each gradient is still to be multiplied by this; empty: all are 1
   bool operator==(const Agreement&) const = default;
 };
 
@@ -89,64 +91,65 @@ class Schedule {
 
   int param_count() const { return static_cast<int>(buckets_of_.size()); }
 
-  // A gradient of `param` has arrived, on top of what it has or, if it `replaces` that, instead of it. `launch` false
-  // (inside `no_sync`): keep it, reduce nothing, and go on waiting for another one.
+  // A gradient of `param` has arrived. It is added to the one before or, if it `replaces`, takes its place. `launch`
+  // false (inside `no_sync`): keep it, reduce nothing, and wait for another one.
   Actions gradient(int param, bool replaces, bool launch);
 
   // Whether a gradient of `param` would be its first in this window and in time for every bucket, so that `gradient`
-  // would only store it. `arrive` does the same in less time, and tells whether `ready` has something then.
+  // would only store it. Then `arrive` does the same faster; it says whether `ready` has something to launch.
   bool is_first(int param) const {
     return !stored_[param] && !void_[param] && first_bucket_[param] >= next_ && !is_deviation(param);
   }
   bool arrive(int param, bool launch);
-  // The buckets that can go.
+  // The buckets that can be launched.
   std::vector<LaunchAction> ready();
 
-  // Nothing more will come for `params` in this window: the buckets that can go now. None if this rank has no gradient
-  // at all: others may have none either, and then nobody launches.
+  // `params` get no more gradients in this window: returns the buckets that can be launched now. None if this rank has
+  // no gradient at all: perhaps no rank has, and then nobody launches.
   std::vector<LaunchAction> complete(std::span<const int> params);
 
-  // All that is left of the first round, if this rank has gradients: the window is about to be closed.
+  // The window is about to close: the remaining launches of the first round, if this rank has gradients.
   std::vector<LaunchAction> flush();
 
   // All gradients were dropped (`zero_grad`): in an open window the first round is void for every parameter. The
   // caller drops its late memory.
   void discard();
-  // The open window never was: it was captured in a CUDA graph that has not come to its end. On all ranks or on none.
-  // The caller drops all memory of buckets.
+  // Forgets the open window: the capture of its CUDA graph did not end. On all ranks or on none. The caller drops all
+  // memory of buckets.
   void forget_window() {
     deviating_ = -1;
     begin_window();
   }
-  // Before `notes`: what must leave late memory, because p.grad was set to None after it arrived.
+  // Before `notes`: the parameters to drop from late memory, because p.grad was set to None after the gradient
+  // arrived.
   std::vector<StoreAction> drops(Flags held) const;
   // Whether this rank has put a gradient of `param` into this window.
   bool has_stored(int param) const { return stored_[param]; }
   bool is_dirty() const { return is_dirty_; }
-  int64_t window() const { return window_; }  // how many with gradients have been closed
+  int64_t window() const { return window_; }  // how many windows with gradients have been closed
 
-  // This rank's part of the agreement. `held`: has the parameter a gradient now (p.grad is not None); one that arrived
-  // and is held no longer (p.grad = None since) is void. `older`: does what earlier windows left of it still count.
-  // `factors`: what its gradient is still to be multiplied by; empty for 1.
+  // This rank's part of the agreement, by parameter. `held`: it has a gradient now (p.grad is not None); one that
+  // arrived and is not held (p.grad = None since) is void. `older`: its gradient of earlier windows still counts.
+  // `factors`: its gradient is still to be multiplied by this; empty: all are 1.
   std::vector<uint8_t> notes(Flags held, Flags older, std::span<const double> factors) const;
-  // The facts that follow from all ranks' notes; the same on every rank. Error for notes of another layout.
+  // The facts that follow from the notes of all ranks; the same on every rank. Error for notes of another layout.
   Agreement agree(std::span<const std::string_view> notes) const;
 
-  // The launches that end the window; those of the late round come after them. Then a new window begins.
+  // The launches that end the window, those of the late round last. Then a new window begins.
   void close(const Agreement& agreement, std::vector<LaunchAction>* first, std::vector<LaunchAction>* late);
 
   // [Note: static graph] Whether the first window has been closed, so that the others need no notes of other ranks.
   bool is_learnt() const { return is_static_ && is_learnt_; }
-  // What `agree` would return if all ranks kept the promise; only once `is_learnt`.
+  // What `agree` would return if all ranks keep the promise. Only after `is_learnt`.
   Agreement assume(Flags held, Flags older, std::span<const double> factors) const;
-  // Whether the last gradient of `param` breaks it: the first window had none, or not as many, or it replaces another
-  // one, which the other ranks would have to know.
+  // Whether the last gradient of `param` breaks the promise: the first window had none, or fewer, or it replaces
+  // another one, which the other ranks would have to know.
   bool is_deviation(int param) const { return is_learnt() && (!static_own_[param] || deviating_ == param); }
-  // As the window closes, or as it is asked for gradients that no window has brought: a parameter whose gradients are
-  // not those of the first window, else -1.
+  // When the window closes, or is asked for gradients that no window has brought: a parameter whose gradients differ
+  // from those of the first window, else -1.
   int find_deviation(Flags held) const;
-  // Whether ranks without this gradient would have to be told of a factor for it, and cannot be: until the window
-  // closes, unless they have an older one.
+  // Whether ranks without this gradient need to know a factor for it but cannot be told: true until the window closes,
+  // unless they have an older gradient of it.
   bool is_private(int param) const { return is_learnt() && is_dirty_ && !static_common_[param]; }
 
  private:
@@ -158,12 +161,12 @@ class Schedule {
 
   std::vector<std::vector<int>> buckets_of_;
   std::vector<std::vector<int>> params_of_;
-  std::vector<int> first_bucket_;  // of each parameter; past all of them without elements
+  std::vector<int> first_bucket_;  // of each parameter; the number of buckets if it has no elements
   bool is_static_;
   bool is_learnt_ = false;
-  std::vector<uint8_t> static_own_;     // what this rank had gradients of in the first window
-  std::vector<uint8_t> static_held_;    // what any rank had
-  std::vector<uint8_t> static_common_;  // what every rank had
+  std::vector<uint8_t> static_own_;     // parameters of which this rank had gradients in the first window
+  std::vector<uint8_t> static_held_;    // of which any rank had
+  std::vector<uint8_t> static_common_;  // of which every rank had
   int deviating_ = -1;
   int64_t window_ = 0;
   std::vector<int64_t> last_held_;  // the window in which any rank used the parameter last
