@@ -1,12 +1,15 @@
 #include "base/fork.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 namespace bucketwheel {
 namespace {
@@ -21,7 +24,39 @@ std::atomic<uint64_t>& count() {
   return *forks;
 }
 
+struct ClosedInChild {
+  std::mutex mutex;
+  std::vector<int> fds;
+};
+
+ClosedInChild& closed_in_child() {
+  // Never freed: fork() may be called at any time.
+  static ClosedInChild* const registered = [] {
+    auto* made = new ClosedInChild();
+    pthread_atfork([] { closed_in_child().mutex.lock(); }, [] { closed_in_child().mutex.unlock(); },
+                   [] {
+                     for (const int fd : closed_in_child().fds) {
+                       ::close(fd);
+                     }
+                     closed_in_child().fds.clear();
+                     closed_in_child().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *registered;
+}
+
 }  // namespace
+
+void close_in_child(int fd) {
+  std::lock_guard lock(closed_in_child().mutex);
+  closed_in_child().fds.push_back(fd);
+}
+
+void keep_in_child(int fd) {
+  std::lock_guard lock(closed_in_child().mutex);
+  std::erase(closed_in_child().fds, fd);
+}
 
 uint64_t fork_generation() { return count().load(std::memory_order_relaxed); }
 

@@ -27,6 +27,12 @@ class MadeIn {
 // true also where the kernel does not say (no /proc).
 bool is_forked_without_exec();
 
+// [Note: fork] A forked child would keep its parent's connections open, and so hide the parent's death from the peers.
+// From here on `fd` is closed in every child at once.
+void close_in_child(int fd);
+// Before `fd` is closed here.
+void keep_in_child(int fd);
+
 // The process's one T, made at the first call and never freed: its threads may outlive static objects. A forked child
 // gets its own, for the parent's threads and locks are not there.
 template <class T>

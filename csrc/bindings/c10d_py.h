@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bindings/comm_py.h"
-#include "bindings/nccl_py.h"
+#include "bindings/peers_py.h"
 #include "comm/c10d/comm.h"
 
 namespace bucketwheel {

@@ -11,6 +11,7 @@
 #include "bindings/norm_cuda_py.h"
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
+#include "bindings/peers_py.h"
 #include "bindings/pool_py.h"
 #include "bindings/schedule_py.h"
 
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_adam(m);
   bucketwheel::bind_adam_cuda(m);
   bucketwheel::bind_comm(m);
+  bucketwheel::bind_peers(m);
   bucketwheel::bind_nccl(m);
   bucketwheel::bind_c10d(m);
   bucketwheel::bind_norm_cuda(m);

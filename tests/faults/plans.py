@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout, Error, PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -168,12 +168,12 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
     signal.signal(signal.SIGALRM, functools.partial(_raise_oops, was_hit))
     if act and plan.is_timed and not plan.meets:
         threading.Timer(plan.delay_s, act).start()
-    meeting = _acting_while_it_meets(act) if act and plan.meets else contextlib.nullcontext()
-    with meeting, _closing(plan, story) as (comm, train):
+    rendezvous = _acting_while_it_meets(act) if act and plan.meets else contextlib.nullcontext()
+    with rendezvous, _closing(plan, story) as (comm, train):
         for number in range(CALLS):
             if act and number == plan.at and not plan.is_timed:
                 if plan.in_flight:
-                    _call(comm, random.Random(number), is_waited=False)
+                    call(comm, random.Random(number), is_waited=False)
                 act(comm)
                 if plan.in_flight:
                     comm.exchange(b"")
@@ -181,12 +181,12 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
                 if plan.churns:
                     _churn(comm, story, CHURNED_SLABS)
                 if plan.in_flight:
-                    _call(comm, random.Random(number), is_waited=True)
+                    call(comm, random.Random(number), is_waited=True)
                     comm.exchange(b"")
             if train is not None and number % 3 == 0:
                 train(number)
             else:
-                _call(comm, chance, is_waited=True)
+                call(comm, chance, is_waited=True)
         if plan.is_timed:  # the others are still there when it comes
             while not was_hit.is_set():
                 comm.exchange(b"")
@@ -204,16 +204,16 @@ def _raise_oops(was_hit: threading.Event, *_: object) -> None:
 @contextlib.contextmanager
 def _acting_while_it_meets(act: Callable[[], None]) -> Iterator[None]:
     """In the thread that asks the Store, before that hears of this rank; the main one waits for it."""
-    exchange = Meeting._exchange
+    exchange = Rendezvous._exchange
     actions = [act]
 
-    def acting(self: Meeting, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
+    def acting(self: Rendezvous, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
         if actions:
             actions.pop()()
             given_up.wait(0.5)  # set where the main thread has raised
         return None if given_up.is_set() else exchange(self, number, mine, until, given_up)
 
-    with mock.patch.object(Meeting, "_exchange", acting):
+    with mock.patch.object(Rendezvous, "_exchange", acting):
         yield
 
 
@@ -255,7 +255,7 @@ def _churn(comm: Communicator, story: Story, slabs: int) -> None:
     story.churned_s = time.monotonic()
 
 
-def _call(comm: Communicator, chance: random.Random, *, is_waited: bool) -> None:
+def call(comm: Communicator, chance: random.Random, *, is_waited: bool) -> None:
     what = chance.choice(["all_gather", "reduce_scatter", "broadcast", "exchange", "pooled"])
     numel = chance.choice([0, 1, 1000, 300_000])
     if what == "exchange":

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from bucketwheel.comm import background, peers
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from tests.support.failure_cases import SOON_S, error_of, expect_no_threads
 from tests.support.nccl_failure_cases import expect_gone, hosts_apart, script
+from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing
 
 pytestmark = pytest.mark.dist
@@ -37,7 +38,7 @@ def test_a_communicator_that_is_not_made_leaves_no_threads(rank_pool):
 
 
 def no_thread_is_left(rank: int, size: int, backend: str, refused: list[int]) -> None:
-    """The system refuses a rank one of its threads."""
+    """The system refuses a rank the thread that reads the Store."""
     starts = 0
 
     def start(*args: Any, **options: Any) -> None:
@@ -58,9 +59,9 @@ def no_thread_is_left(rank: int, size: int, backend: str, refused: list[int]) ->
     expect_no_threads()
 
 
-@pytest.mark.parametrize("refused", [[2, 0], [3, 0], [3, 3]], ids=str)
-@pytest.mark.parametrize("backend", ["c10d", "nccl"])
-def test_agreement_without_all_of_its_threads_leaves_none(backend, refused, rank_pool):
+@pytest.mark.parametrize("refused", [[1, 0], [1, 1]], ids=str)
+@pytest.mark.parametrize("backend", ["c10d", slow_case("nccl")])
+def test_agreement_without_its_thread_leaves_none(backend, refused, rank_pool):
     rank_pool(2).run(no_thread_is_left, backend, refused, timeout_s=30)
 
 
@@ -70,7 +71,7 @@ def one_does_not_connect(rank: int, size: int) -> tuple[str, str, float]:
         return "", "", 0.0
     begin = time.monotonic()
     with pytest.raises(CommError) as caught:
-        peers.make_peers(Meeting(place, rank, size, 1.5), "late", 1.5)
+        peers.make_peers(Rendezvous(place, rank, size, 1.5), "late", 1.5)
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
 
 

@@ -17,7 +17,7 @@ import torch
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.testing import run_threads
@@ -218,15 +218,15 @@ def test_abort_from_another_thread_wakes_a_waiter():
 
 def interrupted_while_made(rank: int, size: int, backend: str) -> Error:
     """Rank 0, once it has told the others that its part is made."""
-    failures = Meeting.failures
+    failures = Rendezvous.failures
 
-    def interrupted(meeting: Meeting, mine: str) -> str:
-        failures(meeting, mine)
+    def interrupted(rendezvous: Rendezvous, mine: str) -> str:
+        failures(rendezvous, mine)
         raise KeyboardInterrupt
 
     make = lambda: Communicator(backend=backend, name="short", timeout_s=20)  # noqa: E731
     if rank == 0:
-        with mock.patch.object(Meeting, "failures", interrupted), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Rendezvous, "failures", interrupted), pytest.raises(KeyboardInterrupt):
             make()
         return error_of(lambda: None)
     with make() as comm:

@@ -27,7 +27,7 @@ class Ranks {
  public:
   Ranks(int world, std::chrono::nanoseconds timeout) : board(std::make_shared<Switchboard>()) {
     for (int rank = 0; rank < world; ++rank) {
-      StorePeers::Agreement none{[](auto) {}, [](auto, const auto&) { return StorePeers::Payloads(); }};
+      const StorePeers::Ways none{[](auto) {}, [](auto, const auto&) { return StorePeers::Payloads(); }};
       peers.push_back(std::make_shared<StorePeers>("threads", rank, world, timeout, none));
       comms.push_back(std::make_shared<C10dComm>(peers.back(), std::make_unique<ThreadGroup>(board, rank),
                                                  Pool::make(cpu_device(), make_host_upstream())));
@@ -61,23 +61,26 @@ class Ranks {
  private:
   void carry(int rank) {
     StorePeers& own = *peers[static_cast<size_t>(rank)];
-    while (!own.has_left()) {
-      const auto report = own.take_report(Clock::now() + 10ms);
+    for (bool has_left = false; !has_left;) {
+      has_left = own.has_left();  // before what it fails with in between
+      const auto report = own.report();
       for (size_t other = 0; report && other < peers.size(); ++other) {
         if (static_cast<int>(other) != rank) {
           peers[other]->deliver(*report);
         }
       }
-      if (own.take_question()) {
+      if (report) {
+        own.told();
+      }
+      if (own.asks()) {
         StorePeers::Answers answers;
         for (const auto& each : peers) {
           answers.emplace_back(each->progress());
         }
         own.answer(std::move(answers));
       }
+      std::this_thread::sleep_for(5ms);
     }
-    own.finish();
-    own.finish();
   }
 
   std::vector<std::thread> carriers_;

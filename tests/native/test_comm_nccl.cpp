@@ -19,7 +19,6 @@
 #include "check.h"
 #include "comm/host/host_comm.h"
 #include "comm/host/local.h"
-#include "comm/peers/store_peers.h"
 #include "fake_nccl/fake_nccl.h"
 
 using namespace bucketwheel;
@@ -328,64 +327,6 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   inflight.add(std::move(item));
   CHECK_THROWS(CommError, "too late", outcome->rethrow());
   CHECK(inflight.is_settled() && inflight.take_finished().size() == 1 && !inflight.front());
-}
-
-TEST(store_peers_ask_and_are_answered_while_others_issue) {
-  StorePeers peers("far", 0, 3, 20s, StorePeers::Agreement{[](auto) {}, {}});
-  std::atomic<bool> is_over{false};
-  std::thread issuer([&] {
-    for (uint64_t seq = 1; !is_over; ++seq) {
-      peers.note_issued(1, seq);
-    }
-  });
-  CHECK(!peers.last_seqs(1));
-  std::thread carrier([&] {
-    CHECK(!peers.take_report(Clock::now() + 10s) && peers.take_question());
-    peers.answer({peers.progress(), StorePeers::Progress{7, 8, 9}});
-  });
-  const auto begin = Clock::now();
-  std::optional<LastSeqs> last;
-  while (!(last = peers.last_seqs(1))) {
-    CHECK(Clock::now() - begin < Peers::kAnswerPatience + 1s);
-    std::this_thread::sleep_for(1ms);
-  }
-  carrier.join();
-  is_over = true;
-  issuer.join();
-  CHECK(last->size() == 3 && (*last)[1] == 8u && !(*last)[2]);
-  CHECK(*peers.last_rounds() == LastSeqs({0, 9, std::nullopt}));
-  CHECK(peers.late_text({8, 7, std::nullopt}, 8, "issued") ==
-        ". Not arrived: rank 1 (last issued 7). Unknown (no answer): rank 2");
-  CHECK(peers.late_text({8, 8, 9}, 8, "issued") == ", which all ranks have issued");
-}
-
-TEST(store_peers_from_several_threads) {
-  auto peers = std::make_shared<StorePeers>("far", 0, 3, 20s, StorePeers::Agreement{[](auto) {}, {}});
-  std::thread carrier([&] {
-    const auto report = peers->take_report(Clock::now() + 10s);
-    CHECK(report && report->text == "first" && !peers->take_report(Clock::now() + 10s));
-    peers->await_leave();
-    peers->finish();
-  });
-  std::thread watcher([&] {
-    peers->lose(2);
-    peers->await_leave();
-    peers->finish();
-  });
-  const auto needs_two = [](int rank) { return rank == 2; };
-  while (!peers->trouble(0, needs_two, "this")) {
-    std::this_thread::sleep_for(1ms);
-  }
-  CHECK(!peers->trouble(0, [](int rank) { return rank == 1; }, "that"));
-  (void)peers->fail({FailureKind::kError, "first", -1, 1}, {});
-  (void)peers->fail({FailureKind::kError, "second", -1, 2}, {});
-  peers->deliver({FailureKind::kError, "third", -1, 3});
-  CHECK_THROWS(CommError, "first", peers->health().expect_usable());
-  peers->join();
-  peers->part(Clock::now() + 5s);
-  carrier.join();
-  watcher.join();
-  CHECK_THROWS(ClosedError, "closed", peers->post({}));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Meetings: rounds of one value from every rank to all, through a torch Store."""
+"""Rendezvous: rounds of one value from every rank to all, through a torch Store."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from bucketwheel.comm import patience
 from bucketwheel.comm.background import _threads
-from bucketwheel.comm.rendezvous import Meeting, has_keys
+from bucketwheel.comm.rendezvous import Rendezvous, has_keys
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.testing import run_threads
 from tests.support.requirements import slow_case
@@ -30,8 +32,8 @@ def test_everybody_gets_everybodys_value(world, kind, tmp_path):
     store = stores(kind, tmp_path)
 
     def rounds(rank: int, _: int) -> list[list[object]]:
-        meeting = Meeting(dist.PrefixStore("one", store), rank, world, 20)
-        return [meeting.exchange([rank, number, "x" * number]) for number in range(4)]
+        rendezvous = Rendezvous(dist.PrefixStore("one", store), rank, world, 20)
+        return [rendezvous.exchange([rank, number, "x" * number]) for number in range(4)]
 
     for got in run_threads(rounds, world, timeout_s=40):
         assert got == [[[rank, number, "x" * number] for rank in range(world)] for number in range(4)]
@@ -41,9 +43,9 @@ def test_rounds_leave_one_key_behind(tmp_path):
     store = dist.HashStore()
 
     def rounds(rank: int, _: int) -> None:
-        meeting = Meeting(store, rank, 3, 20)
+        rendezvous = Rendezvous(store, rank, 3, 20)
         for number in range(10):
-            meeting.exchange(number)
+            rendezvous.exchange(number)
 
     run_threads(rounds, 3, timeout_s=40)
     assert store.check(["10/all"]) and not store.check(["9/all"])
@@ -54,9 +56,9 @@ def test_parts_do_not_hear_each_other():
     store = dist.HashStore()
 
     def rounds(rank: int, _: int) -> list[object]:
-        meeting = Meeting(store, rank, 4, 20)
-        part = meeting.part(f"part {rank % 2}", rank // 2, 2)
-        return [*meeting.exchange(rank), *part.exchange(rank), *meeting.exchange(-rank)]
+        rendezvous = Rendezvous(store, rank, 4, 20)
+        part = rendezvous.part(f"part {rank % 2}", rank // 2, 2)
+        return [*rendezvous.exchange(rank), *part.exchange(rank), *rendezvous.exchange(-rank)]
 
     for rank, got in enumerate(run_threads(rounds, 4, timeout_s=40)):
         assert got == [0, 1, 2, 3, rank % 2, rank % 2 + 2, 0, -1, -2, -3]
@@ -67,8 +69,8 @@ def test_an_id_is_of_one_meeting(kind, tmp_path):
     store = stores(kind, tmp_path)
 
     def ids(rank: int, _: int) -> list[str]:
-        meeting = Meeting(dist.PrefixStore("one", store), rank, 3, 20)
-        return [meeting.id, meeting.part(f"part {rank}", 0, 1).id, meeting.id]
+        rendezvous = Rendezvous(dist.PrefixStore("one", store), rank, 3, 20)
+        return [rendezvous.id, rendezvous.part(f"part {rank}", 0, 1).id, rendezvous.id]
 
     everyone = run_threads(ids, 3, timeout_s=40)
     assert len({one for mine in everyone for one in mine}) == 1 + 3
@@ -85,7 +87,7 @@ def test_who_has_not_come_is_named(missing, kind, tmp_path):
             return ""
         begin = time.monotonic()
         with pytest.raises(CommTimeout, match=rf"within 0\.3 s: ranks \[{missing}\] have not come") as caught:
-            Meeting(store, rank, 3, 0.3).exchange(rank)
+            Rendezvous(store, rank, 3, 0.3).exchange(rank)
         assert time.monotonic() - begin < 10
         return str(caught.value)
 
@@ -103,7 +105,7 @@ def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
             # The waits of files end at whole seconds. Who awaits rank 0 alone awaits it 1.5 s longer.
             time.sleep((0.2 if late else 1.7) + number * (0.05 if kind == "hash" else 0.2))
         try:
-            return str(Meeting(dist.PrefixStore(str(number), store), rank, 3, 0.3).exchange(rank))
+            return str(Rendezvous(dist.PrefixStore(str(number), store), rank, 3, 0.3).exchange(rank))
         except CommTimeout as error:
             return str(error)
 
@@ -120,12 +122,12 @@ def test_failures_and_differences_are_told_to_all():
         raise OSError("no socket")
 
     def body(rank: int, _: int) -> str:
-        meeting = Meeting(store, rank, 3, 20)
-        failures = meeting.failures(meeting.attempt(fail if rank == 1 else lambda: None))
-        assert meeting.failures("") == ""
+        rendezvous = Rendezvous(store, rank, 3, 20)
+        failures = rendezvous.failures(rendezvous.attempt(fail if rank == 1 else lambda: None))
+        assert rendezvous.failures("") == ""
         with pytest.raises(ZeroDivisionError):  # a bug is not an outcome
-            meeting.attempt(lambda: 1 / 0)
-        assert meeting.attempt(lambda: (_ for _ in ()).throw(CommError("x"))) == "CommError: x"
+            rendezvous.attempt(lambda: 1 / 0)
+        assert rendezvous.attempt(lambda: (_ for _ in ()).throw(CommError("x"))) == "CommError: x"
         return failures
 
     assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
@@ -156,7 +158,7 @@ def test_what_is_not_made_on_all_ranks_is_ended_on_those_that_have_it(error):
             return comms[rank]
 
         with pytest.raises(CommError, match=f"not be made on all ranks\n  rank 1: {type(error).__name__}: {error}"):
-            Meeting(store, rank, 3, 20).make(make)
+            Rendezvous(store, rank, 3, 20).make(make)
 
     run_threads(body, 3, timeout_s=40)
     ended = ["CommError while the communicator was made", "closed within 0.0 s"]
@@ -168,7 +170,7 @@ def test_who_comes_in_the_last_moment_has_come(monkeypatch):
     store = dist.HashStore()
     store.set("1/1", '"late"')
     monkeypatch.setattr("bucketwheel.comm.rendezvous.has_keys", lambda *_: False)
-    assert Meeting(store, 0, 2, 0.1).exchange("first") == ["first", "late"]
+    assert Rendezvous(store, 0, 2, 0.1).exchange("first") == ["first", "late"]
 
 
 def test_rank_0_says_who_has_come(monkeypatch):
@@ -182,7 +184,9 @@ def test_rank_0_says_who_has_come(monkeypatch):
 
     monkeypatch.setattr("bucketwheel.comm.rendezvous.has_keys", held_up)
     store = dist.HashStore()
-    assert run_threads(lambda rank, _: Meeting(store, rank, 3, 0.4).exchange(rank), 3, timeout_s=40) == [[0, 1, 2]] * 3
+    assert (
+        run_threads(lambda rank, _: Rendezvous(store, rank, 3, 0.4).exchange(rank), 3, timeout_s=40) == [[0, 1, 2]] * 3
+    )
 
 
 def test_ranks_that_have_met_are_not_missed_in_the_next_round():
@@ -190,20 +194,20 @@ def test_ranks_that_have_met_are_not_missed_in_the_next_round():
     store = dist.HashStore()
 
     def body(rank: int, _: int) -> list[object]:
-        meeting = Meeting(store, rank, 3, 20)
-        meeting.exchange("met")
-        meeting.deadline = time.monotonic() + 0.1
+        rendezvous = Rendezvous(store, rank, 3, 20)
+        rendezvous.exchange("met")
+        rendezvous.deadline = time.monotonic() + 0.1
         time.sleep(0.6 if rank == 1 else 0.0)
-        return meeting.exchange(rank)
+        return rendezvous.exchange(rank)
 
     assert run_threads(body, 3, timeout_s=40) == [[0, 1, 2]] * 3
 
 
 def test_there_is_a_second_for_what_ranks_do_together_that_have_met_late():
-    meeting = Meeting(dist.HashStore(), 0, 1, 20)
-    assert 19 < meeting.left_s <= 20
-    meeting.deadline = time.monotonic() - 5
-    assert meeting.left_s == 1.0
+    rendezvous = Rendezvous(dist.HashStore(), 0, 1, 20)
+    assert 19 < rendezvous.left_s <= 20
+    rendezvous.deadline = time.monotonic() - 5
+    assert rendezvous.left_s == 1.0
 
 
 def test_an_attempt_that_is_given_up_is_told_to_all():
@@ -212,10 +216,10 @@ def test_an_attempt_that_is_given_up_is_told_to_all():
     held = threading.Event()
 
     def body(rank: int, _: int) -> str:
-        meeting = Meeting(store, rank, 2, 0.3)
-        hang = lambda: meeting.ask(lambda _: held.wait(30), late="held up")  # noqa: E731
+        rendezvous = Rendezvous(store, rank, 2, 0.3)
+        hang = lambda: rendezvous.ask(lambda _: held.wait(30), late="held up")  # noqa: E731
         try:
-            return meeting.failures(meeting.attempt(hang if rank == 1 else lambda: None))
+            return rendezvous.failures(rendezvous.attempt(hang if rank == 1 else lambda: None))
         finally:
             held.set()
 
@@ -226,20 +230,19 @@ def test_an_attempt_that_is_given_up_is_told_to_all():
 @pytest.mark.parametrize("failing", [0, 1])
 def test_who_has_failed_at_once_waits_for_those_who_end_at_the_time_limit(failing, monkeypatch):
     """They were connecting with it."""
-    monkeypatch.setattr("bucketwheel.comm.rendezvous._ANSWER_S", 0.5)
-    monkeypatch.setattr("bucketwheel.comm.rendezvous._OUTCOME_S", 0.5)
+    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, store_s=0.5, step_s=0.5))
     store = dist.HashStore()
 
     def body(rank: int, _: int) -> str:
-        meeting = Meeting(store, rank, 2, 1.5)
+        rendezvous = Rendezvous(store, rank, 2, 1.5)
 
         def step() -> None:
             if rank == failing:
                 raise OSError("no socket")
-            time.sleep(meeting.deadline - time.monotonic() + 0.1)
+            time.sleep(rendezvous.deadline - time.monotonic() + 0.1)
             raise CommTimeout("not connected")
 
-        return meeting.failures(meeting.attempt(step))
+        return rendezvous.failures(rendezvous.attempt(step))
 
     told = ["\n  rank 0: CommTimeout: not connected", "\n  rank 1: CommTimeout: not connected"]
     told[failing] = f"\n  rank {failing}: OSError: no socket"
@@ -256,29 +259,23 @@ def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pyte
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
         for rank in ranks:
             monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
-            meeting = Meeting.of_group(object(), 20)  # type: ignore[arg-type]
-            meeting.store.set("who", f"{life} {rank}")
-            found[life, rank] = meeting
+            rendezvous = Rendezvous.of_group(object(), 20)  # type: ignore[arg-type]
+            rendezvous.store.set("who", f"{life} {rank}")
+            found[life, rank] = rendezvous
     assert found["1", 0].store.get("who") == found["1", 1].store.get("who") == b"1 1"
     assert found["0", 1].store.get("who") == b"0 1"
 
 
 def comes(group: Any, timeout_s: float) -> str:
     try:
-        return f"met {Meeting.of_group(group, timeout_s).exchange(group.rank)}"
+        return f"met {Rendezvous.of_group(group, timeout_s).exchange(group.rank)}"
     except CommTimeout as error:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("story", "times", "told"),
-    [
-        *(("fails", 1, 0), ("fails", 3, 0), ("fails alone", 2, 0)),
-        *(("does not call", 1, 1), ("does not call", 3, 1), ("is late", 1, 1)),
-    ],
-)
-def test_a_rank_that_has_missed_meetings_comes_to_the_next(story, times, told, monkeypatch):
-    """A call of rank 1 fails before it comes, or is never made, or comes when the others have gone; of that it is told once."""
+@pytest.mark.parametrize("missed", [1, slow_case(3)])
+def test_a_rank_that_has_missed_calls_is_told_of_each_and_then_meets_the_others(missed, monkeypatch):
+    """It came late, or its calls failed before they came: that is no wait on either side."""
     store = dist.HashStore()
     groups = [SimpleNamespace(rank=rank, store=dist.PrefixStore("", store)) for rank in range(3)]
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: group.store)
@@ -288,26 +285,29 @@ def test_a_rank_that_has_missed_meetings_comes_to_the_next(story, times, told, m
 
     def body(rank: int, _: int) -> list[str]:
         group: Any = groups[rank]
-        said = []
-        for _ in range(times):
-            if rank == 1 and story.startswith("fails"):
-                Meeting.miss(group)
-            elif rank != 1 and story != "fails alone":
-                said.append(comes(group, 0.3))
-            together.wait(30)
-            if rank == 1 and story == "is late":
-                said.append(comes(group, 20))
+        said = [] if rank == 1 else [comes(group, 0.3) for _ in range(missed)]
         together.wait(30)
-        if story == "does not call":
-            said.append(comes(group, 0.3))
-            together.wait(30)
+        begin = time.monotonic()
+        said += [comes(group, 20) for _ in range(missed)] if rank == 1 else []
+        assert time.monotonic() - begin < 10
         return [*said, comes(group, 20), comes(group, 20)]
 
-    outcomes = run_threads(body, 3, timeout_s=60)
-    for said in outcomes:
-        assert said[-2:] == ["met [0, 1, 2]"] * 2
+    for said in run_threads(body, 3, timeout_s=60):
+        assert said[-2:] == ["met [0, 1, 2]"] * 2 and len(said) == missed + 2
         assert all("ranks [1] have not come" in one for one in said[:-2]), said
-    assert len(outcomes[1]) == told + 2
+
+
+def test_a_round_that_has_failed_is_the_last(monkeypatch):
+    """On all ranks: nobody waits in a later one again."""
+    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, store_s=0.1))
+    rendezvous = Rendezvous(dist.HashStore(), 0, 2, 0.1)
+    comes_not = pytest.raises(CommTimeout, match=r"ranks \[1\] have not come")
+    with comes_not:
+        rendezvous.exchange(0)
+    begin = time.monotonic()
+    with comes_not:
+        rendezvous.outcome(rendezvous.attempt(lambda: rendezvous.exchange(0)))
+    assert time.monotonic() - begin < 0.1
 
 
 class Deaf:
@@ -326,7 +326,7 @@ class Deaf:
 
 
 def ends_soon() -> bool:
-    """Whether no thread of a meeting is left."""
+    """Whether no thread of a rendezvous is left."""
     until = time.monotonic() + 10
     while (alive := [one for one in list(_threads) if one.is_alive()]) and time.monotonic() < until:
         time.sleep(0.01)
@@ -338,14 +338,14 @@ def ends_soon() -> bool:
     [(1, "set"), (0, "wait"), (1, "wait"), (0, "get"), (1, "get"), (1, "check"), (0, "compare_set"), (0, "delete_key")],
 )
 def test_a_store_that_does_not_answer_is_not_waited_for(rank, call, monkeypatch):
-    monkeypatch.setattr("bucketwheel.comm.rendezvous._ANSWER_S", 0.2)
+    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, store_s=0.2))
     store: Any = Deaf(call)
     if call in ("get", "delete_key"):  # which come after the others have
         for key, value in (("1/1", "1"), ("1/all", "[0, 1]")):
             store.store.set(key, value)
     begin = time.monotonic()
     with pytest.raises(CommTimeout, match="within 0.2 s: the Store does not answer"):
-        Meeting(store, rank, 2, 0.2).exchange(rank)
+        Rendezvous(store, rank, 2, 0.2).exchange(rank)
     assert time.monotonic() - begin < 10
     store.answers.set()
     assert ends_soon()
@@ -357,7 +357,7 @@ def test_ctrl_c_is_heard_while_the_store_does_not_answer():
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        Meeting(store, 1, 2, 60).exchange(1)
+        Rendezvous(store, 1, 2, 60).exchange(1)
     store.answers.set()
     assert ends_soon()  # and does not wait for the others either
     assert time.monotonic() - begin < 20

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 namespace bucketwheel {
 namespace {
@@ -25,41 +26,10 @@ constexpr int kShortPollMs = 10;
 // Of one peer, before the watcher looks at the others again.
 constexpr int kMostMessages = 100;
 
-// [Note: fork] A forked child would keep the sockets open and so hide its parent's death from the peers. The
-// descriptors registered here are closed in the child at once.
-class ClosedInChild {
- public:
-  static ClosedInChild& get() {
-    static ClosedInChild* const made = new ClosedInChild();  // never freed: fork() may be called at any time
-    return *made;
-  }
-  void add(int fd) {
-    std::lock_guard lock(mutex_);
-    fds_.push_back(fd);
-  }
-  void remove(int fd) {
-    std::lock_guard lock(mutex_);
-    std::erase(fds_, fd);
-  }
-
- private:
-  ClosedInChild() {
-    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
-                   [] {
-                     for (const int fd : get().fds_) {
-                       ::close(fd);
-                     }
-                     get().fds_.clear();
-                     get().mutex_.unlock();
-                   });
-  }
-  std::mutex mutex_;
-  std::vector<int> fds_;
-};
-
+// [Note: fork], base/fork.h
 void close_registered(FileDescriptor& file) {
   if (file.get() >= 0) {
-    ClosedInChild::get().remove(file.get());
+    keep_in_child(file.get());
     file.reset();
   }
 }
@@ -150,10 +120,10 @@ ShmLinks::ShmLinks(int rank, std::vector<FileDescriptor> sockets, std::vector<pi
     peer->pid = pids[r];
     if (static_cast<int>(r) != rank) {
       peer->socket = std::move(sockets[r]);
-      ClosedInChild::get().add(peer->socket.get());
+      close_in_child(peer->socket.get());
       peer->pidfd.reset(static_cast<int>(syscall(SYS_pidfd_open, peer->pid, 0)));  // older kernels: -1, sockets do
       if (peer->pidfd.get() >= 0) {
-        ClosedInChild::get().add(peer->pidfd.get());
+        close_in_child(peer->pidfd.get());
       }
     }
     peers_.push_back(std::move(peer));

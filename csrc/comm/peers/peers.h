@@ -45,9 +45,8 @@ class Peers {
   virtual bool sees_issued() const = 0;
   virtual bool have_all_issued(int path, uint64_t seq) const = 0;
   // How far all ranks have issued on it. Nothing: they have been asked, and will have answered, or be taken for ones
-  // that do not answer, within kAnswerPatience. Never blocks.
+  // that do not answer, within kPatience.answer. Never blocks.
   virtual std::optional<LastSeqs> last_seqs(int path) = 0;
-  static constexpr std::chrono::seconds kAnswerPatience{3};
   // For messages, behind what all ranks were to have `done` ("issued") by then: ". Not arrived: rank 2 (pid 1234, last
   // issued 117). Unknown (no answer): rank 3", or that all have.
   std::string late_text(const LastSeqs& last, uint64_t seq, const char* done) const;

@@ -1,54 +1,134 @@
 #include "comm/peers/store_peers.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
 #include "comm/comm.h"
+#include "comm/peers/patience.h"
 
 namespace bucketwheel {
-namespace {
 
-// A process that ends right after leave() would look dead to a peer that has not had its goodbye.
-constexpr std::chrono::seconds kLeavePatience{2};
-// Whoever asks later wants to know it anew.
-constexpr std::chrono::seconds kAnswersLast{2};
-// Why nobody can be asked is mostly that a rank has failed: who waits for answers is to hear of that first.
-constexpr std::chrono::milliseconds kNewsPatience{500};
+void Bell::ring() {
+  std::lock_guard lock(mutex_);
+  is_rung_ = true;
+  rung_.notify_all();
+}
 
-}  // namespace
+void Bell::wait(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_rung = [this] { return is_rung_; };
+  if (deadline) {
+    rung_.wait_until(lock, *deadline, is_rung);
+  } else {
+    rung_.wait(lock, is_rung);
+  }
+  is_rung_ = false;
+}
 
-StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement,
+StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Ways ways,
                        std::string id)
     : health_(std::move(name), rank, world, std::move(id)),
       timeout_(timeout),
-      agreement_(std::move(agreement)),
-      is_gone_(static_cast<size_t>(world)) {}
+      id_(std::stoull(health_.id(), nullptr, 16)),
+      ways_(std::move(ways)),
+      gone_(static_cast<size_t>(world)),
+      watch_(watch([this] { look(); })) {}
+
+StorePeers::~StorePeers() {
+  if (health_.is_forked()) {
+    new (std::nothrow) std::shared_ptr<Watch>(watch_);  // leaked: its thread may hold a lock, in the parent
+    return;
+  }
+  watch_->stop();
+}
+
+// ---- rounds
+
+StorePeers::Ways StorePeers::ways() const {
+  std::lock_guard lock(mutex_);
+  if (!ways_) {
+    throw ClosedError(health_.prefix(0) + "the communicator is closed");
+  }
+  return *ways_;
+}
 
 void StorePeers::post(std::span<const std::byte> payload) {
   health_.expect_usable();
   BW_EXPECTS(payload.size() <= Comm::kMaxPayloadBytes, "post: the payload has " + std::to_string(payload.size()) +
                                                            " bytes, at most " + std::to_string(Comm::kMaxPayloadBytes) +
                                                            " fit");
-  agreement().post(payload);
+  ways().post(payload);
   ++progress_[kPaths];
 }
 
 StorePeers::Payloads StorePeers::collect(Deadline deadline, const std::function<void()>& poll) {
   health_.expect_usable();
-  return agreement().collect(deadline, poll);
+  return ways().collect(deadline, poll);
+}
+
+// ---- failures
+
+// Called by the watchdog.
+void StorePeers::look() noexcept {
+  std::vector<Neighbour> neighbours;
+  {
+    std::lock_guard lock(mutex_);
+    if (ways_) {
+      neighbours = ways_->neighbours;
+    }
+  }
+  for (const Neighbour& one : neighbours) {
+    look_at(one);
+  }
+}
+
+void StorePeers::look_at(const Neighbour& one) {
+  const Link::State state = one.link->look();
+  const bool has_left = one.link->has_left(id_);
+  std::lock_guard lock(mutex_);
+  std::optional<Gone>& gone = gone_[static_cast<size_t>(one.rank)];
+  if (gone || (state == Link::State::kOpen && !has_left) || !ways_) {
+    return;
+  }
+  gone = Gone{Clock::now(), {}};
+  if (!has_left) {
+    const std::string rank = "rank " + std::to_string(one.rank);
+    gone->death = {
+        FailureKind::kPeer,
+        state == Link::State::kLost ? rank + " cannot be reached: its host does not answer any more" : rank + " died",
+        one.rank};
+    if (!report_ && !delivered_ && !health_.has_failed()) {
+      report_ = gone->death;
+    }
+  }
+  ways_->bell->ring();  // the rank may have told why before it went
 }
 
 std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<bool(int)>& needs, const char* what) {
+  const Clock::time_point now = Clock::now();
   std::lock_guard lock(mutex_);
   if (delivered_ && (seq == 0 || delivered_->seq <= seq)) {
     return delivered_;
   }
+  bool needs_others = false;
   for (int r = 0; r < health_.world(); ++r) {
-    if (is_gone_[static_cast<size_t>(r)] && r != health_.rank() && needs(r)) {
+    const auto& gone = gone_[static_cast<size_t>(r)];
+    const bool is_known = gone && now - gone->since > (gone->death ? kPatience.peer : kPatience.read);
+    if (is_known && gone->death) {
+      return gone->death;
+    }
+    const bool is_needed = r != health_.rank() && needs(r);
+    if (is_known && is_needed) {
       return Failure{FailureKind::kPeer,
                      "rank " + std::to_string(r) + " has closed the communicator; needed for " + what, r, seq};
     }
+    needs_others = needs_others || is_needed;
+  }
+  if (needs_others && store_lost_at_ && now - *store_lost_at_ > kPatience.store) {
+    return Failure{FailureKind::kPeer, "the Store of the process group is gone, and with it the process that had it",
+                   -1, seq};
   }
   return {};
 }
@@ -56,27 +136,53 @@ std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<boo
 std::exception_ptr StorePeers::fail(const Failure& failure, const FailedAt& at) {
   const Health::Verdict verdict = health_.fail(failure, at);
   std::lock_guard lock(mutex_);
-  if (verdict.is_first && !delivered_) {
+  if (verdict.is_first && !delivered_ && !store_lost_at_) {
     report_ = failure;
     if (failure.kind == FailureKind::kClosed) {
       report_ = {FailureKind::kPeer, "rank " + std::to_string(health_.rank()) + " " + failure.text, health_.rank(),
                  failure.seq};
+    }
+    if (ways_) {
+      ways_->bell->ring();
     }
   }
   changed_.notify_all();
   return verdict.error;
 }
 
-std::optional<Failure> StorePeers::take_report(Deadline deadline) {
-  std::unique_lock lock(mutex_);
-  const auto is_ready = [this] { return report_.has_value() || is_asking_ || health_.is_closing(); };
-  if (deadline) {
-    changed_.wait_until(lock, *deadline, is_ready);
-  } else {
-    changed_.wait(lock, is_ready);
-  }
-  return std::exchange(report_, std::nullopt);
+std::optional<Failure> StorePeers::report() const {
+  std::lock_guard lock(mutex_);
+  return report_;
 }
+
+void StorePeers::told() {
+  std::lock_guard lock(mutex_);
+  report_.reset();
+  told_at_ = Clock::now();
+  changed_.notify_all();
+}
+
+void StorePeers::deliver(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (!delivered_ && !health_.has_failed()) {
+    delivered_ = failure;
+  }
+}
+
+void StorePeers::lose_store() {
+  std::lock_guard lock(mutex_);
+  store_lost_at_ = Clock::now();
+  report_.reset();
+  changed_.notify_all();
+}
+
+bool StorePeers::await_failure() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return health_.has_failed() || health_.is_closing(); });
+  return health_.has_failed();
+}
+
+// ---- how far the ranks have come
 
 StorePeers::Progress StorePeers::progress() const {
   Progress copy{};
@@ -87,24 +193,18 @@ StorePeers::Progress StorePeers::progress() const {
 std::optional<LastSeqs> StorePeers::last_seqs(int path) {
   const auto now = Clock::now();
   std::lock_guard lock(mutex_);
-  if (answers_ && now - answered_at_ > kAnswersLast) {
-    answers_.reset();
-    asked_at_.reset();
-  }
-  const bool is_over = asked_at_ && now - *asked_at_ >= kAnswerPatience;
-  const bool is_alone = asks_nobody_since_ && now - *asks_nobody_since_ >= kNewsPatience;
-  if (!answers_ && (is_over || is_alone)) {
-    take_answers({}, now);
+  const bool is_over = (asked_at_ && now - *asked_at_ >= kPatience.answer) || store_lost_at_ || !ways_;
+  if (!answers_ && is_over) {
+    answers_ = Answers(gone_.size());
   }
   if (!answers_) {
     if (!asked_at_) {
       asked_at_ = now;
-      is_asking_ = !asks_nobody_since_;
-      changed_.notify_all();
+      ways_->bell->ring();
     }
     return {};
   }
-  LastSeqs last(is_gone_.size());
+  LastSeqs last(gone_.size());
   for (size_t r = 0; r < last.size(); ++r) {
     if (const auto& theirs = (*answers_)[r]) {
       last[r] = (*theirs)[static_cast<size_t>(path)];
@@ -114,74 +214,35 @@ std::optional<LastSeqs> StorePeers::last_seqs(int path) {
   return last;
 }
 
-bool StorePeers::take_question() {
+bool StorePeers::asks() const {
   std::lock_guard lock(mutex_);
-  return std::exchange(is_asking_, false);
+  return asked_at_ && !answers_;
 }
 
 void StorePeers::answer(Answers answers) {
   std::lock_guard lock(mutex_);
-  take_answers(std::move(answers), Clock::now());
-}
-
-void StorePeers::ask_nobody() {
-  std::lock_guard lock(mutex_);
-  if (!asks_nobody_since_) {
-    asks_nobody_since_ = Clock::now();
-  }
-  is_asking_ = false;
-}
-
-void StorePeers::take_answers(Answers answers, Clock::time_point now) {
-  answers.resize(is_gone_.size());
+  answers.resize(gone_.size());
   answers_ = std::move(answers);
-  answered_at_ = now;
-}
-
-void StorePeers::deliver(const Failure& failure) {
-  std::lock_guard lock(mutex_);
-  if (!delivered_ && !health_.has_failed()) {
-    delivered_ = failure;
-  }
-}
-
-void StorePeers::lose(int rank) {
-  std::lock_guard lock(mutex_);
-  is_gone_.at(static_cast<size_t>(rank)) = true;
-}
-
-StorePeers::Agreement StorePeers::agreement() const {
-  std::lock_guard lock(mutex_);
-  if (!agreement_.post) {
-    throw ClosedError(health_.prefix(0) + "the communicator is closed");
-  }
-  return agreement_;
-}
-
-void StorePeers::await_leave() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return health_.is_closing(); });
-}
-
-bool StorePeers::await_failure() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return health_.has_failed() || health_.is_closing(); });
-  return health_.has_failed();
-}
-
-void StorePeers::finish() {
-  std::lock_guard lock(mutex_);
-  ++finished_;
-  changed_.notify_all();
 }
 
 void StorePeers::leave(Deadline deadline) {
-  Agreement agreement;  // freed without the lock
-  std::unique_lock lock(mutex_);
-  health_.start_closing();
-  changed_.notify_all();
-  changed_.wait_until(lock, earlier(deadline, Clock::now() + kLeavePatience), [this] { return finished_ == kThreads; });
-  std::swap(agreement, agreement_);
+  std::optional<Ways> ways;  // freed without the lock
+  {
+    std::unique_lock lock(mutex_);
+    health_.start_closing();
+    changed_.notify_all();
+    changed_.wait_until(lock, earlier(deadline, Clock::now() + kPatience.goodbye), [this] { return !report_; });
+    if (told_at_) {
+      changed_.wait_until(lock, earlier(deadline, *told_at_ + kPatience.read), [] { return false; });
+    }
+    std::swap(ways, ways_);
+  }
+  if (ways) {
+    for (const Neighbour& one : ways->neighbours) {
+      one.link->tell_left(id_);
+    }
+    ways->bell->ring();
+  }
 }
 
 }  // namespace bucketwheel

@@ -1,5 +1,4 @@
-// StorePeers: the peers of ranks that do not share a host. Payloads travel over a process group of the CPU, failures
-// through the torch Store; both are reached from Python, whose threads carry out what is queued here.
+// StorePeers: the peers of ranks that do not share a host: [Note: ranks of several hosts], comm/peers/link.h.
 #pragma once
 
 #include <array>
@@ -14,20 +13,41 @@
 #include <string>
 #include <vector>
 
+#include "comm/peers/link.h"
 #include "comm/peers/peers.h"
+#include "comm/peers/watchdog.h"
 
 namespace bucketwheel {
+
+// Wakes the thread of a process that reads and writes the Store, which waits here without the GIL.
+class Bell {
+ public:
+  void ring();
+  // Until it is rung, or was since the last time; or until `deadline`.
+  void wait(Deadline deadline);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable rung_;
+  bool is_rung_ = false;
+};
 
 class StorePeers final : public Peers {
  public:
   using Payloads = std::vector<std::vector<std::byte>>;
-  // How payloads travel; they throw what post() and collect() throw.
-  struct Agreement {
+  struct Neighbour {
+    int rank;
+    LinkRef link;
+  };
+  // How the ranks reach each other. The functions carry the payloads; they throw what post() and collect() throw.
+  struct Ways {
     std::function<void(std::span<const std::byte>)> post;
     std::function<Payloads(Deadline, const std::function<void()>&)> collect;
+    std::vector<Neighbour> neighbours{};  // the next rank and the one before
+    std::shared_ptr<Bell> bell = std::make_shared<Bell>();
   };
-  StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Agreement agreement,
-             std::string id = {});
+  StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Ways ways, std::string id = {});
+  ~StorePeers() override;
 
   Health& health() override { return health_; }
   std::chrono::nanoseconds timeout() const override { return timeout_; }
@@ -41,58 +61,57 @@ class StorePeers final : public Peers {
   std::optional<LastSeqs> last_seqs(int path) override;
   // The same of the rounds that have been posted.
   std::optional<LastSeqs> last_rounds() { return last_seqs(kPaths); }
+  // Blocks until this rank has failed, or leaves; whether it has failed.
+  bool await_failure();
 
   // ---- for the thread that reads and writes the Store
+
+  // What the ranks are to be told, until told(): what this one has failed with, or that a neighbour has died.
+  std::optional<Failure> report() const;
+  void told();
+  // The failure that all ranks get: the first that comes counts.
+  void deliver(const Failure& failure);
+  // Nobody can be told or asked any more.
+  void lose_store();
+  bool has_left() const { return health_.is_closing(); }
 
   // How far a rank has come: on each data path, and in rounds.
   static constexpr int kCounts = kPaths + 1;
   using Progress = std::array<uint64_t, kCounts>;
   Progress progress() const;
-  // By rank; nothing for one that has not said so in time.
+  // By rank; nothing for one of which that is not known.
   using Answers = std::vector<std::optional<Progress>>;
-  // Whether this rank wants to know how far all have come; once.
-  bool take_question();
+  // Whether this rank wants to know how far all have come, until answer().
+  bool asks() const;
   void answer(Answers answers);
-  // Nobody can be asked any more: whoever wants to know is told soon that nobody answers.
-  void ask_nobody();
-
-  // The failure that this rank has to tell its peers, once; nothing at the deadline, when there is a question, or when
-  // there will be none.
-  std::optional<Failure> take_report(Deadline deadline);
-  // What a peer told: the first that comes counts.
-  void deliver(const Failure& failure);
-  // `rank` has said goodbye.
-  void lose(int rank);
-  bool has_left() const { return health_.is_closing(); }
-  // Blocks until this rank leaves.
-  void await_leave();
-  // Blocks until this rank has failed, or leaves; whether it has failed.
-  bool await_failure();
-  // One of the kThreads threads has done what was to be done after that; the leaving rank waits for it a while.
-  static constexpr int kThreads = 2;
-  void finish();
 
  private:
+  // A neighbour that has left, or has died.
+  struct Gone {
+    Clock::time_point since;
+    std::optional<Failure> death;
+  };
+  void look() noexcept;
+  void look_at(const Neighbour& one);
   void leave(Deadline deadline) override;
   std::string describe(int) const override { return ""; }
-  Agreement agreement() const;
-  void take_answers(Answers answers, Clock::time_point now);
+  Ways ways() const;
 
   Health health_;
   const std::chrono::nanoseconds timeout_;
-  Agreement agreement_;  // until leave(); it holds us
+  const uint64_t id_;  // of the communicator, on the Links
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::optional<Failure> report_;
-  std::optional<Failure> delivered_;
-  std::vector<bool> is_gone_;
-  int finished_ = 0;
+  std::condition_variable changed_;           // the health, or report_
+  std::optional<Ways> ways_;                  // until leave(): its functions may hold us
+  std::optional<Failure> report_;             // until it has been told, or cannot be
+  std::optional<Clock::time_point> told_at_;  // stays
+  std::optional<Failure> delivered_;          // the first failure of all ranks; stays
+  std::vector<std::optional<Gone>> gone_;     // by rank, of neighbours; stays
+  std::optional<Clock::time_point> store_lost_at_;
   std::array<std::atomic<uint64_t>, kCounts> progress_{};
-  std::optional<Clock::time_point> asked_at_;  // the last question, and what came of it
-  bool is_asking_ = false;
-  std::optional<Clock::time_point> asks_nobody_since_;
+  std::optional<Clock::time_point> asked_at_;  // by a timeout; stays, as the answers do
   std::optional<Answers> answers_;
-  Clock::time_point answered_at_{};
+  const std::shared_ptr<Watch> watch_;
 };
 
 }  // namespace bucketwheel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import warnings
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from bucketwheel.comm import c10d, nccl, shm
 from bucketwheel.comm.nccl import Making, NcclChoices
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.errors import CommError
 from bucketwheel.native import core
@@ -63,7 +62,7 @@ class Place:
     """Who the ranks of a communicator are: those of a meeting, threads (``local``), or this process alone."""
 
     timeout_s: float
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     local: LocalRank | None = None
     wire: str = "gloo"  # the backend of torch.distributed that carries the data of c10d
     # Numbers the splits: two communicators of a pair have one place, and their parts meet in one Store.
@@ -77,19 +76,7 @@ class Place:
             return cls(timeout_s)
         if backend == "local":
             raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
-        return cls(timeout_s, Meeting.of_group(group, timeout_s), wire=c10d.backend_of(group))
-
-    @staticmethod
-    @contextlib.contextmanager
-    def coming(group: Any) -> Iterator[None]:
-        """Around all of a call that may fail before `of` has come to the meeting of the group."""
-        try:
-            yield
-        except BaseException:
-            if isinstance(group, dist.ProcessGroup) or (group is None and _has_default_group()):
-                with contextlib.suppress(KeyError):  # a group that has been destroyed
-                    Meeting.miss(group)
-            raise
+        return cls(timeout_s, Rendezvous.of_group(group, timeout_s), wire=c10d.backend_of(group))
 
     def backend(self, asked: str, device: int) -> str:
         """What is to be made; ``"auto"``: whatever connects CPU ranks."""
@@ -160,7 +147,7 @@ def _join_local(place: LocalRank, device: int, timeout_s: float, name: str | Non
     return place.world._native.join(place.rank, name or "local", timeout_s)
 
 
-def _agreed_name(meeting: Meeting, name: str | None, backend: str) -> str:
+def _agreed_name(meeting: Rendezvous, name: str | None, backend: str) -> str:
     everyone = meeting.exchange([name, _default_name(backend)])
     names = [given for given, _ in everyone]
     if len(set(names)) != 1:

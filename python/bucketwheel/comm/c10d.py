@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bucketwheel.comm import background, gloo
 from bucketwheel.comm import peers as agreement
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from bucketwheel.native import core
 
@@ -41,7 +41,7 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return "gloo"
 
 
-def make(meeting: Meeting | None, backend: str, name: str, timeout_s: float) -> Any:
+def make(meeting: Rendezvous | None, backend: str, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks that meet, on all of them or on none: `CommError`, `CommTimeout`."""
     if meeting is None:
         alone = core.LocalWorld(1).join(0, name, timeout_s)
@@ -116,14 +116,14 @@ def _let_go(group: _Group, works: list[Any]) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _connect(meeting: Meeting, backend: str) -> Any:
+def _connect(meeting: Rendezvous, backend: str) -> Any:
     if backend == "gloo":
         return gloo.connect(meeting, "data")
     late = f"backend {backend!r} of torch.distributed has not connected the ranks"
     return meeting.ask(lambda _: _registered_group(meeting, backend), late=late)
 
 
-def _registered_group(meeting: Meeting, backend: str) -> Any:
+def _registered_group(meeting: Rendezvous, backend: str) -> Any:
     limit = timedelta(seconds=meeting.left_s)
     store = dist.PrefixStore("data", meeting.store)
     plugin = dist.Backend._plugins[backend.upper()]

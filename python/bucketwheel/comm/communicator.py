@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bucketwheel.comm import nccl
+from bucketwheel.comm import nccl, patience
 from bucketwheel.comm.backends import LocalRank, Place
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import Making, NcclChoices
@@ -28,7 +28,6 @@ from bucketwheel.pool.pool import Pool
 
 __all__ = ["Communicator"]
 
-_EXIT_GRACE_S = 2.0
 _LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
 
 _numbers = itertools.count()
@@ -83,15 +82,14 @@ class Communicator:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        with Place.coming(group):
-            timeout_s = _expect_arguments(group, backend, timeout_s)
-            _expect_cpu(backend, device)  # before the CUDA module is built for nothing
-            native()  # a first use builds it, before the others' time runs
-            index = device_index(device)
-            if backend == "nccl":
-                _expect_cuda(index)
-            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-            place = Place.of(group, backend, timeout_s)
+        timeout_s = _expect_arguments(group, backend, timeout_s)
+        _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+        native()  # a first use builds it, before the others' time runs
+        index = device_index(device)
+        if backend == "nccl":
+            _expect_cuda(index)
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        place = Place.of(group, backend, timeout_s)
         kind = place.backend(backend, index)
         if kind != "nccl" and choices != NcclChoices():
             raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
@@ -134,16 +132,15 @@ class Communicator:
         warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
-        with Place.coming(group):
-            timeout_s = _expect_arguments(group, "nccl", timeout_s)
-            index = device_index(device)
-            _expect_cuda(index)
-            choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-            if choices.options.get("split_share"):
-                raise ValueError(
-                    "split_share would make the two of a pair take turns; it is for communicators that `split`"
-                )
-            place = Place.of(group, "nccl", timeout_s)
+        timeout_s = _expect_arguments(group, "nccl", timeout_s)
+        index = device_index(device)
+        _expect_cuda(index)
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        if choices.options.get("split_share"):
+            raise ValueError(
+                "split_share would make the two of a pair take turns; it is for communicators that `split`"
+            )
+        place = Place.of(group, "nccl", timeout_s)
         making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         natives, overlaps = nccl.pair(making)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
@@ -414,7 +411,7 @@ def _close_all() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(core.stop_freeing)
         stack.callback(_close_open, 0.0)
-        _close_open(_EXIT_GRACE_S)
+        _close_open(patience.PATIENCE.exit_s)
 
 
 def _close_open(grace_s: float) -> None:

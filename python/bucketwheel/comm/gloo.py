@@ -1,23 +1,17 @@
-"""gloo process groups, and messages over them whose waits end when a connection breaks.
-
-When the connection of a pair of ranks breaks, gloo ends the waits for what has not begun to travel, but not those for a
-message that is half read, or waits for room in the socket to be written: nothing but their own time limit ends them.
-So every message is followed by an empty one, which gloo reads at once or not at all, and that is waited for first. For
-what is sent there is no such way: it is waited for only once the receiver is known to have it.
-"""
+"""gloo process groups that are one communicator's alone: how ranks get one, and how what waits in it is ended."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bucketwheel.comm.rendezvous import Meeting
-from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.comm.rendezvous import Rendezvous
+from bucketwheel.errors import CommError
+from bucketwheel.torch_internals import set_default_timeout
 
 __all__ = ["NO_TIMEOUT", "Message", "connect", "give_up", "receive", "send"]
 
@@ -26,31 +20,19 @@ NO_TIMEOUT = timedelta(days=365)
 _UNUSED_TAG = 8
 
 
-def connect(meeting: Meeting, name: str) -> Any:
-    """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommTimeout` naming
-    the ranks that have not come by the meeting's deadline, or when neither gloo nor the Store answers a little later."""
-    return meeting.ask(lambda _: _connect(meeting, name), late="neither gloo nor the Store has answered")
+def connect(rendezvous: Rendezvous, name: str) -> Any:
+    """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommError`, or
+    `CommTimeout` when neither gloo nor the Store answers a little after the deadline."""
+    return rendezvous.ask(lambda _: _connect(rendezvous, name), late="neither gloo nor the Store has answered")
 
 
-def _connect(meeting: Meeting, name: str) -> Any:
-    store = dist.PrefixStore(name, meeting.store)
-    before = _sockets()
+def _connect(rendezvous: Rendezvous, name: str) -> Any:
+    store, limit = dist.PrefixStore(name, rendezvous.store), timedelta(seconds=rendezvous.left_s)
     try:
-        store.set(f"came/{meeting.rank}", "")
-        group = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timedelta(seconds=meeting.left_s))
+        group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, limit)
     except RuntimeError as error:
-        missing: list[int] = []
-        with contextlib.suppress(RuntimeError):  # of a Store that is gone
-            missing = [rank for rank in range(meeting.size) if not store.check([f"came/{rank}"])]
-        if missing:
-            raise CommTimeout(
-                f"the communicator was not made within {meeting.timeout_s} s: ranks {missing} have not come"
-            ) from error
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
-    group._set_default_timeout(NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
-    after = _sockets()
-    _closed_in_child.intersection_update(after)  # not those of groups that are gone
-    _closed_in_child.update(after - before)
+    set_default_timeout(group, NO_TIMEOUT)  # of collectives; what is sent and received is told at each wait
     return group
 
 
@@ -84,32 +66,3 @@ def send(group: Any, memory: torch.Tensor | None, peer: int, tag: int) -> Messag
 
 def _nothing() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-# [Note: fork over gloo] A forked child, such as a worker of a DataLoader, has its parent's connections too, so they would
-# not break when the parent dies, and the other ranks would wait for it as long as the child lives. gloo does not tell
-# which descriptors are its own: those of sockets that were not there before. One that another thread has opened
-# meanwhile is lost to children as well.
-_closed_in_child: set[tuple[int, str]] = set()  # descriptor, socket
-
-
-def _sockets() -> set[tuple[int, str]]:
-    found = set()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing
-            if (target := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket:"):
-                found.add((fd, target))
-    return found
-
-
-def _close_in_child() -> None:
-    """The numbers stay taken: gloo's objects would close them again, whoever has them then."""
-    if own := _closed_in_child & _sockets():
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd, _ in own:
-            os.dup2(nothing, fd, inheritable=False)
-        os.close(nothing)
-    _closed_in_child.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""How the ranks of the nccl backend get connected: a unique id goes through a `Meeting`, and so does the outcome."""
+"""How the ranks of the nccl backend get connected: a unique id goes through a `Rendezvous`, and so does the outcome."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bucketwheel.comm import nccl_library, shm
+from bucketwheel.comm import nccl_library, patience, shm
 from bucketwheel.comm import peers as agreement
-from bucketwheel.comm.rendezvous import Meeting, has_keys, undo
+from bucketwheel.comm.rendezvous import Rendezvous, has_keys, undo
 from bucketwheel.device import torch_device
 from bucketwheel.errors import CommError, DeviceError, Error
 from bucketwheel.native import core, env
@@ -25,7 +25,6 @@ from bucketwheel.pool.pool import Pool
 __all__ = ["Making", "NcclChoices", "features", "is_launch_order_kept", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
-_CHECK_S = 1.0  # how long a rank whose peers have failed may go on waiting for what they call
 _LAUNCH_ORDER = nccl_library.LAUNCH_ORDER
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
 
@@ -91,7 +90,7 @@ class NcclChoices:
 class Making:
     """Who is to be connected, and how. ``meeting``: of the ranks of the new communicator; None: this process alone."""
 
-    meeting: Meeting | None
+    meeting: Rendezvous | None
     device: int
     name: str
     timeout_s: float
@@ -116,7 +115,7 @@ class Making:
 class _Check:
     """Debug (``BW_COMM_CHECK=1``): compares every operation of a communicator between the ranks, through the Store."""
 
-    def __init__(self, meeting: Meeting, peers: Any) -> None:
+    def __init__(self, meeting: Rendezvous, peers: Any) -> None:
         self._store, self._rank, self._size = meeting.store, meeting.rank, meeting.size
         self._timeout_s, self._peers = meeting.timeout_s, peers
 
@@ -125,7 +124,7 @@ class _Check:
         try:
             return self._compare(comm, seq, text)
         except RuntimeError as error:  # the Store has gone, perhaps with a rank: the peers know that a little later
-            until = time.monotonic() + _CHECK_S
+            until = time.monotonic() + patience.PATIENCE.peer_s
             while not (trouble := self._peers.trouble()) and time.monotonic() < until:
                 time.sleep(_PAUSE_S)
             return f"this rank called {text}, and cannot ask what others did: {trouble or error}"
@@ -134,7 +133,7 @@ class _Check:
         keys = [f"check/{comm}/{seq}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], text)
         until = time.monotonic() + self._timeout_s
-        while not has_keys(self._store, keys, max(min(until - time.monotonic(), _CHECK_S), 0.0)):
+        while not has_keys(self._store, keys, max(min(until - time.monotonic(), patience.PATIENCE.peer_s), 0.0)):
             # The others' texts may have come meanwhile, and say more than that a peer has seen how they differ.
             if (trouble := self._peers.trouble()) and not self._store.check(keys):
                 return f"this rank called {text}, and others will not: {trouble}"

@@ -1,161 +1,387 @@
-"""Agreement between ranks that do not share a host: payloads by a gloo process group, failures through the torch Store.
+"""Peers of several hosts: agreement by a gloo process group, and failures through the torch Store.
 
-Ranks of one host have shared memory for both (`comm_shm`).
+[Note: ranks of several hosts], csrc/comm/peers/link.h, is the whole mechanism. Here are its three parts that need torch or
+Python: the Links are made (`_linked`), the failure keys are read and written by one thread per process (`Process`), and
+payloads travel (`_Rounds`).
 
-The Store may go before the communicator: with the process that has it, which may be a rank, dead or gone in an orderly
-way, or none of the ranks. That is no failure by itself, for nobody can tell these apart by it. So failures travel by a
-second way, against the ring of gloo connections on which every rank watches the next one: whoever sees his next one die
-tells the one before, and so on. A rank that has left in order ends the chain; who needs it hears that it has left. Of
-several failures only the one that is first in the Store goes that way, while there is a Store to tell.
+How far a rank has come goes the same way: at most once a second the thread writes the numbers of the rank's last operations
+to a key of the rank's, if they have changed. A rank whose operation times out reads the keys of all ranks at once, to
+name those that are late.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import json
-import math
+import os
+import secrets
+import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bucketwheel.comm import gloo, patience
 from bucketwheel.comm.background import start
-from bucketwheel.comm.gloo import NO_TIMEOUT, connect, give_up, receive, send
-from bucketwheel.comm.rendezvous import Meeting
-from bucketwheel.errors import CommTimeout, Error
+from bucketwheel.comm.rendezvous import Rendezvous, has_keys
+from bucketwheel.errors import CommTimeout
 from bucketwheel.native import core
+from bucketwheel.torch_internals import another_connection
 
-__all__ = ["make_peers"]
+__all__ = ["Process", "make_peers"]
+
+# Operations of the Store for the failure keys, over all ranks of a communicator, are at most 2,000 a second: each rank
+# makes two in a period, one that looks for a failure and at most one that writes how far it is.
+_PERIOD_S = 0.1
+_PERIOD_OF_RANK_S = 1e-3
+_PROGRESS_S = 1.0  # between two writes of how far a rank is
 
 _HEAD = struct.Struct("<q")  # the length of a payload
 _INLINE_BYTES = 248  # of a payload, that travel with its length
 _SLOT_BYTES = _HEAD.size + _INLINE_BYTES
-_RING_TAG = 7
-# What a message of the ring is: a goodbye, after which nothing comes (after a failure peers are to hear of that), or a
-# failure, with its report.
-_IN_ORDER, _AFTER_FAILURE, _FAILURE = 1, 2, 3
-_MESSAGE_BYTES = 8192
-_TEXT_CHARS, _LAST_ERROR_CHARS = 1000, 250  # of a report that would be longer
-# Kind, text, rank, sequence number, NCCL's code and words, the last operation of each rank.
-_Report = tuple[int, str, int, int, int, str, list[int | None]]
-_NO_REPORT: _Report = (0, "", -1, 0, 0, "", [])
-_NEWS_S = 0.5  # how long a rank whose connection broke waits to hear why
-# How long a message of the ring may be on its way: gloo loses one that is sent in the moment in which the other process
-# ends, without an error. Who gives up has left, or something has failed. Its connections close then, as with its end.
-_SENT_S = 3.0
-_PAUSE_S = 0.01
+_SECRET_BYTES = 16
+_SIOCGIFADDR = 0x8915
+_LONG_PAUSE_S = 0.001
 
 
-def _times_s(size: int) -> tuple[float, float]:
-    """How often a rank looks for news, for thousands of them ask one Store; and how long all together are given to say
-    how far they have come, which is less than the native kAnswerPatience."""
-    period_s = min(max(0.1, size * 5e-4), 1.0)
-    return period_s, 0.65 + 1.5 * period_s
+def make_peers(rendezvous: Rendezvous, name: str, timeout_s: float, process: Process | None = None) -> Any:
+    """The native ``StorePeers`` of the ranks that meet. Collective; an error is this rank's alone, and the caller's to tell."""
+    process = process or _this_process(os.getpid())
+    links = _linked(rendezvous, process)
+    rounds = _Rounds(rendezvous, timeout_s)
+    rounds.peers = peers = core.StorePeers(
+        name=name,
+        rank=rendezvous.rank,
+        world=rendezvous.size,
+        timeout_s=timeout_s,
+        id=rendezvous.id,
+        post=rounds.post,
+        collect=rounds.collect,
+        links=list(links.items()),
+        bell=process.bell,
+    )
+    try:
+        rendezvous.ask(lambda _: process.follow(peers, rendezvous, rounds, links))
+    except BaseException:
+        peers.leave(0.0)
+        raise
+    return peers
 
 
-def make_peers(meeting: Meeting, name: str, timeout_s: float) -> Any:
-    """The native ``StorePeers`` of the ranks that meet. Collective."""
-    return _Agreement(meeting, name, timeout_s).peers
+# ---- failures
 
 
-class _Agreement:
-    """Held by the native object until that has said goodbye to the peers."""
+class Process:
+    """What all communicators of a process share: its Links to other processes, and the thread that reads and writes the
+    failure keys, while there are any."""
 
-    def __init__(self, meeting: Meeting, name: str, timeout_s: float) -> None:
-        self._rank, self._size, self._timeout_s = meeting.rank, meeting.size, timeout_s
-        self._round = 0
-        self._work: Any = None
-        self._slots = torch.empty(self._size * _SLOT_BYTES, dtype=torch.uint8)
-        self._payload = b""
-        self._group = connect(meeting, "gloo")
-        store = meeting.ask(lambda _: _own_connection(meeting.store))
-        ring = _Ring(self._group, self._rank, self._size)
-        self.peers = core.StorePeers(name, self._rank, self._size, timeout_s, self.post, self.collect, meeting.id)
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self.bell = core.Bell()
+        # By the other process's id, while a communicator uses them.
+        self.links: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._followed: list[_Followed] = []  # from the making of a communicator until this rank has left it
+        self._is_running = False  # the thread, which ends when it follows nothing
+
+    def follow(self, peers: Any, rendezvous: Rendezvous, rounds: _Rounds, links: dict[int, Any]) -> None:
+        with self._lock:
+            clones = [one.clone for one in self._followed if one.base is rendezvous.base]
+        clone = clones[0] if clones else another_connection(rendezvous.base)
+        followed = _Followed(peers, rendezvous, clone, rounds, links)
+        with self._lock:
+            self._followed.append(followed)
+            try:
+                if not self._is_running:
+                    start(self._run)
+                self._is_running = True
+            except BaseException:
+                self._followed.remove(followed)
+                raise
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                following = list(self._followed)
+                self._is_running = bool(following)
+            if not following:
+                return
+            ended = [one for one in following if not one.look()]
+            with self._lock:
+                self._followed = [one for one in self._followed if one not in ended]
+            period_s = max(_PERIOD_S, _PERIOD_OF_RANK_S * sum(one.size for one in following))
+            following = ended = []  # whoever has left is freed before the wait
+            self.bell.wait(period_s)
+
+
+class _Followed:
+    """A communicator, for the thread."""
+
+    def __init__(
+        self, peers: Any, rendezvous: Rendezvous, clone: dist.Store, rounds: _Rounds, links: dict[int, Any]
+    ) -> None:
+        self.base, self.clone, self.size = rendezvous.base, clone, rendezvous.size
+        self._peers, self._rounds = peers, rounds
+        self._links = links  # `Process.links` refers to them weakly
+        self._store: dist.Store | None = dist.PrefixStore(rendezvous.prefix, clone)  # until it does not answer
+        self._is_over = False  # the first failure is known
+        self._written = ""  # how far this rank was
+        self._write_at = 0.0
+        self._interval_s = min(_PROGRESS_S, peers.timeout_s / 4)
+        self._write_progress(self._store)
+
+    def look(self) -> bool:
+        """Whether there may be more to tell or to hear: until this rank has left."""
+        has_left = self._peers.has_left  # asked before what it may fail with in between
+        report = self._peers.report
         try:
-            start(_carry_failures, self.peers, store, ring, self._size, hurry=ring.stop_receiving)
-            start(_watch, self.peers, ring, hurry=ring.stop_receiving)
-            start(_say_goodbye, self.peers, ring, self.let_go, hurry=ring.stop_receiving)
-        except BaseException:
-            self.peers.leave(0.0)  # else those that run wait for it, or for a goodbye
-            give_up(self._group, ring.following)
-            raise
+            if self._store is not None:
+                self._talk(self._store, report)
+        except RuntimeError:  # the Store is gone
+            self._store = None
+            self._peers.lose_store()
+        if report is not None:
+            self._peers.told()
+        if has_left:
+            self._rounds.end()
+        return not has_left
+
+    def _talk(self, store: Any, report: Any) -> None:
+        if not self._is_over:
+            if report is not None:
+                self._deliver(store.compare_set("failure", "", json.dumps(report)))
+            elif store.check(["failure"]):
+                self._deliver(store.get("failure"))
+        if self._peers.asks:
+            keys = [f"progress/{rank}" for rank in range(self.size)]
+            texts = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+            self._peers.answer([json.loads(text) for text in texts])
+        elif time.monotonic() >= self._write_at:
+            self._write_progress(store)
+
+    def _deliver(self, text: bytes) -> None:
+        self._is_over = True
+        self._peers.deliver(json.loads(text))
+
+    def _write_progress(self, store: dist.Store) -> None:
+        text = json.dumps(self._peers.progress())
+        if text != self._written:
+            store.set(f"progress/{self._peers.rank}", text)
+            self._written, self._write_at = text, time.monotonic() + self._interval_s
+
+
+@functools.cache
+def _this_process(pid: int) -> Process:
+    """A forked child has its own: the parent's thread is not there."""
+    return Process()
+
+
+# ---- links
+
+
+def _linked(rendezvous: Rendezvous, process: Process) -> dict[int, Any]:
+    """The Links to the next rank and the one before, by rank: those that the processes have, else new ones."""
+    rank, size = rendezvous.rank, rendezvous.size
+    following, before = (rank + 1) % size, (rank - 1) % size
+    known = {other: link for other, link in process.links.items() if link.is_open}
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual))
+        me = {"process": process.id, "linked": list(known), "secret": secrets.token_hex(_SECRET_BYTES)}
+        me.update(port=listener.getsockname()[1], addresses=_own_addresses())
+        them = rendezvous.ask(functools.partial(_introduced, rendezvous, me, {following, before}))
+        until = time.monotonic() + rendezvous.left_s
+
+        def is_known(other: int) -> bool:
+            return them[other]["process"] in known and process.id in them[other]["linked"]
+
+        def link_of(other: int, call: socket.socket) -> Any:
+            link = core.Link(call.detach(), patience.PATIENCE.heartbeat_timeout_s)
+            process.links[them[other]["process"]] = link
+            return link
+
+        links = {other: known[them[other]["process"]] for other in them if is_known(other)}
+        # Every rank calls the next one. Two ranks have one Link: rank 0 calls.
+        calls = following not in links and (size > 2 or rank == 0)
+        is_called = before not in links and (size > 2 or rank == 1)
+        if is_called:
+            pool = stack.enter_context(ThreadPoolExecutor(1, "bw_link"))
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)  # ends the wait for the call
+            coming = pool.submit(_answer_call, listener, me, them[before], until)
+        if calls:
+            links[following] = link_of(following, _call(them[following], me, until))
+        if is_called:
+            links[before] = link_of(before, coming.result())
+        return links
+
+
+def _introduced(
+    rendezvous: Rendezvous, me: dict[str, Any], others: set[int], given_up: threading.Event
+) -> dict[int, Any]:
+    """What the ``others`` say of themselves, as ``me`` does. No round: a rank that has failed before may be in a later one."""
+    rendezvous.store.set(f"link/{rendezvous.rank}", json.dumps(me))
+    keys = {other: f"link/{other}" for other in sorted(others)}
+    if not has_keys(rendezvous.store, list(keys.values()), rendezvous.left_s, given_up):
+        missing = [other for other, key in keys.items() if not rendezvous.store.check([key])]
+        raise CommTimeout(
+            f"the communicator was not made within {rendezvous.timeout_s} s: ranks {missing} have not come"
+        )
+    return {other: json.loads(rendezvous.store.get(key)) for other, key in keys.items()}
+
+
+def _call(peer: dict[str, Any], me: dict[str, Any], until: float) -> socket.socket:
+    """A connection to the process ``peer``, at the first of its addresses where that answers."""
+    tried = []
+    for address in peer["addresses"]:
+        left_s = max(until - time.monotonic(), 0.01)
+        try:
+            call = socket.create_connection((address, peer["port"]), left_s / len(peer["addresses"]))
+        except OSError as error:
+            tried.append(f"{address}: {error}")
+            continue
+        with contextlib.ExitStack() as stack:
+            stack.callback(call.close)
+            call.sendall(bytes.fromhex(peer["secret"]))
+            if _reads(call, me["secret"], until):
+                stack.pop_all()
+                return call
+            tried.append(f"{address}: another process answers")
+    raise ConnectionRefusedError(f"the next rank does not answer at port {peer['port']} of {'; '.join(tried)}")
+
+
+def _answer_call(listener: socket.socket, me: dict[str, Any], peer: dict[str, Any], until: float) -> socket.socket:
+    """The call of the rank before: who does not know this rank's secret is hung up on."""
+    while (left_s := until - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        call, _ = listener.accept()
+        if _reads(call, me["secret"], min(until, time.monotonic() + patience.PATIENCE.step_s)):
+            call.sendall(bytes.fromhex(peer["secret"]))
+            return call
+        call.close()
+    raise TimeoutError("the rank before has not called")
+
+
+def _reads(call: socket.socket, secret: str, until: float) -> bool:
+    """Whether these bytes are what comes."""
+    read = b""
+    with contextlib.suppress(OSError):
+        while len(read) < _SECRET_BYTES:
+            call.settimeout(max(until - time.monotonic(), 0.01))
+            if not (more := call.recv(_SECRET_BYTES - len(read))):
+                break
+            read += more
+    return secrets.compare_digest(read, bytes.fromhex(secret))
+
+
+def _own_addresses() -> list[str]:
+    """Where other hosts may reach this one, the likeliest first: at the interface that gloo is to use, at the one that
+    reaches the master, or at what the host's name stands for."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    for name in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
+        with contextlib.suppress(OSError):
+            for family, kind, *_, address in socket.getaddrinfo(name or None, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(address)  # sends nothing
+                    found.append(probe.getsockname()[0])
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+# ---- rounds
+
+
+class _Rounds:
+    """Payloads of all ranks, by all-gathers of a gloo group. Held by the native object until this rank has left."""
+
+    peers: Any  # the native object, from its making on
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._rank, self._size, self._timeout_s = rendezvous.rank, rendezvous.size, timeout_s
+        self._number = 0
+        self._work: Any = None  # from post() until collect() has the payloads
+        self._slots = list(torch.empty(self._size, _SLOT_BYTES, dtype=torch.uint8))
+        self._payload = b""
+        self._group = gloo.connect(rendezvous, "rounds")
 
     def post(self, payload: bytes) -> None:
         if self._work is not None:
-            raise ValueError(f"post: round {self._round} is posted but not collected")
-        self._round += 1
+            raise ValueError(f"post: round {self._number} is posted but not collected")
+        self._number += 1
         self._payload = payload
         slot = bytearray(_SLOT_BYTES)
         slot[: _HEAD.size] = _HEAD.pack(len(payload))
         inline = payload[:_INLINE_BYTES]
         slot[_HEAD.size : _HEAD.size + len(inline)] = inline
-        self._work = self._gather(self._slots, torch.frombuffer(slot, dtype=torch.uint8))
+        self._work = self._gather(self._slots, slot)
 
     def collect(self, timeout: float | None) -> list[bytes]:
         if self._work is None:
             raise ValueError("collect: nothing is posted")
         begin = time.monotonic()
         self._await(begin, timeout)
-        slots = self._slots.numpy().tobytes()
-        heads = [slots[at : at + _SLOT_BYTES] for at in range(0, len(slots), _SLOT_BYTES)]
-        lengths = [_HEAD.unpack_from(head)[0] for head in heads]
+        slots = [slot.numpy().tobytes() for slot in self._slots]
+        lengths = [_HEAD.unpack_from(slot)[0] for slot in slots]
         longest = max(lengths)
         if longest > _INLINE_BYTES:  # on every rank alike
-            mine = torch.frombuffer(bytearray(self._payload.ljust(longest, b"\0")), dtype=torch.uint8)
-            everyone = torch.empty(self._size * longest, dtype=torch.uint8)
-            self._work = self._gather(everyone, mine)
+            everyone = torch.empty(self._size, longest, dtype=torch.uint8)
+            self._work = self._gather(list(everyone), bytearray(self._payload.ljust(longest, b"\0")))
             self._await(begin, None)
-            data = everyone.numpy().tobytes()
-            payloads = [data[rank * longest : rank * longest + n] for rank, n in enumerate(lengths)]
+            payloads = [data.numpy().tobytes()[:length] for data, length in zip(everyone, lengths, strict=True)]
         else:
-            payloads = [head[_HEAD.size : _HEAD.size + n] for head, n in zip(heads, lengths, strict=True)]
+            payloads = [slot[_HEAD.size : _HEAD.size + length] for slot, length in zip(slots, lengths, strict=True)]
         self._work = None
         return payloads
 
-    def let_go(self) -> None:
-        """Once this rank has left. A rank that cannot be reached any more, and says nothing of that, would hold up what
-        still runs in the group, and so the end of the group, for ever."""
-        until = time.monotonic() + (_NEWS_S if self.peers.has_failed else _SENT_S)
-        while time.monotonic() < until and (self.peers.has_failed or self._is_running()):
-            time.sleep(_PAUSE_S)
-        if self.peers.has_failed or self._is_running():
+    def end(self) -> None:
+        """Once this rank has left. What still runs in the group would hold up the end of the group for ever, if a rank
+        cannot be reached: gloo ends it only where a time limit passes."""
+        is_ended = self._work is None or (not self.peers.has_failed and self._ends_within(patience.PATIENCE.peer_s))
+        if not is_ended:
             for peer in range(self._size):
                 if peer != self._rank:
-                    give_up(self._group, peer)
-        while self._is_running() and time.monotonic() < until + _SENT_S:
-            time.sleep(_PAUSE_S)
-        if self._is_running():  # a message is half read: the group is never freed, for whoever did so would wait
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    gloo.give_up(self._group, peer)
+        if not (is_ended or self._ends_within(patience.PATIENCE.peer_s)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # a message is half read: whoever frees it waits
 
-    def _is_running(self) -> bool:
-        work = self._work
-        return work is not None and not work.is_completed()
+    def _ends_within(self, limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        while not self._work.is_completed() and time.monotonic() < until:
+            time.sleep(_LONG_PAUSE_S)
+        return bool(self._work.is_completed())
 
-    def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Any:
+    def _gather(self, out: list[torch.Tensor], mine: bytearray) -> Any:
         try:
-            return self._group._allgather_base(out, mine)
+            return self._group.allgather(out, torch.frombuffer(mine, dtype=torch.uint8))
         except RuntimeError as error:
             self._lost(error)
 
     def _await(self, begin: float, timeout: float | None) -> None:
         """Until the work is over. `CommTimeout` after ``timeout``, which leaves it running; else after the own limit."""
         pauses = _pauses()
+        what = f"collect() of round {self._number}"
         while not self._work.is_completed():
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
-                reason = f"round {self._round} of agreement was not over after {timeout} s"
+                reason = f"round {self._number} of agreement was not over after {timeout} s"
                 raise CommTimeout(self.peers.prefix + reason, reason=reason)
-            if waited >= _NEWS_S:  # a rank may have posted and gone, its payload still on the way
-                self.peers.expect_peers(f"collect() of round {self._round}")
-            if waited >= self._timeout_s and (late := self.peers.late_in_round(self._round)) is not None:
-                self.peers.fail("timeout", f"timeout in collect() of round {self._round}{late}")
+            if waited >= patience.PATIENCE.peer_s:  # a rank may have posted and gone, its payload still on the way
+                self.peers.expect_peers(what)
+            if waited >= self._timeout_s and (late := self.peers.late_in_round(self._number)) is not None:
+                self.peers.fail_round(f"timeout in {what}{late}", is_timeout=True)
             time.sleep(next(pauses))
         try:
             self._work.wait()
@@ -163,15 +389,12 @@ class _Agreement:
             self._lost(error)
 
     def _lost(self, error: RuntimeError) -> Any:
-        """A connection broke: somebody died, and whoever watches him will say who it was."""
-        until = time.monotonic() + _NEWS_S
+        """A connection broke: a rank has died, or has failed, and will be told of."""
+        until = time.monotonic() + 2 * patience.PATIENCE.peer_s
         while time.monotonic() < until:
-            self.peers.expect_peers(f"collect() of round {self._round}")
+            self.peers.expect_peers(f"collect() of round {self._number}")
             time.sleep(_LONG_PAUSE_S)
-        self.peers.fail("error", f"agreement between the hosts failed: {error}")
-
-
-_LONG_PAUSE_S = 0.001
+        self.peers.fail_round(f"agreement between the hosts failed: {error}", is_timeout=False)
 
 
 def _pauses() -> Iterator[float]:
@@ -181,194 +404,3 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONG_PAUSE_S)
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """Where the store can have several: so that nobody's long wait holds up the news."""
-    return store.clone() if hasattr(store, "clone") else store
-
-
-class _Ring:
-    """Messages from the rank that follows, and to the one before. Thread-safe but for `receive`."""
-
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group = group
-        self.following, self._before = (rank + 1) % size, (rank - 1) % size
-        self._sending = threading.Lock()
-        self._is_told = self._is_over = self._is_leaving = False
-        self.news_is_out = threading.Event()  # what this rank failed with has been told, one way or another
-
-    def receive(self) -> tuple[int, _Report]:
-        message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
-        receive(self._group, message, self.following, _RING_TAG).wait(NO_TIMEOUT)
-        what, report = json.loads(message.numpy().tobytes().rstrip(b"\0"))
-        return what, report
-
-    def pass_on(self, report: _Report, begin: Callable[[], None] = lambda: None) -> None:
-        """Once: a ring has no end. No goodbye goes between ``begin()``, after which this rank may leave, and the news."""
-        with self._sending:
-            begin()
-            if not (self._is_told or self._is_over):
-                self._is_told = True
-                self._send(_FAILURE, report)
-
-    def end(self, what: int) -> None:
-        self._is_leaving = True
-        with self._sending:
-            self._is_over = True
-            self._send(what, _NO_REPORT)
-
-    def stop_receiving(self) -> None:
-        """Once this rank leaves."""
-        if self._is_leaving:
-            give_up(self._group, self.following)
-
-    def _send(self, what: int, report: _Report) -> None:
-        data = _packed(what, report).ljust(_MESSAGE_BYTES, b"\0")
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):  # that one has gone before
-            send(self._group, message, self._before, _RING_TAG).wait(timedelta(seconds=_SENT_S))
-
-
-def _packed(what: int, report: _Report) -> bytes:
-    """As JSON. The longest reports are cut: how far each of thousands of ranks has come does not fit."""
-    data = json.dumps([what, report], ensure_ascii=False).encode()
-    if len(data) > _MESSAGE_BYTES:
-        kind, text, rank, seq, nccl_code, last_error, _ = report
-        cut: _Report = (kind, text[:_TEXT_CHARS], rank, seq, nccl_code, last_error[:_LAST_ERROR_CHARS], [])
-        data = json.dumps([what, cut], ensure_ascii=False).encode()
-    return data
-
-
-def _next_report(peers: Any, timeout_s: float) -> tuple[bool, _Report | None]:
-    """Whether this rank has left, and what it failed with: in this order, for it may fail and leave in between."""
-    has_left = peers.has_left
-    return has_left, peers.take_report(timeout_s)
-
-
-class _News:
-    """What ranks tell each other through the Store, one after the other: that one has failed, or asks how far all have
-    come. To look for more is to look for one key.
-
-    Every rank that reads a question answers it, whoever does last says so, and whoever wants to know looks for that:
-    a few operations of the Store for each rank, however many there are."""
-
-    def __init__(self, peers: Any, store: Any, size: int) -> None:
-        self._peers, self._store, self._size = peers, store, size
-        self._period_s, self._answers_s = _times_s(size)
-        self._next = 0
-        self._question, self._read_at = -1, -math.inf  # the last question
-        self._awaited, self._until = -1, math.inf  # the one whose answers this rank waits for
-        self.failure: tuple[int, _Report] | None = None  # the first one, and who told it
-
-    @property
-    def pause_s(self) -> float:
-        return self._period_s if self._until == math.inf else self._period_s / 2
-
-    def tell(self, report: _Report) -> None:
-        while self.failure is None:
-            self._put(report)
-
-    def look(self) -> None:
-        if self._peers.take_question():
-            self._ask()
-        while self.failure is None and self._store.check([self._key]):
-            self._read(self._store.get(self._key))
-        if self.failure is None and self._until < math.inf:
-            self._collect()
-
-    def _ask(self) -> None:
-        """Anew, unless this rank has just read of another question: ranks ask when a time limit passes on all of them."""
-        if time.monotonic() - self._read_at >= self._answers_s:
-            self._put(None)
-        self._awaited, self._until = self._question, time.monotonic() + self._answers_s
-
-    def answer(self, question: int) -> None:
-        mine = json.dumps([self._peers.rank, self._peers.progress()])
-        self._store.append(f"answers/{question}", mine + ",")
-        if self._store.add(f"answered/{question}", 1) == self._size:
-            self._store.set(f"all answered/{question}", "")
-
-    def _collect(self) -> None:
-        """Once all have answered, or the time is over."""
-        if time.monotonic() < self._until and not self._store.check([f"all answered/{self._awaited}"]):
-            return
-        self._until = math.inf
-        answers = dict(json.loads(b"[%b]" % self._store.get(f"answers/{self._awaited}").rstrip(b",")))
-        self._peers.answer([answers.get(rank) for rank in range(self._size)])
-
-    @property
-    def _key(self) -> str:
-        return f"news/{self._next}"
-
-    def _put(self, report: _Report | None) -> None:
-        """As the next, unless another rank was first; reads what is. Nothing: a question."""
-        self._read(self._store.compare_set(self._key, "", json.dumps([self._peers.rank, report])))
-
-    def _read(self, news: bytes) -> None:
-        number, self._next = self._next, self._next + 1
-        rank, report = json.loads(news)
-        if report is None:
-            self._question, self._read_at = number, time.monotonic()
-            self.answer(number)
-        else:
-            self.failure = rank, report
-
-
-def _carry_failures(peers: Any, store: dist.Store, ring: _Ring, size: int) -> None:
-    """Tells the others what this rank failed with, and this rank what another one did; the first failure counts."""
-    news = _News(peers, store, size)
-    has_left, report = False, None
-    try:
-        while news.failure is None and not has_left:
-            has_left, report = _next_report(peers, news.pause_s)
-            if report is not None:
-                news.tell(report)
-            elif not has_left:
-                news.look()
-        if news.failure is not None:
-            rank, first = news.failure
-            if rank == peers.rank:
-                ring.pass_on(first)  # the Store may be gone before the others look
-            else:
-                peers.deliver(first)
-    except RuntimeError:  # the Store is gone
-        peers.ask_nobody()
-        while report is None and not has_left:
-            has_left, report = _next_report(peers, _NEWS_S)
-    finally:
-        if report is not None and news.failure is None:
-            ring.pass_on(report)
-        peers.ask_nobody()
-        ring.news_is_out.set()
-        peers.await_leave()
-        peers.finish()
-
-
-def _watch(peers: Any, ring: _Ring) -> None:
-    """Waits for what the rank that follows says. Its death breaks the connection instead; after a failure, so may its
-    leaving."""
-    is_told = False
-    try:
-        what, report = ring.receive()
-        while what == _FAILURE:
-            is_told = True
-            ring.pass_on(report, functools.partial(peers.deliver, report))
-            what, report = ring.receive()
-    except RuntimeError:
-        if not (is_told or peers.has_left):
-            with contextlib.suppress(Error):
-                peers.fail("peer", f"rank {ring.following} died", ring.following)
-        return
-    if what == _IN_ORDER:
-        peers.lose(ring.following)
-
-
-def _say_goodbye(peers: Any, ring: _Ring, let_go: Callable[[], None]) -> None:
-    peers.await_leave()
-    has_failed = peers.has_failed
-    if has_failed:
-        ring.news_is_out.wait(_NEWS_S)
-    ring.end(_AFTER_FAILURE if has_failed else _IN_ORDER)
-    peers.finish()
-    let_go()

@@ -1,4 +1,4 @@
-"""How the ranks of the shm backend get connected: who is where goes through a `Meeting`, the rest over Unix sockets."""
+"""How the ranks of the shm backend get connected: who is where goes through a `Rendezvous`, the rest over Unix sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import zlib
 from typing import Any
 
 from bucketwheel._version import __version__
-from bucketwheel.comm.rendezvous import STEP_S, Meeting
+from bucketwheel.comm import patience
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.native import core
 
 __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
@@ -24,7 +25,6 @@ __all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "conne
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16sI")  # rank, nonce of the rank that is called, version
 _VERSION = zlib.crc32(__version__.encode())
-_HELLO_TIMEOUT_S = 1.0  # of a caller that no rank is expected from
 _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
@@ -49,57 +49,57 @@ class NotConnected(CannotShare):
     what = "found each other on one host and could not be connected"
 
 
-def connect(meeting: Meeting, name: str, timeout_s: float) -> Any:
+def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks, all or none: `CannotShare`, or `CommError` on every rank."""
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
 
         def prepare() -> None:
-            core.expect_shared_memory(meeting.size)
+            core.expect_shared_memory(rendezvous.size)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0bucketwheel-{secrets.token_hex(16)}")
             listener.listen()
             listeners.append(listener)
 
-        failures, seals = meeting.outcome(meeting.attempt(prepare), core.seals_memfds())
+        failures, seals = rendezvous.outcome(rendezvous.attempt(prepare), core.seals_memfds())
         if not failures and any(seals):  # then those ranks refuse the memory of ranks that do not
             unsealed = [rank for rank, is_sealed in enumerate(seals) if not is_sealed]
             failures = "".join(f"\n  rank {rank}: memfds cannot be sealed, as on other ranks" for rank in unsealed)
         if failures:
             raise NoSharedMemory(failures)
-        return _Links(meeting, listeners[0]).connect(name, timeout_s)
+        return _Links(rendezvous, listeners[0]).connect(name, timeout_s)
 
 
 class _Links:
     """Names in the abstract namespace are random and end with their socket. Each end checks the other's credentials, so
-    that the process at the other end is the one that the meeting speaks of.
+    that the process at the other end is the one that the rendezvous speaks of.
     """
 
-    def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, listener: socket.socket) -> None:
+        self.rendezvous = rendezvous
         self.listener = listener
-        self.rank, self.size = meeting.rank, meeting.size
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self.nonce = secrets.token_bytes(16)
         self.peers: list[dict[str, Any]] = []
         self.sockets: dict[int, socket.socket] = {}
-        self.until = meeting.deadline  # of the calls and the making
-        self.id = meeting.id  # asked for before sockets are handed over
+        self.until = rendezvous.deadline  # of the calls and the making
+        self.id = rendezvous.id  # asked for before sockets are handed over
         self.has_found_all = True  # whom it has called
 
     def connect(self, name: str, timeout_s: float) -> Any:
-        meeting = self.meeting
+        rendezvous = self.rendezvous
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_sockets)
             address = self.listener.getsockname().decode()
             me = {"address": address, "nonce": self.nonce.hex(), "pid": os.getpid(), "uid": os.getuid()}
-            self.peers = meeting.exchange(me)
-            self.until = time.monotonic() + meeting.left_s
+            self.peers = rendezvous.exchange(me)
+            self.until = time.monotonic() + rendezvous.left_s
             # Whoever is none of us is hung up on meanwhile: the queue of calls is short, and anybody may fill it.
             acceptor = stack.enter_context(_Acceptor(self, self.listener))
-            self._expect_connected(meeting.attempt(self._call_lower_ranks))
+            self._expect_connected(rendezvous.attempt(self._call_lower_ranks))
             self._expect_connected(acceptor.failure())
             self.sockets.update(acceptor.accepted)
-            return meeting.make(lambda: self._make(name, timeout_s))
+            return rendezvous.make(lambda: self._make(name, timeout_s))
 
     def _close_sockets(self) -> None:
         for call in self.sockets.values():
@@ -107,13 +107,13 @@ class _Links:
 
     def _make(self, name: str, timeout_s: float) -> Any:
         pids = [peer["pid"] for peer in self.peers]
-        left_s = max(self.until - time.monotonic(), STEP_S)
+        left_s = max(self.until - time.monotonic(), patience.PATIENCE.step_s)
         fds = [self.sockets[r].detach() if r != self.rank else -1 for r in range(self.size)]
         self.sockets.clear()
         return core.make_shm_comm(self.rank, fds, pids, name, timeout_s, id=self.id, left_s=left_s)
 
     def _expect_connected(self, failure: str) -> None:
-        failures, have_found_all = self.meeting.outcome(failure, self.has_found_all)
+        failures, have_found_all = self.rendezvous.outcome(failure, self.has_found_all)
         if failures:
             raise (NotConnected if all(have_found_all) else NotOneHost)(failures)
 
@@ -162,7 +162,7 @@ class _Acceptor:
         return self._failure
 
     def _run(self) -> None:
-        self._failure = self._links.meeting.attempt(self._accept)
+        self._failure = self._links.rendezvous.attempt(self._accept)
 
     def _accept(self) -> None:
         missing = self._links.size - 1 - self._links.rank
@@ -190,7 +190,7 @@ class _Acceptor:
                 return
             call.setblocking(False)
             # A rank may be held up before its hello as anywhere else, and nobody but it can have its pid.
-            until = math.inf if self._awaits(pid) else time.monotonic() + _HELLO_TIMEOUT_S
+            until = math.inf if self._awaits(pid) else time.monotonic() + patience.PATIENCE.step_s
             waiting.register(call, selectors.EVENT_READ, until)
             unknown.callback(self._close_unknown, call)
 
@@ -208,7 +208,7 @@ class _Acceptor:
             self.accepted[rank] = call
 
     def _caller(self, call: socket.socket) -> int | None:
-        """Its rank, if it knows our secret. ConnectionRefusedError when it does, but is not who the meeting spoke of."""
+        """Its rank, if it knows our secret. ConnectionRefusedError when it does, but is not who the rendezvous spoke of."""
         try:
             hello = call.recv(_HELLO.size + 1)
         except OSError:

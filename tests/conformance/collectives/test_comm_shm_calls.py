@@ -8,14 +8,15 @@ import os
 import socket
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from bucketwheel.comm import shm
+from bucketwheel.comm import patience, shm
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_usable
@@ -42,7 +43,7 @@ def held_up(rank: int, size: int, backend: str) -> tuple[str, list[str]]:
     is_peer = shm._is_peer
 
     def is_peer_later(call: socket.socket, peer: dict[str, Any]) -> bool:
-        time.sleep(shm._HELLO_TIMEOUT_S + 0.4)
+        time.sleep(patience.PATIENCE.step_s + 0.4)
         return is_peer(call, peer)
 
     with mock.patch.object(shm, "_is_peer", is_peer_later if rank == size - 1 else is_peer):
@@ -58,13 +59,13 @@ def test_a_rank_may_be_held_up_before_its_hello(backend):
 def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
     """Then no longer than any other."""
     own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
-    meeting = mock.Mock(attempt=lambda step: step())
+    rendezvous = mock.Mock(attempt=lambda step: step())
     links = mock.Mock(
-        rank=0, size=3, nonce=bytes(16), peers=[own, own, other], meeting=meeting, until=time.monotonic() + 30
+        rank=0, size=3, nonce=bytes(16), peers=[own, own, other], rendezvous=rendezvous, until=time.monotonic() + 30
     )
     limit_s = 0.2
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(shm, "_HELLO_TIMEOUT_S", limit_s))
+        stack.enter_context(mock.patch.object(patience, "PATIENCE", replace(patience.PATIENCE, step_s=limit_s)))
         listener, rank, stranger = (
             stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)
         )
@@ -143,8 +144,8 @@ def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
     """Rank 0, by Ctrl-C, when it asks for what the communicator is known by."""
     before = held()
     error = ""
-    asked = mock.PropertyMock(side_effect=KeyboardInterrupt) if rank == 0 else Meeting.id
-    with mock.patch.object(Meeting, "id", asked):
+    asked = mock.PropertyMock(side_effect=KeyboardInterrupt) if rank == 0 else Rendezvous.id
+    with mock.patch.object(Rendezvous, "id", asked):
         try:
             Communicator(backend="shm", timeout_s=3)
         except (KeyboardInterrupt, CommTimeout) as caught:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bucketwheel.comm import gloo
-from bucketwheel.comm.rendezvous import Meeting
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.testing import RankPool
 from tests.support.failure_cases import SOON_S
 
@@ -21,9 +21,9 @@ LIMIT = timedelta(seconds=20)
 
 
 def dies_while_it_sends(rank: int, size: int) -> tuple[float, list[int]]:
-    meeting = Meeting.of_group(None, 30.0)
-    pids = meeting.exchange(os.getpid())
-    group = gloo.connect(meeting, "messages")
+    rendezvous = Rendezvous.of_group(None, 30.0)
+    pids = rendezvous.exchange(os.getpid())
+    group = gloo.connect(rendezvous, "messages")
     data = torch.full((NUMEL,), rank + 1, dtype=torch.uint8)
     whole, half_read = torch.zeros_like(data), torch.zeros_like(data)
     if rank == 1:

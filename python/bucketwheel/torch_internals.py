@@ -1,0 +1,29 @@
+"""What we need of torch that it keeps to itself, or does not have in every version."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["another_connection", "set_default_timeout", "store_of"]
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store:
+    """The Store of a process group; None: of the default one. torch has no public name for it."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    return dist.distributed_c10d._get_process_group_store(whole)
+
+
+def another_connection(store: Any) -> dist.Store:
+    """To the same Store, where it can have several: nobody's long wait holds up the other. Not every Store is cloned."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return store.clone()
+    return store
+
+
+def set_default_timeout(group: Any, timeout: timedelta) -> None:
+    """Of the collectives of a gloo process group. Its public name, `set_timeout`, is newer than the oldest torch."""
+    group._set_default_timeout(timeout)

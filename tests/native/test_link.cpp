@@ -1,0 +1,106 @@
+// comm/peers/link: what is heard of a process at the other end, and what its end looks like. Run by test_native.py.
+// needs: base
+// with: comm/peers/link.cpp
+// runs: plain address thread
+// slow: thread
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "check.h"
+#include "comm/peers/link.h"
+
+using namespace bucketwheel;
+using namespace std::chrono_literals;
+
+namespace {
+
+std::pair<FileDescriptor, FileDescriptor> connected() {
+  FileDescriptor listener(socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  CHECK(bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+  CHECK(listen(listener.get(), 1) == 0);
+  CHECK(getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  FileDescriptor one(socket(AF_INET, SOCK_STREAM, 0));
+  CHECK(connect(one.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+  FileDescriptor other(accept(listener.get(), nullptr, nullptr));
+  CHECK(other.get() >= 0);
+  return {std::move(one), std::move(other)};
+}
+
+std::pair<LinkRef, LinkRef> linked() {
+  auto [one, other] = connected();
+  return {std::make_shared<Link>(std::move(one), 30s), std::make_shared<Link>(std::move(other), 30s)};
+}
+
+void expect_state(Link& link, Link::State state) {
+  sleep_until([&] { return link.look() == state; });
+}
+
+}  // namespace
+
+TEST(goodbyes_come_before_the_end) {
+  auto [one, other] = linked();
+  CHECK(one->look() == Link::State::kOpen);
+  other->tell_left(7);
+  other->tell_left(uint64_t{1} << 63);
+  other.reset();
+  expect_state(*one, Link::State::kEnded);
+  CHECK(one->has_left(7));
+  CHECK(one->has_left(uint64_t{1} << 63));
+  CHECK(!one->has_left(8));
+}
+
+TEST(goodbyes_of_both_at_once_are_heard) {
+  auto [one, other] = linked();
+  one->tell_left(7);
+  other->tell_left(7);
+  sleep_until([&] { return other->look() != Link::State::kOpen || other->has_left(7); });
+  other.reset();
+  expect_state(*one, Link::State::kEnded);
+  CHECK(one->has_left(7));
+}
+
+TEST(half_a_goodbye_is_none) {
+  auto [end, other] = connected();
+  Link one(std::move(end), 30s);
+  CHECK(send(other.get(), "\7\0\0", 3, 0) == 3);
+  other.reset();
+  expect_state(one, Link::State::kEnded);
+  CHECK(!one.has_left(7));
+}
+
+TEST(a_reset_is_the_end) {
+  auto [end, other] = connected();
+  Link one(std::move(end), 30s);
+  const linger at_once{1, 0};
+  CHECK(setsockopt(other.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once)) == 0);
+  other.reset();
+  expect_state(one, Link::State::kEnded);
+}
+
+TEST(a_forked_child_does_not_hide_the_end) {
+  auto [one, other] = linked();
+  int pipes[2];
+  CHECK(pipe(pipes) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    ::close(pipes[1]);
+    char wait_for_end;
+    [[maybe_unused]] const ssize_t size = read(pipes[0], &wait_for_end, 1);
+    _exit(0);
+  }
+  other.reset();
+  expect_state(*one, Link::State::kEnded);  // while the child lives
+  ::close(pipes[1]);
+  CHECK(waitpid(child, nullptr, 0) == child);
+}
+int main(int argc, char** argv) { return run_tests(argc, argv); }
