@@ -1,6 +1,6 @@
 // comm/peers/link: what is heard of a process at the other end, and what its end looks like. Run by test_native.py.
 // needs: base
-// with: comm/peers/link.cpp
+// with: csrc/comm/peers/link.cpp
 // runs: plain address thread
 // slow: thread
 #include <netinet/in.h>

@@ -59,10 +59,10 @@ class LocalWorld:
 
 @dataclass
 class Place:
-    """Who the ranks of a communicator are: those of a meeting, threads (``local``), or this process alone."""
+    """Who the ranks of a communicator are: those of a rendezvous, threads (``local``), or this process alone."""
 
     timeout_s: float
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
     local: LocalRank | None = None
     wire: str = "gloo"  # the backend of torch.distributed that carries the data of c10d
     # Numbers the splits: two communicators of a pair have one place, and their parts meet in one Store.
@@ -82,7 +82,7 @@ class Place:
         """What is to be made; ``"auto"``: whatever connects CPU ranks."""
         if asked != "auto":
             return asked
-        if self.meeting is None:
+        if self.rendezvous is None:
             return "local"
         return "auto" if device == CPU else "nccl"
 
@@ -92,13 +92,13 @@ class Place:
             return _join_local(self.local or LocalWorld(1).rank(0), device, self.timeout_s, name)
         agreed = self.agreed_name(name, "shm" if backend == "auto" else backend)
         if backend == "nccl":
-            return nccl.make(Making(self.meeting, device, agreed, self.timeout_s, choices))
+            return nccl.make(Making(self.rendezvous, device, agreed, self.timeout_s, choices))
         if backend == "c10d":
-            return c10d.make(self.meeting, self.wire, agreed, self.timeout_s)
-        if self.meeting is None:
+            return c10d.make(self.rendezvous, self.wire, agreed, self.timeout_s)
+        if self.rendezvous is None:
             return core.make_shm_comm(0, [-1], [os.getpid()], agreed, self.timeout_s)
         try:
-            return shm.connect(self.meeting, agreed, self.timeout_s)
+            return shm.connect(self.rendezvous, agreed, self.timeout_s)
         except shm.CannotShare as error:
             if backend == "shm":
                 raise CommError(
@@ -109,12 +109,12 @@ class Place:
                     f"ranks talk over {self.wire}, which is slower, for they {error.what}{error}", stacklevel=3
                 )
         agreed = agreed if name else agreed.replace("shm", "c10d")
-        return c10d.make(self.meeting, self.wire, agreed, self.timeout_s)
+        return c10d.make(self.rendezvous, self.wire, agreed, self.timeout_s)
 
     def agreed_name(self, name: str | None, backend: str) -> str:
-        if self.meeting is None:
+        if self.rendezvous is None:
             return name or _default_name(backend)
-        return _agreed_name(self.meeting, name, backend)
+        return _agreed_name(self.rendezvous, name, backend)
 
     def part(self, comm: Any, ranks: list[int], name: str, token: str) -> Place | None:
         """Of ``ranks`` of ``comm``; None on a rank that is not among them. Called by all ranks of ``comm``; ``name`` and
@@ -123,9 +123,9 @@ class Place:
         if self.local is None:
             if not ranks:
                 return None
-            alone = self.meeting is None or len(ranks) == 1
-            meeting = None if alone else self.meeting.part(f"split/{name}", mine, len(ranks))  # type: ignore[union-attr]
-            return Place(self.timeout_s, meeting, wire=self.wire)
+            alone = self.rendezvous is None or len(ranks) == 1
+            rendezvous = None if alone else self.rendezvous.part(f"split/{name}", mine, len(ranks))  # type: ignore[union-attr]
+            return Place(self.timeout_s, rendezvous, wire=self.wire)
         # Threads: the first of the new ranks makes the world, the others find it.
         if mine == 0:
             _worlds[token] = LocalWorld(len(ranks))
@@ -147,8 +147,8 @@ def _join_local(place: LocalRank, device: int, timeout_s: float, name: str | Non
     return place.world._native.join(place.rank, name or "local", timeout_s)
 
 
-def _agreed_name(meeting: Rendezvous, name: str | None, backend: str) -> str:
-    everyone = meeting.exchange([name, _default_name(backend)])
+def _agreed_name(rendezvous: Rendezvous, name: str | None, backend: str) -> str:
+    everyone = rendezvous.exchange([name, _default_name(backend)])
     names = [given for given, _ in everyone]
     if len(set(names)) != 1:
         raise ValueError(f"ranks gave different names to one communicator: {[given or '' for given in names]}")

@@ -41,22 +41,22 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return "gloo"
 
 
-def make(meeting: Rendezvous | None, backend: str, name: str, timeout_s: float) -> Any:
+def make(rendezvous: Rendezvous | None, backend: str, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks that meet, on all of them or on none: `CommError`, `CommTimeout`."""
-    if meeting is None:
+    if rendezvous is None:
         alone = core.LocalWorld(1).join(0, name, timeout_s)
         return core.make_c10d_comm(core.peers_of(alone), _Group(None, 0, 1, timeout_s))
 
     def connect() -> Any:
-        group = _Group(_connect(meeting, backend), meeting.rank, meeting.size, timeout_s)
-        peers = agreement.make_peers(meeting, name, timeout_s)
+        group = _Group(_connect(rendezvous, backend), rendezvous.rank, rendezvous.size, timeout_s)
+        peers = agreement.make_peers(rendezvous, name, timeout_s)
         try:
             return core.make_c10d_comm(peers, group)
         except BaseException:
             peers.leave(0.0)  # else threads wait for it
             raise
 
-    return meeting.make(connect)
+    return rendezvous.make(connect)
 
 
 class _Group:
@@ -116,24 +116,24 @@ def _let_go(group: _Group, works: list[Any]) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _connect(meeting: Rendezvous, backend: str) -> Any:
+def _connect(rendezvous: Rendezvous, backend: str) -> Any:
     if backend == "gloo":
-        return gloo.connect(meeting, "data")
+        return gloo.connect(rendezvous, "data")
     late = f"backend {backend!r} of torch.distributed has not connected the ranks"
-    return meeting.ask(lambda _: _registered_group(meeting, backend), late=late)
+    return rendezvous.ask(lambda _: _registered_group(rendezvous, backend), late=late)
 
 
-def _registered_group(meeting: Rendezvous, backend: str) -> Any:
-    limit = timedelta(seconds=meeting.left_s)
-    store = dist.PrefixStore("data", meeting.store)
+def _registered_group(rendezvous: Rendezvous, backend: str) -> Any:
+    limit = timedelta(seconds=rendezvous.left_s)
+    store = dist.PrefixStore("data", rendezvous.store)
     plugin = dist.Backend._plugins[backend.upper()]
     try:
         if not plugin.extended_api:
-            return plugin.creator_fn(store, meeting.rank, meeting.size, limit)
+            return plugin.creator_fn(store, rendezvous.rank, rendezvous.size, limit)
         options = dist.distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, meeting.rank, meeting.size
+        options.store, options.group_rank, options.group_size = store, rendezvous.rank, rendezvous.size
         options.timeout, options.group_id = limit, "bucketwheel"
-        options.global_ranks_in_group = list(range(meeting.size))
+        options.global_ranks_in_group = list(range(rendezvous.size))
         return plugin.creator_fn(options, None)
     except RuntimeError as error:
         raise CommError(f"backend {backend!r} of torch.distributed could not connect the ranks: {error}") from error

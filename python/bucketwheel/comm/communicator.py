@@ -141,7 +141,7 @@ class Communicator:
                 "split_share would make the two of a pair take turns; it is for communicators that `split`"
             )
         place = Place.of(group, "nccl", timeout_s)
-        making = Making(place.meeting, index, place.agreed_name(name, "nccl"), timeout_s, choices)
+        making = Making(place.rendezvous, index, place.agreed_name(name, "nccl"), timeout_s, choices)
         natives, overlaps = nccl.pair(making)
         gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
         reduces._gathers = gathers
@@ -175,8 +175,8 @@ class Communicator:
         return type(self).__new__(type(self))._finish(made, place, self._choices, is_tried=self._is_tried)
 
     def _split_nccl(self, place: Place | None, color: int, key: int, name: str) -> Any:
-        meeting = place.meeting if place is not None else None
-        making = Making(meeting, self.device, name, self._place.timeout_s, self._choices)
+        rendezvous = place.rendezvous if place is not None else None
+        making = Making(rendezvous, self.device, name, self._place.timeout_s, self._choices)
         try:
             return nccl.split(self._native, making, color, key)
         except BaseException as error:  # ranks of any color may wait for this one inside NCCL

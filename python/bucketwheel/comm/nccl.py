@@ -88,9 +88,9 @@ class NcclChoices:
 
 @dataclass(frozen=True)
 class Making:
-    """Who is to be connected, and how. ``meeting``: of the ranks of the new communicator; None: this process alone."""
+    """Who is to be connected, and how. ``rendezvous``: of the ranks of the new communicator; None: this process alone."""
 
-    meeting: Rendezvous | None
+    rendezvous: Rendezvous | None
     device: int
     name: str
     timeout_s: float
@@ -98,12 +98,12 @@ class Making:
 
     @property
     def rank(self) -> int:
-        return 0 if self.meeting is None else self.meeting.rank
+        return 0 if self.rendezvous is None else self.rendezvous.rank
 
     @property
     def prefix(self) -> str:
         """What messages begin with."""
-        world = 1 if self.meeting is None else self.meeting.size
+        world = 1 if self.rendezvous is None else self.rendezvous.size
         return f"[bucketwheel rank {self.rank}/{world} comm '{self.name}' seq 0] "
 
     def options(self, *, serialises: bool = False) -> Any:
@@ -115,9 +115,9 @@ class Making:
 class _Check:
     """Debug (``BW_COMM_CHECK=1``): compares every operation of a communicator between the ranks, through the Store."""
 
-    def __init__(self, meeting: Rendezvous, peers: Any) -> None:
-        self._store, self._rank, self._size = meeting.store, meeting.rank, meeting.size
-        self._timeout_s, self._peers = meeting.timeout_s, peers
+    def __init__(self, rendezvous: Rendezvous, peers: Any) -> None:
+        self._store, self._rank, self._size = rendezvous.store, rendezvous.rank, rendezvous.size
+        self._timeout_s, self._peers = rendezvous.timeout_s, peers
 
     def __call__(self, comm: str, seq: int, text: str) -> str:
         """How the ranks differ, or why that cannot be known; empty where they agree."""
@@ -150,16 +150,16 @@ class _Check:
 
 def _make_peers(making: Making) -> Any:
     """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo."""
-    meeting, name, timeout_s = making.meeting, making.name, making.timeout_s
-    if meeting is None or meeting.size == 1:
+    rendezvous, name, timeout_s = making.rendezvous, making.name, making.timeout_s
+    if rendezvous is None or rendezvous.size == 1:
         return core.peers_of(core.LocalWorld(1).join(0, name, timeout_s))
     try:
-        return core.peers_of(shm.connect(meeting, name, timeout_s))
+        return core.peers_of(shm.connect(rendezvous, name, timeout_s))
     except shm.CannotShare:
         pass
     made: list[Any] = []
     try:
-        _on_all_ranks(making, lambda: made.append(agreement.make_peers(meeting, name, timeout_s)))
+        _on_all_ranks(making, lambda: made.append(agreement.make_peers(rendezvous, name, timeout_s)))
     except BaseException:
         for peers in made:
             peers.leave(0.0)
@@ -214,7 +214,7 @@ def pair(making: Making) -> tuple[list[Any], bool]:
 def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> Any:
     """The native options, on all ranks or on none: whoever went on alone would wait for the others inside NCCL. All check
     what they call if one is told to."""
-    if making.meeting is None:
+    if making.rendezvous is None:
         return making.options(serialises=serialises)
     made: list[Any] = []
     checks: list[bool] = []
@@ -224,19 +224,19 @@ def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> 
         made.append(making.options(serialises=serialises))
 
     if any(map(any, _on_all_ranks(making, prepare, checks))):
-        made[0].set_check(_Check(making.meeting, peers))
+        made[0].set_check(_Check(making.rendezvous, peers))
     return made[0]
 
 
 def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any]:
     """The communicators that ``make(seconds left)`` returns, if it works on all ranks; an error on every rank otherwise."""
-    meeting = making.meeting
-    if meeting is None:
+    rendezvous = making.rendezvous
+    if rendezvous is None:
         with _named(making):
             return make(making.timeout_s)
     made: list[Any] = []
     try:
-        _on_all_ranks(making, lambda: made.extend(make(meeting.left_s)))
+        _on_all_ranks(making, lambda: made.extend(make(rendezvous.left_s)))
     except BaseException as error:
         undo(made, error)
         raise
@@ -258,8 +258,8 @@ def _named(making: Making) -> Iterator[None]:
 def _on_all_ranks(making: Making, step: Callable[[], Any], note: Any = None) -> list[Any]:
     """Everybody's ``note``, after a ``step`` that has worked on all ranks. Else CommError, with what NCCL said on this
     rank; on a rank whose device, build or arguments it was, that error."""
-    meeting = making.meeting
-    assert meeting is not None
+    rendezvous = making.rendezvous
+    assert rendezvous is not None
     own: list[Exception] = []
 
     def attempt() -> None:
@@ -269,7 +269,7 @@ def _on_all_ranks(making: Making, step: Callable[[], Any], note: Any = None) -> 
             own.append(error)
             raise
 
-    failures, notes = meeting.outcome(meeting.attempt(attempt), note)
+    failures, notes = rendezvous.outcome(rendezvous.attempt(attempt), note)
     if own and not isinstance(own[0], CommError):
         raise own[0]
     if failures:
@@ -286,18 +286,20 @@ def _of_nccl(error: Exception) -> dict[str, Any]:
 def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]]:
     """Rank 0's unique id, once all ranks have an NCCL of one version and want the same, and the ranks without
     ``has_order``. Raises on every rank."""
-    meeting = making.meeting
-    if meeting is None:
+    rendezvous = making.rendezvous
+    if rendezvous is None:
         return nccl_library.unique_id(), [] if has_order else [0]
     facts: dict[str, Any] = {"has_order": has_order}
 
     def look() -> None:
         facts["version"] = nccl_library.info().version
-        if meeting.rank == 0:
+        if rendezvous.rank == 0:
             facts["id"] = nccl_library.unique_id().hex()
 
-    error = meeting.attempt(look)
-    everyone = meeting.exchange({**facts, "error": error, "choices": json.dumps(asdict(making.choices), default=str)})
+    error = rendezvous.attempt(look)
+    everyone = rendezvous.exchange(
+        {**facts, "error": error, "choices": json.dumps(asdict(making.choices), default=str)}
+    )
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")

@@ -35,7 +35,7 @@ from bucketwheel.comm.background import start
 from bucketwheel.comm.rendezvous import Rendezvous, has_keys
 from bucketwheel.errors import CommTimeout
 from bucketwheel.native import core
-from bucketwheel.torch_internals import another_connection
+from bucketwheel.torch_internals import all_gather, another_connection
 
 __all__ = ["Process", "make_peers"]
 
@@ -313,7 +313,7 @@ class _Rounds:
         self._rank, self._size, self._timeout_s = rendezvous.rank, rendezvous.size, timeout_s
         self._number = 0
         self._work: Any = None  # from post() until collect() has the payloads
-        self._slots = list(torch.empty(self._size, _SLOT_BYTES, dtype=torch.uint8))
+        self._slots = torch.empty(self._size, _SLOT_BYTES, dtype=torch.uint8)
         self._payload = b""
         self._group = gloo.connect(rendezvous, "rounds")
 
@@ -338,7 +338,7 @@ class _Rounds:
         longest = max(lengths)
         if longest > _INLINE_BYTES:  # on every rank alike
             everyone = torch.empty(self._size, longest, dtype=torch.uint8)
-            self._work = self._gather(list(everyone), bytearray(self._payload.ljust(longest, b"\0")))
+            self._work = self._gather(everyone, bytearray(self._payload.ljust(longest, b"\0")))
             self._await(begin, None)
             payloads = [data.numpy().tobytes()[:length] for data, length in zip(everyone, lengths, strict=True)]
         else:
@@ -363,9 +363,9 @@ class _Rounds:
             time.sleep(_LONG_PAUSE_S)
         return bool(self._work.is_completed())
 
-    def _gather(self, out: list[torch.Tensor], mine: bytearray) -> Any:
+    def _gather(self, everyone: torch.Tensor, mine: bytearray) -> Any:
         try:
-            return self._group.allgather(out, torch.frombuffer(mine, dtype=torch.uint8))
+            return all_gather(self._group, everyone.view(-1), torch.frombuffer(mine, dtype=torch.uint8))
         except RuntimeError as error:
             self._lost(error)
 
