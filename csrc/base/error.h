@@ -36,18 +36,18 @@ struct CaptureError : DeviceError {
   using DeviceError::DeviceError;
 };
 
-// By rank: the last operation that it is known to have issued (0: none), nothing where that is not known.
+// By rank: the number of the last operation that it has issued (0: none); no value where that is not known.
 using LastSeqs = std::vector<std::optional<uint64_t>>;
 
-// What is known of a communicator's failure beside the message. In Python: attributes of the error.
+// A communicator's failure beside the message. In Python: attributes of the error.
 struct CommFacts {
-  std::string op{};          // "all_gather", ...: what failed here; empty: no operation
-  uint64_t seq = 0;          // its number; without one, that of the last operation before; 0: none
-  int rank = -1;             // whose failure it is, which may be another's; -1: no single rank's
-  int nccl_code = 0;         // what NCCL's call returned on that rank; 0: it was none of NCCL's
-  std::string last_error{};  // NCCL's own words for that
+  std::string op{};          // the operation that failed here: "all_gather", ...; empty: none
+  uint64_t seq = 0;          // its number; without an operation, that of the last one before; 0: none
+  int rank = -1;             // the rank that caused the failure; -1: no single one
+  int nccl_code = 0;         // what NCCL returned on that rank; 0: not a failure of NCCL
+  std::string last_error{};  // NCCL's text for it
   LastSeqs last_seqs{};      // of a timeout
-  std::string reason{};      // the message without what it begins with; empty: the whole
+  std::string reason{};      // the message without its prefix; empty: the whole message
 };
 
 struct CommError : Error {

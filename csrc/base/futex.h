@@ -18,8 +18,8 @@ enum class FutexScope : int { kPrivate = FUTEX_PRIVATE_FLAG, kShared = 0 };
 
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps while `word` holds `expected`, until woken or until the deadline. Wakes up spuriously too: the caller loops on
-// its own condition. False only when the deadline passed.
+// Sleeps while `word` holds `expected`, until woken or until the deadline. May also wake up for no reason: the caller
+// loops on its own condition. False only when the deadline has passed.
 inline bool futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, const Deadline& deadline = {},
                        FutexScope scope = FutexScope::kPrivate) {
   timespec until{};

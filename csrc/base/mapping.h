@@ -1,4 +1,4 @@
-// Mapping: a range of mapped memory, of a memfd or nobody else's.
+// Mapping: a range of mapped memory, of a memfd or anonymous.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ class Mapping {
  public:
   // Zero-filled memory of this process and its children.
   static std::shared_ptr<Mapping> anonymous(size_t size_bytes);
-  // The first `size_bytes` of a memfd, shared. CommError when the file is smaller, may become smaller, which would end
-  // whoever reads the rest, or cannot be mapped.
+  // The first `size_bytes` of a memfd, shared. CommError when the file is smaller, cannot be mapped, or may be shrunk
+  // by somebody: reading beyond its end would end the process.
   static std::shared_ptr<Mapping> of_file(int fd, size_t size_bytes, bool is_writable);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -31,7 +31,7 @@ class Mapping {
   size_t size_bytes_;
 };
 
-// try_make_memfd(), and CommError where that fails.
+// As try_make_memfd(); CommError where that fails.
 FileDescriptor make_memfd(const char* name, size_t size_bytes);
 
 }  // namespace bucketwheel

@@ -19,8 +19,8 @@ std::atomic<Sealing>& known_sealing() {
   return known;
 }
 
-// A memfd that was just made: whether it is sealed; errno says why not. The first says whether the system can; one that
-// could not be made, or not be sealed for another reason, says nothing.
+// Whether a memfd that was just made is sealed; errno says why not. The first one shows whether the system has seals,
+// unless it could not be made, or not be sealed for another reason.
 bool seal(int fd) {
   const bool is_sealed = fcntl(fd, F_ADD_SEALS, kFinalSize) == 0;
   if (is_sealed || errno == EINVAL) {

@@ -28,17 +28,17 @@ class FileDescriptor {
   int fd_;
 };
 
-// A zero-filled memfd of fixed size that lives as long as somebody has it open or mapped; where the system can seal
-// (seals_memfds()), nobody can change its size. -1 when the system refuses: `failed` names the call, errno says why.
+// A zero-filled memfd of fixed size. It lives as long as somebody has it open or mapped. Where seals_memfds(), nobody
+// can change its size. -1 when the system refuses: `failed` names the call, errno says why.
 FileDescriptor try_make_memfd(const char* name, size_t size_bytes, const char*& failed);
 
-// Whether the system keeps the size of a memfd from being changed. Found by trying, once; true as long as trying was not
-// possible, where no descriptor was left: then files that are not sealed are not to be trusted either.
+// Whether the system can fix the size of a memfd (seals). Found by trying, once. While no descriptor is left to try
+// with: true, so that files without seals are not trusted.
 bool seals_memfds();
 
-// Whether nobody can shrink the file under a mapping, as far as the system can say: sealed, or there are no seals. Where
-// there are none, a peer that shrinks what it has shared ends us with SIGBUS; peers are processes of our user that know
-// the communicator's secret.
+// Whether the file is sealed against shrinking, or the system has no seals. Without seals a peer that shrinks a file
+// that it has shared ends this process by SIGBUS; peers are processes of the same user that know the communicator's
+// secret.
 bool is_size_final(int fd);
 
 }  // namespace bucketwheel

@@ -24,8 +24,8 @@
 #define BW_AARCH64 0
 #endif
 
-// In front of a function in a header that kernels share. It is inlined by force, so that a translation unit compiled for
-// AVX-512 never leaves a copy of it that the linker could pick for everybody (one definition rule).
+// In front of a function in a header that kernels share. Inlining is forced: otherwise a translation unit compiled for
+// AVX-512 could leave a copy that the linker picks for everybody (one definition rule).
 #define BW_FORCE_INLINE inline __attribute__((always_inline))
 
 // The same, for a function that the CUDA kernels share too.
@@ -53,8 +53,8 @@ inline constexpr int kDeepBind = RTLD_DEEPBIND;
 #endif
 }  // namespace bucketwheel
 
-// In front of a loop whose iterations touch only element i of each array: arrays may be disjoint or the same, no other
-// overlap. (__restrict__ would forbid the in-place use.)
+// In front of a loop whose iterations touch only element i of each array. Two arrays may be the same or disjoint, but
+// not overlap otherwise. (__restrict__ would forbid the same.)
 #define BW_ELEMENTWISE _Pragma("GCC ivdep")
 
 // 1 where fma is an instruction of the instruction set that this file is compiled for, 0 where it is a slow function.
@@ -75,8 +75,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// Stores a line of 64 bytes past the cache, to an aligned place: by the widest stores of the instruction set that this
-// file is compiled for. fence_past_cache() puts such stores before any that follow.
+// Stores an aligned line of 64 bytes past the cache, by the widest stores of the instruction set that this file is
+// compiled for. fence_past_cache() orders such stores before all that follow.
 BW_FORCE_INLINE void store_line_past_cache(void* to, const void* from) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
@@ -98,9 +98,9 @@ BW_FORCE_INLINE void fence_past_cache() {
 #endif
 }
 
-// While alive, this thread computes as IEEE 754 says: round to nearest even, denormals kept. Threads inherit their mode
-// from whoever started them and torch.set_flush_denormal() changes one thread only, so without this a result would
-// depend on the thread that happened to compute it.
+// While alive, this thread computes as IEEE 754 says: round to nearest even, denormals kept. A thread inherits its
+// mode from the thread that started it, and torch.set_flush_denormal() changes one thread only. Without this, a result
+// would depend on which thread computed it.
 class IeeeFloats {
  public:
 #if BW_X86_64

@@ -88,9 +88,9 @@ thread_local bool has_openmp_team = false;
 
 // A loop in progress. Lives on its caller's stack; a helper may touch it only while `helpers` counts it.
 //
-// Each thread has a home, an equal part of the ranges (beyond kMaxHomes threads several share one). It takes those
-// first, in order, and then what is left in other homes: repeated loops over the same memory find it in the cache of
-// the same core, and a thread that comes late leaves its part to the others.
+// Each thread has a *home*, an equal part of the ranges (with more than kMaxHomes threads several share one). It takes
+// those first, in order, then what is left in other homes. So repeated loops find their memory in the cache of the
+// same core, and the others take over the part of a thread that comes late.
 class Loop {
  public:
   Loop(int64_t count, int64_t grain, RangeFunction function, void* context)

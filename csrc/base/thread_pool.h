@@ -1,13 +1,15 @@
 // The threads of the CPU kernels: loops over ranges on the caller and a few more.
 //
-// Which threads: a loop of one range, or with set_num_threads(1), runs on the caller alone and touches no lock. A
-// thread that has called use_openmp_team() loops on its own OpenMP team: torch's kernels have such a
-// team already, which spins for milliseconds after each of them, and helpers of ours would fight with it for the
-// cores. All other threads, and all threads of a process that has no team, share one pool of helpers.
+//   which threads run a loop
+//   one range, or set_num_threads(1)           the caller alone, without a lock
+//   the caller has called use_openmp_team()    its OpenMP team. torch's kernels use this team too, and
+//                                              it spins for milliseconds after each of them: helpers of ours would
+//                                              fight with it for the cores
+//   else, or where the process has no team     the caller and helpers of one pool
 //
-// The pool: callable from several threads at once. Each caller works on its own loop, and helpers join whatever loop
+// The pool may be called from several threads at once. Each caller works on its own loop; helpers join any loop that
 // has ranges left, so a caller never waits for a free helper. Idle helpers spin for at most kSpin, then sleep. A
-// forked child starts with a fresh pool of the same size.
+// forked child starts with a new pool of the same size.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +17,17 @@
 
 namespace bucketwheel {
 
-// Threads that a loop may use, the caller included; clamped to [1, kMaxThreads]. Loops already running keep theirs.
+// How many threads a loop may use, the caller included; clamped to [1, kMaxThreads]. Running loops keep theirs.
 inline constexpr int kMaxThreads = 256;
 void set_num_threads(int threads);
 int num_threads();
 
-// From now on the loops of the calling thread run on its OpenMP team, where the process has a runtime. For threads that
-// compute with torch.
+// From now on the calling thread's loops run on its OpenMP team, if the process has an OpenMP runtime. For threads
+// that compute with torch.
 void use_openmp_team();
 
-// Calls fn(begin, end) for the ranges [k * grain, min((k + 1) * grain, count)) that cover [0, count), in any order and
-// at the same time. Returns after all of them. `fn` must not throw. It runs under IeeeFloats.
+// Calls fn(begin, end) for the ranges [k * grain, min((k + 1) * grain, count)) that cover [0, count), concurrently and
+// in any order. Returns after all of them. `fn` must not throw; it runs under IeeeFloats.
 using RangeFunction = void (*)(void* context, int64_t begin, int64_t end);
 void parallel_for_ranges(int64_t count, int64_t grain, RangeFunction function, void* context);
 

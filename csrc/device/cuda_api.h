@@ -1,8 +1,8 @@
 // The CUDA runtime and our CUDA kernels as one replaceable table of functions.
 //
-// bucketwheel._cpu is compiled without CUDA. bucketwheel._cuda (nvcc, static cudart) fills a CudaApi and hands it
-// over in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table,
-// by BW_CUDA_TRY, which counts it, and fails or delays it where a test has asked for that.
+// bucketwheel._cpu is compiled without CUDA. bucketwheel._cuda (nvcc, static cudart) fills a CudaApi and hands it over
+// in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table, by
+// BW_CUDA_TRY, which counts it, and makes it fail or wait if a test has asked for that.
 //
 // Types are those of the C ABI: an int is a cudaError_t (0: success, 600: not ready), a void* stream is a cudaStream_t
 // (null: the legacy default stream), a void* event is a cudaEvent_t.
@@ -93,12 +93,12 @@ inline constexpr const char* kCudaApiCapsule = "bucketwheel.cuda_api";
 // Makes `api` the table, which must live as long as the process. DeviceError when it is of another version.
 void install_cuda_api(const CudaApi* api);
 bool has_cuda_api();
-// DeviceError when no table is installed: the caller has a CUDA tensor, and `bucketwheel.native.modules.cuda()` was not called.
+// DeviceError when no table is installed, that is, `bucketwheel.native.modules.cuda()` was not called.
 const CudaApi& cuda_api();
 // Whether CPU tensors count as tensors of CUDA device 0. Only with a simulated table, else ValueError.
 bool is_posing();
 void set_posing(bool poses);
-// What is torch's current stream in the calling thread while they do; null, as at first: the thread itself.
+// While they do: torch's current stream in the calling thread. Null, as at first: the thread itself.
 void* posed_stream();
 void set_posed_stream(void* native);
 
@@ -117,8 +117,8 @@ const char* name_of(CudaCall call);
 // ---- counting, failing, delaying
 
 uint64_t cuda_calls(CudaCall call);  // made through BW_CUDA_TRY and call_cuda since the process began
-// The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made. error 0: it is made,
-// after a pause. For tests.
+// For tests. The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made; with error
+// 0 it is made, after a pause.
 struct CudaFault {
   CudaCall call;
   uint64_t countdown;

@@ -1,7 +1,7 @@
 // CudaBuffer: an array in device memory that grows.
 //
-// For tables that kernels read: small, set up once, changed rarely. Work that uses one is ordered by its stream; an
-// owner that goes to another stream makes that wait for the last use. Growing blocks until the device is idle.
+// For tables that kernels read: small, set up once, changed rarely. The stream orders the work that uses a buffer; an
+// owner that changes to another stream makes that one wait for the last use. Growing blocks until the device is idle.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ class CudaBuffer {
   CudaBuffer& operator=(const CudaBuffer&) = delete;
   ~CudaBuffer() { free(); }
 
-  // At least `size_bytes`; the contents are lost where it has to grow. `is_captured`: a graph may use what there is,
-  // which is then never freed. DeviceError when the device has no memory, also after caches were emptied.
+  // At least `size_bytes`. Growing loses the contents. `is_captured`: a CUDA graph may use the present memory, which
+  // is therefore never freed. DeviceError when the device has no memory, even after caches were emptied.
   void* reserve(size_t size_bytes, bool is_captured = false) {
     if (size_bytes > size_bytes_) {
       if (is_captured) {
@@ -34,7 +34,7 @@ class CudaBuffer {
     }
     return data_;
   }
-  // Makes the array what `values` are, in `stream`'s order.
+  // Copies `values` into the array, in `stream`'s order.
   template <class T>
   T* upload(std::span<const T> values, Stream& stream, bool is_captured = false) {
     void* const data = reserve(values.size_bytes(), is_captured);

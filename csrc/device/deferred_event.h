@@ -1,7 +1,7 @@
-// DeferredEvent: the completion of work that is not in a stream yet, because other threads have to come first.
+// DeferredEvent: the completion of work that is not in a stream yet, because it waits for other threads first.
 //
-// CUDA streams can wait only for events that have been recorded. Whoever asks this one to be waited for blocks the host
-// until it stands for a recorded event (not until that has completed).
+// A CUDA stream can wait only for an event that has been recorded. So making a stream wait for a DeferredEvent blocks
+// the host until the work is in a stream and a recorded event stands for it (not until that event has completed).
 #pragma once
 
 #include <atomic>
@@ -16,17 +16,17 @@ namespace bucketwheel {
 
 class DeferredEvent final : public Event {
  public:
-  // `poll` is called about every 50 ms by threads that wait or ask, while they hold none of our locks. It throws what
-  // ended the waiting.
+  // Threads that wait or query call `poll` about every 50 ms, while they hold none of our locks. It throws if the wait
+  // is to end.
   explicit DeferredEvent(std::function<void()> poll) : poll_(std::move(poll)) {}
 
-  // What it stands for; the first call of either counts.
+  // Sets the event that it stands for, or the error. The first call of either counts.
   void resolve(EventRef event);
   void fail(std::exception_ptr error);
-  // The event it stands for; null when the deadline passed first. Throws what fail() was given.
+  // Waits for the event it stands for; null when the deadline passed first. Throws the error of fail().
   EventRef await(Deadline deadline = {}) const;
 
-  // As for the event it stands for; false before. They throw what fail() was given, or what `poll` throws.
+  // As for the event it stands for; false while there is none. They throw the error of fail(), or of `poll`.
   bool query() const override;
   bool synchronize(Deadline deadline) const override;
   double elapsed_s(const Event& start) const override;

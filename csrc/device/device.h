@@ -23,7 +23,7 @@ class Device {
   virtual DeviceId id() const = 0;
   // A new ordered queue (CPU: with a worker of its own). `name` shows in debuggers (at most 15 characters are kept).
   virtual StreamRef new_stream(std::string name) = 0;
-  // Sets bytes of this device's memory: in `stream`'s order, or, without a stream, before it returns.
+  // Sets bytes of this device's memory, in `stream`'s order; without a stream, before it returns.
   virtual void fill(void* data, int byte, size_t size_bytes, Stream* stream) = 0;
   // Copies this device's memory to the host; blocks until it is there. For checks, not for the training path.
   virtual void read(void* to, const void* from, size_t size_bytes) = 0;

@@ -156,7 +156,7 @@ class CudaStream final : public Stream {
 
   void* native() const { return native_; }
   int device_index() const { return device_.index_; }
-  // Whether it is open, and a borrowed one of this.
+  // Whether this is open and borrows the stream `native` of `device`.
   bool is_borrowed(const CudaDevice& device, void* native) const {
     return &device == &device_ && native == native_ && !is_owned_ && is_open_.load(std::memory_order_relaxed);
   }
@@ -378,9 +378,9 @@ void CudaDevice::give_event(void* event, bool timing) noexcept {
   free_events_[timing ? 1 : 0].push_back(event);
 }
 
-// [Note: staging] Uploads go through page-locked blocks, each free again when the copy that reads it is done. The
-// oldest block that is done and large enough is taken; if there is none a new one is made, so nobody waits, and after
-// the first few steps nothing is allocated.
+// [Note: uploads] Uploads go through page-locked blocks. A block is free again when the copy that reads it is done. An
+// upload takes the oldest free block that is large enough, or makes a new one. So nobody waits, and after the first
+// few steps nothing is allocated.
 CudaDevice::Staging CudaDevice::take_staging(size_t size_bytes) {
   {
     std::lock_guard lock(mutex_);

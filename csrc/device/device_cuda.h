@@ -1,8 +1,10 @@
 // The CUDA device: streams, events and transfers of one GPU, through the table of cuda_api.h.
 //
-// These block the host: Event::synchronize, Stream::synchronize, CudaDevice::read, fill() without a stream,
-// Stream::wait for an event of the CPU or one that is deferred (until it is in a stream), and the first few
-// upload()s, which allocate. A device is made at its first use and lives as long as the process.
+// These block the host:
+//   Event::synchronize, Stream::synchronize, CudaDevice::read, fill() without a stream
+//   Stream::wait for an event of the CPU, or for a DeferredEvent until it is in a stream
+//   the first few upload()s, which allocate
+// A device is made at its first use and lives as long as the process.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +20,11 @@
 
 namespace bucketwheel {
 
-// While alive, `index` is the calling thread's current device; afterwards it is the one before. torch has a CUDA
-// runtime of its own that shares the current context with ours, so what we set we put back.
+// While alive, `index` is the calling thread's current device; afterwards the one before is again. torch has a CUDA
+// runtime of its own that shares the current context with ours, so the device is put back.
 //
-// In a thread that is ours alone nothing is put back: a new thread counts as being on device 0 without having touched
-// it, and setting that device would make a context there, half a gigabyte of another rank's GPU.
+// In a thread that is ours alone it is not put back: a new thread counts as being on device 0 without having used it,
+// and setting that device would make a context there, half a gigabyte of another rank's GPU.
 void own_cuda_thread();  // the calling thread is ours alone
 class CudaGuard {
  public:
@@ -35,8 +37,8 @@ class CudaGuard {
   int before_ = -1;  // -1: nothing to put back
 };
 
-// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate, to the whole thread.
-// While this is alive it does not: for calls that have nothing to do with what is captured.
+// While a stream is captured into a CUDA graph, CUDA refuses calls that could wait or allocate in the whole thread.
+// While this is alive it allows them: for calls that have nothing to do with the capture.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -58,21 +60,21 @@ class CudaDevice final : public Device {
   // Non-blocking (it does not wait for the legacy default stream) and of high priority: communication should not
   // queue behind computation.
   StreamRef new_stream(std::string name) override;
-  // A cudaStream_t of somebody else: torch's current stream, say. Kept by nobody; it must outlive its use.
+  // A cudaStream_t of somebody else, for instance torch's current stream. Not owned: it must outlive its use.
   StreamRef borrow(void* native);
 
   const CudaDeviceFacts& facts() const { return facts_; }
-  // A grid of so many blocks of `threads` fills the device several times over.
+  // How many blocks of `threads` fill the device several times over.
   int fill_blocks(int threads) const;
 
-  // cudaMalloc. When there is no memory left, what set_cuda_reclaim() was given is called and the request made once
-  // more; OutOfMemory, with what is free and what was given back, if that does not help.
+  // cudaMalloc. Without free memory the function of set_cuda_reclaim() is called and the request made once more. If
+  // that does not help: OutOfMemory, which says how much is free and what was given back.
   void* allocate(size_t size_bytes);
 
   void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;
   void read(void* to, const void* from, size_t size_bytes) override;
-  // Enqueues a copy of host memory to the device; the host memory may be changed at once. In a stream that is being
-  // captured the bytes are kept for replays, as long as the process lives.
+  // Enqueues a copy of host memory to the device. The host memory may be changed at once. In a captured stream the
+  // bytes are kept for replays until the process ends.
   void upload(void* to, const void* from, size_t size_bytes, Stream& stream);
 
  private:
@@ -97,12 +99,12 @@ class CudaDevice final : public Device {
   std::vector<Staging> staging_;
 };
 
-// Has caches give back what they hold of device `index`; says what they did, for messages.
+// Makes caches give back their memory of device `index`. Returns what they did, for messages.
 std::string reclaim_cuda_memory(int index);
-// Called, with the index of a device, when that has no memory left: to empty caches. Returns what it did, for messages.
+// Called with the index of a device that has no memory left: empties caches. Returns what it did, for messages.
 void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches);
 
-// Which CUDA graph capture a stream made above is part of: never the number of an earlier one; 0: of none.
+// The number of the CUDA graph capture that a stream made above is part of; 0: none. Numbers are never used again.
 uint64_t capture_id(Stream& stream);
 bool is_capturing(Stream& stream);
 
@@ -110,8 +112,8 @@ bool is_capturing(Stream& stream);
 void expect_on_device(Stream& stream, int index, const char* what);
 // Whether the event was recorded while a CUDA graph was captured.
 bool belongs_to_graph(const Event& event);
-// What a stream of a device can wait for in the place of `event`: blocks the host until a DeferredEvent stands for
-// another one, and until an event of the CPU is over, which leaves nothing (null).
+// The event that a CUDA stream can wait for instead of `event`. A DeferredEvent: blocks the host until it stands for
+// another event. An event of the CPU: blocks the host until it is complete, and returns null.
 EventRef on_device(const EventRef& event);
 // The cudaStream_t of a stream made above; ValueError, naming `what`, for another stream.
 void* native_stream(Stream& stream, const char* what);

@@ -12,12 +12,12 @@ class Event {
   virtual ~Event() = default;
   // True when the work is done. Never blocks. DeviceError in a forked child if the work was not done at the fork.
   virtual bool query() const = 0;
-  // Blocks the host until the work is done; false when the deadline passed first. On CPU, without a deadline, the
-  // calling thread may run the stream's queued tasks itself instead of sleeping ([Note: waiters help], device_cpu.cpp),
-  // so it must hold no lock that a task takes. Rethrows nothing: a task reports its failure through what it fills (a
-  // Handle). DeviceError in a forked child, and in a task that waits for itself or for what is queued behind it.
+  // Blocks the host until the work is done; false when the deadline passed first. On the CPU, without a deadline, the
+  // calling thread may run the stream's queued tasks itself instead of sleeping ([Note: waiters help], host_queue.h),
+  // so it must hold no lock that a task takes. A task's failure is not rethrown here, but reported through its Handle.
+  // DeviceError in a forked child, and in a task that waits for itself or for what is queued behind it.
   virtual bool synchronize(Deadline deadline = {}) const = 0;
-  // Seconds from `start` to this event; both recorded with timing and complete, else ValueError.
+  // Seconds from `start` to this event. ValueError unless both were recorded with timing and are complete.
   virtual double elapsed_s(const Event& start) const = 0;
 };
 

@@ -16,8 +16,8 @@ namespace {
 
 constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
-// How long a waiter spins, and an idle worker stays awake, before it sleeps: about what going to sleep and waking up
-// cost. Both yield meanwhile: whom they wait for may want their core.
+// How long a waiter spins, and an idle worker stays awake, before it sleeps: about the cost of going to sleep and
+// waking up. Both yield meanwhile, because the thread that they wait for may need their core.
 constexpr std::chrono::microseconds kSpin{20};
 
 // The queues whose entries this thread is running, innermost first.
@@ -27,8 +27,8 @@ struct Frame {
 };
 thread_local const Frame* running = nullptr;
 
-// Signals belong to the threads of the program: Python handles them on its main thread. Faults stay with who causes
-// them.
+// Signals go to the threads of the program: Python handles them on its main thread. Faults stay with the thread that
+// causes them.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -212,7 +212,7 @@ void HostQueue::run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) n
   }
 }
 
-// By value: what the work holds goes when it is done, and without the lock.
+// By value: what the work owns is freed when the work is done, without the lock.
 // NOLINTNEXTLINE(performance-unnecessary-value-param)
 void HostQueue::execute(Work work) noexcept {
   if (fuzz_state_ != 0) {
@@ -245,8 +245,8 @@ void HostQueue::work() noexcept {
   }
 }
 
-// Whether there is something to do before long: a call that finds the worker awake does not pay for waking it. With the
-// lock held, but not meanwhile.
+// Spins for a while; returns whether work has come. A call that finds the worker awake does not pay for waking it. The
+// lock is held on entry and on return, but not in between.
 bool HostQueue::linger(std::unique_lock<std::mutex>& lock) noexcept {
   const auto until = Clock::now() + kSpin;
   bool has_work = false;

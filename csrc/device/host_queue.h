@@ -23,17 +23,20 @@ struct Work {
 };
 
 // [Note: waiters help]
-// Whoever holds the queue's *runner role* runs its entries, in order, one at a time. The worker thread takes the role
-// when there is work and nobody has it. A host thread that waits for a ticket without a deadline takes the role too
-// if it is free, runs entries until its ticket is done, and hands the role back (waking the worker if work is left).
-// So `stream.run(task); event.synchronize()` costs a queue operation and not two thread switches. A thread that finds
-// the role taken spins shortly and then sleeps until its ticket is done. A thread with a deadline never helps: it
-// could not stop in time. Nor does any where tasks call Python (RunBy::kWorker): on the main thread that may run signal
-// handlers, and the exception of one would be the task's, to whom it means nothing, and not the waiting caller's.
+// The holder of the queue's *runner role* runs its entries, in order, one at a time. Who takes the role, if it is
+// free:
+//   the worker thread                        when there is work
+//   a thread that waits without a deadline   it runs entries until its ticket is done, then hands the role back and
+//                                            wakes the worker if work is left. So `stream.run(task);
+//                                            event.synchronize()` costs a queue operation, not two thread switches
+//   a thread with a deadline                 never: it could not stop in time
+// Where tasks call Python the worker alone takes it (RunBy::kWorker): on the main thread a task could run signal
+// handlers, whose exception belongs to the waiting caller and not to the task. A waiting thread that does not get the
+// role spins shortly and then sleeps until its ticket is done.
 //
 // This cannot deadlock where plain worker threads would not. An entry waits only for events that were recorded before
-// it was enqueued, so the waits between entries form no cycle, and a helper runs nothing but entries that its ticket
-// waits for. A task that waits for its own queue's later entries would wait for itself; that is detected and thrown.
+// it was enqueued, so waits form no cycle, and a helper runs only entries that its ticket waits for. A task that waits
+// for later entries of its own queue would wait for itself; that is detected and thrown.
 class HostQueue {
  public:
   // Whose threads run entries. kCaller: no worker; push() runs the entry.
@@ -44,7 +47,7 @@ class HostQueue {
   HostQueue(const HostQueue&) = delete;
   HostQueue& operator=(const HostQueue&) = delete;
 
-  // Starts the worker, which keeps the queue alive until it has drained a closed queue. DeviceError when the system
+  // Starts the worker, which keeps the queue alive until the queue is closed and empty. DeviceError when the system
   // gives no thread.
   static void start_worker(const std::shared_ptr<HostQueue>& queue);
 
@@ -52,7 +55,7 @@ class HostQueue {
   uint64_t push(Work work);
   // The ticket of the last entry, 0 if there was none.
   uint64_t last_ticket() const { return enqueued_.load(std::memory_order_acquire); }
-  // DeviceError when the queue is closed or of a parent process.
+  // DeviceError when the queue is closed or belongs to a parent process.
   void expect_open() const;
   bool is_done(uint64_t ticket) const { return done_.load(std::memory_order_acquire) >= ticket; }
   // Blocks until the ticket is done; false when the deadline passed first.
@@ -85,7 +88,7 @@ class HostQueue {
   std::atomic<bool> is_closed_{false};
 
   std::mutex mutex_;
-  // By pointer: in a forked child it is leaked as it is, it may have been half changed at the fork.
+  // By pointer: a forked child leaks it, since it may have been half changed at the fork.
   std::deque<Work>* entries_;
   bool has_runner_ = false;
   uint64_t wanted_ticket_;                     // the lowest ticket a sleeper waits for

@@ -1,4 +1,4 @@
-// LastUse: puts the uses of device memory that several streams take in turns one behind the other.
+// LastUse: orders the uses of device memory that several streams use in turn.
 #pragma once
 
 #include <exception>
@@ -10,10 +10,10 @@ namespace bucketwheel {
 
 class LastUse {
  public:
-  // Calls work(native, is_captured) with `stream`'s cudaStream_t; what it enqueues comes behind the last use and is
-  // the last use then, also where it throws half-way. ValueError, naming `what`, when the stream is not one of CUDA.
-  // A graph cannot wait for what is outside, nor anything outside for what is inside: a captured use waits for
-  // nothing and nothing waits for it. Whoever captures or replays has synchronised before.
+  // Calls work(native, is_captured) with `stream`'s cudaStream_t. What it enqueues runs behind the last use and
+  // becomes the last use, also if it throws half-way. ValueError, naming `what`, when `stream` is no CUDA stream.
+  // Nothing inside a CUDA graph can wait for anything outside, or be waited for: a captured use waits for nothing and
+  // nothing waits for it. The caller synchronises before a capture and before a replay.
   template <class Work>
   void in(Stream& stream, const char* what, Work&& work) {
     void* const native = native_stream(stream, what);
@@ -40,7 +40,7 @@ class LastUse {
   }
 
   void* stream_ = nullptr;
-  EventRef event_;  // null: none that a stream could wait for
+  EventRef event_;  // of the last use; null: there is none to wait for
 };
 
 }  // namespace bucketwheel

@@ -1,7 +1,8 @@
 // FreeList: which bytes of a pool's slabs are free. Best fit over ranges in address order, with coalescing.
 //
-// Not thread-safe. A pure function of the calls made: the smallest free range that fits is taken from its front, the
-// one with the lowest (slab id, offset) among equals, so ranks that make the same calls get the same offsets.
+// Not thread-safe. The result depends on the calls alone: a block is taken from the front of the smallest free range
+// that fits; among equals, of the one with the lowest (slab id, offset). So ranks that make the same calls get the
+// same offsets.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +37,7 @@ class FreeList {
     bool is_free = false;
     Block* previous = nullptr;
     Block* next = nullptr;
-    // Fences of the bytes' last users, in address order, disjoint. A taken block hands them to its taker.
+    // Fences of the bytes' last users, disjoint, in address order. The taker of the block gets them.
     std::vector<Fence> fences;
     void* owner = nullptr;  // of a taken block; set and read by the taker
   };
@@ -45,7 +46,7 @@ class FreeList {
   struct Span {
     SlabRef slab;
     Block* first = nullptr;
-    size_t touched_bytes = 0;  // everything beyond has never been taken
+    size_t touched_bytes = 0;  // bytes beyond have never been taken
   };
 
   FreeList() = default;
@@ -53,7 +54,7 @@ class FreeList {
   FreeList& operator=(const FreeList&) = delete;
 
   void add(SlabRef slab);
-  // Takes out the slabs that have no taken block, with their fences.
+  // Removes the slabs that have no taken block, and returns them with their fences.
   std::vector<std::pair<SlabRef, std::vector<Fence>>> remove_unused();
 
   bool can_take(size_t size_bytes) const;

@@ -125,15 +125,14 @@ void leak(const SlabRef& slab, const char* why) {
 }  // namespace
 
 // [Note: reuse under fences]
-// A release gives the bytes back at once, with a *fence*: the event of their last use. The next owner of any of those
+// A release gives the bytes back at once, with a *fence*: the event of their last use. The next owner of any of these
 // bytes waits for it: its stream if it names one (the host goes on), else the host. The choice of a block looks at
-// sizes and offsets only. A fence that happens to be done is dropped, which saves a wait and changes nothing else. So
+// sizes and offsets only; a fence that is already done is dropped, which saves a wait and changes nothing else. So
 // offsets depend on the order of calls alone, and ranks that make the same calls get the same offsets.
 //
-// An acquirer's stream may still be waiting when its lease ends. If the lease ends with an event, that event stands
-// for a use that came behind the stream's waits, and it replaces them. If it ends without one (never used, or
-// dropped), the fences it inherited are kept: without that, the next owner could write while the owner before the
-// last still reads.
+// A stream may still be waiting for inherited fences when its lease ends. If the lease ends with an event, that event
+// comes behind these waits and replaces them. If it ends without one (never used, or dropped), the inherited fences
+// are kept: otherwise the next owner could write while the owner before the last still reads.
 
 Pool::Impl::Impl(Device& device, UpstreamRef upstream, PoolOptions options)
     : device(device), upstream(std::move(upstream)), options(options) {}
@@ -148,8 +147,8 @@ std::shared_ptr<Pool::Impl> Pool::Impl::make(Device& device, UpstreamRef upstrea
 }
 
 Pool::Impl::~Impl() {
-  // Handles keep the leases of running operations, so a fence that is open here is rare: somebody released with an
-  // event and kept nothing.
+  // An open fence is rare here, because handles keep the leases of running operations: somebody released with an event
+  // and kept neither lease nor handle.
   const Deadline deadline = deadline_in(5.0);
   for (const auto& [id, span] : blocks.spans()) {
     for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {

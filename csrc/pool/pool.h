@@ -1,9 +1,8 @@
 // Pool: a caching allocator of communication memory with event-fenced reuse. [Note: reuse under fences] in pool.cpp.
 // Lease: one live period of a range of its memory.
 //
-// Thread-safe. Freed memory stays in the pool (its slabs go back when the pool and every lease of them are gone).
-// Which block an acquire gets depends on sizes and on the order of calls alone, never on which event happened to be
-// done.
+// Thread-safe. Freed memory stays in the pool; a slab goes back when the pool and all leases in it are gone. Which
+// block an acquire gets depends on sizes and on the order of calls alone, never on which event happens to be done.
 #pragma once
 
 #include <cstddef>
@@ -70,16 +69,16 @@ class Pool : public std::enable_shared_from_this<Pool> {
   static std::shared_ptr<Pool> make(Device& device, UpstreamRef upstream, PoolOptions options = {});
   ~Pool();
 
-  // A range of `size_bytes` (0 is legal), aligned. Fences of the bytes' last users: with a stream, the stream is made
-  // to wait for them; without one, the host waits. On CUDA a stream should be given: a lease that is dropped without
-  // release() counts as used until what is in that stream by then is done. `key` names the lease in messages; the
-  // same key may be live twice only if `key` is empty, else KeyBusy. A stream that is being captured into a CUDA
-  // graph can only have bytes that are there and that nothing uses any more, without poison; else CaptureError, and
-  // nothing has changed.
+  // An aligned range of `size_bytes` (0 is legal).
+  //   stream: it waits for the fences of the bytes' last users; without one the host waits. Give one on CUDA: a lease
+  //     that is dropped without release() counts as used until what is in that stream by then is done.
+  //   key: names the lease in messages. KeyBusy if a lease of that key is live; an empty key may be live many times.
+  //   CaptureError, with nothing changed, if the stream is being captured into a CUDA graph and the pool would have
+  //     to grow, wait for a fence, or poison.
   LeaseRef acquire(std::string key, size_t size_bytes, const StreamRef& stream = nullptr);
 
   // The slab that contains [data, data + size_bytes) and the offset in it; null when it is not pool memory.
-  // Lock-free enough to be called on every collective.
+  // Cheap enough for every collective.
   struct Location {
     SlabRef slab;
     size_t offset_bytes = 0;
@@ -93,7 +92,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void check() const;
   // LeaseLeak naming the keys that are live.
   void expect_no_leases() const;
-  // Returns to the system the slabs that hold no lease (waits for their fences); the number of bytes.
+  // Returns the slabs without leases to the system, after waiting for their fences. Returns the number of bytes.
   size_t trim();
 
  private:

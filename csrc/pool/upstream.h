@@ -9,7 +9,7 @@
 
 namespace bucketwheel {
 
-// A large piece of memory, mapped until the last reference to it goes.
+// A large piece of memory. It stays mapped until the last reference to it is gone.
 struct Slab {
   std::byte* data = nullptr;
   size_t size_bytes = 0;
@@ -35,8 +35,8 @@ using UpstreamRef = std::shared_ptr<Upstream>;
 // Private anonymous memory (mmap; huge pages asked for).
 UpstreamRef make_host_upstream();
 
-// memfd segments, sealed against shrinking, that a ShmComm hands to its peers. `on_slab` is called with every new
-// slab before anyone can use it; a communicator registers itself there so that peers can map the slab.
+// memfd segments, sealed against shrinking, that a communicator hands to its peers. `on_slab` is called with every new
+// slab before anybody can use it: there the communicator tells its peers to map it.
 UpstreamRef make_shm_upstream(std::function<void(const SlabRef&)> on_slab = {});
 
 // cudaMalloc of CUDA device `index` (CudaDevice::allocate), which torch's memory accounting does not see.
