@@ -103,8 +103,10 @@ TEST(who_leaves_says_goodbye_at_once_and_to_both) {
   three.peers->join();
   three.peers->part(Clock::now() + 10s);
   CHECK(Clock::now() - begin < 1s);
-  sleep_until([&] { return three.of_1->look() == Link::State::kOpen && three.of_1->has_left(0xff); });
-  sleep_until([&] { return three.of_2->look() == Link::State::kOpen && three.of_2->has_left(0xff); });
+  sleep_until([&] { return three.of_1->look() == Link::State::kEnded; });
+  CHECK(three.of_1->has_left(0xff));
+  sleep_until([&] { return three.of_2->look() == Link::State::kEnded; });
+  CHECK(three.of_2->has_left(0xff));
   CHECK_THROWS(ClosedError, "closed", three.peers->post({}));
 }
 
