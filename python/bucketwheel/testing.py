@@ -44,6 +44,7 @@ _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 # What the fork server imports. The first optimizer of a process imports the third, which takes as long as torch.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+_ASKED_FOR_AT_IMPORT = "NCCL_LAUNCH_ORDER_IMPLICIT"  # by bucketwheel, which a forked process has imported
 _READ_LATE = ("BW_", "GLOO_", "NCCL_", "PYTEST_")  # variables that a forked process can follow
 
 
@@ -303,8 +304,9 @@ def _run_as_script(target: Callable[..., Any], args: tuple[Any, ...], env: dict[
     """It leads a session of its own, dies with its runner (Linux), and ends with all that an interpreter does at its end."""
     gc.freeze()  # neither look through what the server has imported nor copy the pages it is in
     os.setsid()
+    asked_for = {name: value for name, value in os.environ.items() if name == _ASKED_FOR_AT_IMPORT}
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update({**asked_for, **env})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if not os.path.exists(f"/proc/{runner}"):  # it died before the line above

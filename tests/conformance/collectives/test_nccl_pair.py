@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 from unittest import mock
@@ -13,7 +15,6 @@ import torch
 from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from tests.support.forked_code import run_code
 from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
@@ -160,19 +161,18 @@ def test_options_that_nccl_has_not(rank_pool):
 
 
 def run_python(code: str, **env: str) -> str:
-    import os
-
-    done = run_code(code, {**os.environ, **env}, timeout_s=60)
+    """In a new process: a forked one has imported bucketwheel already."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-PRINT = "import os, bucketwheel; from bucketwheel.comm import nccl as comm_nccl; print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'], comm_nccl._is_launch_order_kept)"
+PRINT = "import os, bucketwheel; from bucketwheel.comm import nccl; "
+PRINT += "print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'], nccl._is_launch_order_kept)"
 
 
 def test_the_launch_order_is_asked_for_at_import():
-    import os
-
     with mock.patch.dict(os.environ):
         os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
         assert run_python(PRINT) == "1 True"
