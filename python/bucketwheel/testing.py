@@ -161,7 +161,8 @@ class RankPool:
         if not self._ranks:
             self._start()
         for rank in self._ranks:
-            rank.connection.send((list(sys.path), call))
+            with contextlib.suppress(OSError):  # it has died since the last run: collect() says so
+                rank.connection.send((list(sys.path), call))
         self._is_running = True
 
     def collect(self, *, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list:

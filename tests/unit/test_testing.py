@@ -208,12 +208,36 @@ def test_forked_ranks_have_their_own_environment_and_a_common_parent(monkeypatch
     assert len({*(session for *_, session in first), os.getsid(0)}) == 3
 
 
+SERVER_DIES = """
+import os
+from bucketwheel.testing import RankFailed, RankPool
+from tests.unit.test_testing import kill_the_parent, what_it_is
+
+with RankPool(2, backend=None, forked=True) as pool:
+    server = pool.run(what_it_is)[0][0]
+    try:
+        pool.run(kill_the_parent)
+    except RankFailed as error:
+        assert "died" in str(error), error
+    assert pool.run(what_it_is)[0][0] not in (server, os.getpid())
+    print("has another")
+"""
+
+
 def test_where_the_fork_server_dies_its_ranks_are_dead_and_the_next_ones_have_another():
+    """In a process of its own: the ranks of all pools of a process have one server."""
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.check_output([sys.executable, "-c", SERVER_DIES], cwd=root, timeout=100) == b"has another\n"
+
+
+def test_a_rank_that_dies_between_two_runs_fails_the_next_one_and_is_new_in_the_one_after():
     with RankPool(2, backend=None, forked=True) as pool:
-        server = pool.run(what_it_is)[0][0]
-        with pytest.raises(RankFailed, match="died"):
-            pool.run(kill_the_parent)
-        assert pool.run(what_it_is)[0][0] not in (server, os.getpid())
+        (first, _), (second, _) = pool.run(identity_of)
+        os.kill(second, signal.SIGKILL)
+        assert wait_until(lambda: not is_alive(second))
+        with pytest.raises(RankFailed, match="rank 1/2: died: SIGKILL"):
+            pool.run(identity_of)
+        assert not {first, second} & {pid for pid, _ in pool.run(identity_of)}
 
 
 def collectable(rank, world_size):
