@@ -294,7 +294,7 @@ def start_process(target: Callable[..., Any], *args: Any, env: Mapping[str, str]
     if forked:
         context.set_forkserver_preload(_PRELOADED)
         # torch in the server, and what is forked off it, has as many threads as the server's environment says.
-        at_start = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
+        at_start = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1")}
     process: BaseProcess = context.Process(target=_run_as_script, args=(target, args, dict(env), os.getpid()))
     with mock.patch.dict(os.environ, at_start) if at_start else contextlib.nullcontext():
         process.start()

@@ -21,7 +21,7 @@ def test_gather_while_computing():
 
 def test_collectives_agree_with_the_whole_computation():
     found = re.findall(
-        r"rank (\d) on cpu: the largest relative difference is ([\d.e+-]+)", output_of("comm/collectives.py", 2)
+        r"rank (\d) on cpu: the largest relative difference is ([\d.e+-]+)", output_of("collectives.py", 2)
     )
     assert sorted(rank for rank, _ in found) == ["0", "1"] and all(float(d) < 1e-5 for _, d in found), found
 

@@ -1,11 +1,14 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
 import atexit
+import functools
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -162,10 +165,11 @@ def test_the_pool_reuses_its_processes_with_one_seed_and_can_kill_a_rank():
 @both_ways
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("ending", ["timeout", "killed runner", "no close"])
-def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, ending, forked):
-    temporary, pids = tmp_path / "temporary", tmp_path / "pids"
-    temporary.mkdir()
+def test_nothing_is_left_behind_not_even_what_a_rank_started(request, tmp_path, ending, forked):
+    pids = tmp_path / "pids"
     pids.mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="bw-"))  # short: it is in the address of the server's socket
+    request.addfinalizer(functools.partial(shutil.rmtree, temporary, ignore_errors=True))
     limit_s = 3 if ending == "timeout" else 100
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom bucketwheel.testing import RankPool\n"
     code += f"from {__name__} import start_a_child_and_hang as hang\n"

@@ -263,15 +263,22 @@ def fails_before_the_meeting(rank: int, size: int) -> str:
     with pytest.raises(ValueError if rank == 1 else CommTimeout) as caught:
         Communicator(timeout_s=-1.0 if rank == 1 else 0.5)
     dist.barrier()
+    said = str(caught.value)
+    if rank == 1:  # told at once of what it has missed, it is in step again
+        begin = time.monotonic()
+        with pytest.raises(CommTimeout) as told:
+            Communicator(timeout_s=20)
+        assert time.monotonic() - begin < 2
+        said = str(told.value)
     for _ in range(2):
         with Communicator(timeout_s=20) as comm:
             check_usable(comm)
-    return str(caught.value)
+    return said
 
 
 def test_the_next_communicator_after_one_that_failed_on_one_rank(rank_pool):
     texts = rank_pool(3).run(fails_before_the_meeting)
-    assert all("ranks [1] have not come" in text for text in (texts[0], texts[2])), texts
+    assert all("ranks [1] have not come" in text for text in texts), texts
 
 
 def without_a_limit(rank: int, size: int, backend: str) -> None:
