@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/host/team.h"
 #include "comm/host/shm_links.h"
+#include "comm/host/team.h"
 
 namespace bucketwheel {
 

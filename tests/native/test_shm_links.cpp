@@ -22,9 +22,9 @@
 #include "base/error.h"
 #include "base/mapping.h"
 #include "check.h"
-#include "comm/host/team.h"
 #include "comm/host/shm.h"
 #include "comm/host/shm_links.h"
+#include "comm/host/team.h"
 #include "shm_link.h"
 
 using namespace bucketwheel;
