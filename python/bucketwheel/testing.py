@@ -304,6 +304,11 @@ def start_process(target: Callable[..., Any], *args: Any, env: Mapping[str, str]
 def _run_as_script(target: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], runner: int) -> None:
     """It leads a session of its own, dies with its runner (Linux), and ends with all that an interpreter does at its end."""
     gc.freeze()  # neither look through what the server has imported nor copy the pages it is in
+    server: Any = sys.modules.get("multiprocessing.forkserver")
+    if server is not None and server._forkserver._forkserver_alive_fd is not None:
+        # The server lives while anybody has this, and the ranks while the server does: it is to be the runner alone.
+        os.close(server._forkserver._forkserver_alive_fd)
+        server._forkserver._forkserver_alive_fd = None
     os.setsid()
     asked_for = {name: value for name, value in os.environ.items() if name == _ASKED_FOR_AT_IMPORT}
     os.environ.clear()
