@@ -3,43 +3,21 @@
 // with: csrc/comm/peers/link.cpp
 // runs: plain address thread
 // slow: thread
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <memory>
 #include <utility>
 
 #include "check.h"
 #include "comm/peers/link.h"
+#include "links.h"
 
 using namespace bucketwheel;
 using namespace std::chrono_literals;
 
 namespace {
-
-std::pair<FileDescriptor, FileDescriptor> connected() {
-  FileDescriptor listener(socket(AF_INET, SOCK_STREAM, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  CHECK(bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
-  CHECK(listen(listener.get(), 1) == 0);
-  CHECK(getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0);
-  FileDescriptor one(socket(AF_INET, SOCK_STREAM, 0));
-  CHECK(connect(one.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
-  FileDescriptor other(accept(listener.get(), nullptr, nullptr));
-  CHECK(other.get() >= 0);
-  return {std::move(one), std::move(other)};
-}
-
-std::pair<LinkRef, LinkRef> linked() {
-  auto [one, other] = connected();
-  return {std::make_shared<Link>(std::move(one), 30s), std::make_shared<Link>(std::move(other), 30s)};
-}
 
 void expect_state(Link& link, Link::State state) {
   sleep_until([&] { return link.look() == state; });

@@ -2,10 +2,6 @@
 // needs: base device kernels pool comm
 // runs: plain thread address
 // slow: address
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -17,6 +13,7 @@
 #include "check.h"
 #include "comm/peers/patience.h"
 #include "comm/peers/store_peers.h"
+#include "links.h"
 
 using namespace bucketwheel;
 using namespace std::chrono_literals;
@@ -24,20 +21,6 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr const char* kId = "00000000000000ff";
-
-std::pair<LinkRef, LinkRef> linked() {
-  FileDescriptor listener(socket(AF_INET, SOCK_STREAM, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  CHECK(bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(listener.get(), 1) == 0);
-  CHECK(getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0);
-  FileDescriptor one(socket(AF_INET, SOCK_STREAM, 0));
-  CHECK(connect(one.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
-  FileDescriptor other(accept(listener.get(), nullptr, nullptr));
-  return {std::make_shared<Link>(std::move(one), 30s), std::make_shared<Link>(std::move(other), 30s)};
-}
 
 // Rank 0 of three, and the ends of its links that ranks 1 and 2 have.
 struct Three {
