@@ -184,7 +184,7 @@ def test_differences_are_found(tmp_path: Path) -> None:
 
 
 def test_every_declaration_is_compared() -> None:
-    text = (ROOT / "csrc" / "comm" / "nccl_api.h").read_text()
+    text = (ROOT / "csrc" / "comm" / "nccl" / "api.h").read_text()
     assert set(re.findall(r"inline constexpr \w+ (kNccl\w+) =", text)) - {"kNcclOldest"} == set(CONSTANTS)
     types = re.search(r"enum class NcclType : int \{(.*?)\};", text, re.DOTALL)
     config = re.search(r"struct NcclConfig \{(.*?)\};", text, re.DOTALL)
