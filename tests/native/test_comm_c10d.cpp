@@ -327,7 +327,8 @@ TEST(c10d_close_waits_for_nobody) {
       closed.open();
     } else {
       handle->synchronize();
-      CHECK_THROWS(PeerError, "rank 0 has closed the communicator", comm.all_gather(tensors.segments(), {})->synchronize());
+      CHECK_THROWS(PeerError, "rank 0 has closed the communicator",
+                   comm.all_gather(tensors.segments(), {})->synchronize());
     }
   });
 }
