@@ -26,9 +26,9 @@ inline FileDescriptor memfd(size_t size_bytes, bool is_sealed = true) {
 }
 
 // Rank 0 of a few, and the other ends of its sockets.
-class Link {
+class ShmEnd {
  public:
-  explicit Link(int peers = 1) : record_(std::make_unique<RankRecord>()) {
+  explicit ShmEnd(int peers = 1) : record_(std::make_unique<RankRecord>()) {
     std::vector<FileDescriptor> sockets(1);
     for (int i = 0; i < peers; ++i) {
       int pair[2];

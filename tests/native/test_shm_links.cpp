@@ -89,7 +89,7 @@ TEST(files_that_could_fault_are_refused_where_no_descriptor_is_left) {
 }
 
 TEST(links_carry_slabs) {
-  Link link;
+  ShmEnd link;
   const FileDescriptor small = memfd(5000);
   const FileDescriptor large = memfd(3 << 20);
   send(link.peer.get(), {Kind::kSlab, 7, 5000}, {small.get()});
@@ -108,7 +108,7 @@ TEST(links_refuse_files_that_could_fault) {
   const FileDescriptor folder(open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   const FileDescriptor device(open("/dev/zero", O_RDWR | O_CLOEXEC));
   const auto expect_refused = [](const char* why, const LinkMessage& message, const std::vector<int>& files) {
-    Link link;
+    ShmEnd link;
     send(link.peer.get(), message, files);
     const FileDescriptor good = memfd(4096);
     send(link.peer.get(), {Kind::kSlab, 9, 4096}, {good.get()});
@@ -144,7 +144,7 @@ TEST(memfds_keep_their_size) {
 
 // Whoever sends without end keeps the watcher neither from the others nor from its end.
 TEST(links_see_to_others_beside_a_peer_that_sends_without_end) {
-  Link link(2);
+  ShmEnd link(2);
   std::atomic<bool> must_stop{false};
   std::thread sender([&] {
     const FileDescriptor file = memfd(4096);

@@ -33,7 +33,7 @@ constexpr uint32_t kManySlabs = 400;  // a socket of the default size takes 278 
 constexpr std::chrono::seconds kNoWait{20};
 
 // Slabs of a rank, by id.
-std::vector<SlabRef> announce_many(Link& link) {
+std::vector<SlabRef> announce_many(ShmEnd& link) {
   const auto upstream = make_shm_upstream([&](const SlabRef& slab) { link.links->announce(slab); });
   std::vector<SlabRef> slabs;
   while (slabs.size() < kManySlabs) {
@@ -73,7 +73,7 @@ struct Heard {
 };
 
 TEST(links_wait_for_no_peer_that_takes_no_messages) {
-  Link link;
+  ShmEnd link;
   const auto begin = Clock::now();
   std::vector<SlabRef> slabs = announce_many(link);
   CHECK(Clock::now() - begin < kNoWait);
@@ -102,7 +102,7 @@ TEST(links_wait_for_no_peer_that_takes_no_messages) {
 }
 
 TEST(links_serve_the_others_while_one_takes_no_messages) {
-  Link link(3);
+  ShmEnd link(3);
   Heard heard;
   std::thread peer([&] {
     sleep_until([&] {
@@ -125,7 +125,7 @@ TEST(links_serve_the_others_while_one_takes_no_messages) {
 }
 
 TEST(links_close_though_a_peer_takes_no_messages) {
-  Link link;
+  ShmEnd link;
   std::vector<SlabRef> slabs = announce_many(link);
   slabs.erase(slabs.begin(), slabs.begin() + 10);
   std::this_thread::sleep_for(std::chrono::milliseconds(1500));
@@ -142,7 +142,7 @@ TEST(links_try_again_when_the_system_passes_no_more_files) {
   if (emulator() == "valgrind") {  // which keeps limits of descriptors to itself
     return;
   }
-  Link link;
+  ShmEnd link;
   int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
   const FileDescriptor full(pair[0]);
