@@ -140,7 +140,6 @@ inline void bind_store_peers(py::module_& m) {
             wake_watchdog();
           },
           py::arg("answers"), Unlocked())
-      .def("await_failure", &StorePeers::await_failure, Unlocked())
       .def("late_in_round", &late_in_round, py::arg("round"), Unlocked())
       .def("expect_peers", &expect_peers, py::arg("what"), Unlocked())
       .def("fail_round", &fail_round, py::arg("text"), py::arg("is_timeout"), Unlocked())

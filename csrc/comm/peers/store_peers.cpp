@@ -176,12 +176,6 @@ void StorePeers::lose_store() {
   changed_.notify_all();
 }
 
-bool StorePeers::await_failure() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return health_.has_failed() || health_.is_closing(); });
-  return health_.has_failed();
-}
-
 // ---- how far the ranks have come
 
 StorePeers::Progress StorePeers::progress() const {

@@ -61,8 +61,6 @@ class StorePeers final : public Peers {
   std::optional<LastSeqs> last_seqs(int path) override;
   // The same of the rounds that have been posted.
   std::optional<LastSeqs> last_rounds() { return last_seqs(kPaths); }
-  // Blocks until this rank has failed, or leaves; whether it has failed.
-  bool await_failure();
 
   // ---- for the thread that reads and writes the Store
 
