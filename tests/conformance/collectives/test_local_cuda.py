@@ -17,6 +17,7 @@ from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 from bucketwheel.testing import run_threads
+from tests.support.counted_cuda import plan_cuda_fault
 from tests.support.simulated_cuda import Calls, Graph, posing
 
 pytestmark = pytest.mark.dist
@@ -229,7 +230,7 @@ def test_a_launch_that_fails_fails_on_every_rank(call: str) -> None:
     def body(comm: Communicator) -> None:
         comm.exchange(b"")
         if comm.rank == 0:
-            core.plan_cuda_fault(call, error=719)
+            plan_cuda_fault(call, error=719)
         comm.exchange(b"")
         if call == "memcpy_async":
             handle = all_gather(torch.zeros(8), torch.zeros(4), comm)
@@ -285,7 +286,7 @@ def test_a_sink_has_its_memory_before_its_first_operation() -> None:
         assert shard.tolist() == [2.0] * 4
         if comm.rank == 0:
             for nth in (1, 2):  # again after the caches were emptied
-                core.plan_cuda_fault("malloc_device", countdown=nth, error=2)
+                plan_cuda_fault("malloc_device", countdown=nth, error=2)
             with pytest.raises(DeviceError, match="out of memory .*; pools gave back"):
                 sink_of(shard)
 

@@ -17,9 +17,9 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout, MismatchError
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.native import core
 from bucketwheel.testing import RankPool
 from tests.support import simulated_nccl
+from tests.support.counted_cuda import plan_cuda_fault
 from tests.support.nccl_failure_cases import hosts_apart
 from tests.support.simulated_cuda import Graph, posing
 from tests.support.simulated_nccl import simulated
@@ -241,7 +241,7 @@ def device_fails(rank: int, world: int) -> None:
         handle = gather(comm)
         torch.distributed.barrier()  # a failure before the other's call would be told there
         if rank == 0:
-            core.plan_cuda_fault("event_query", 1, 700)
+            plan_cuda_fault("event_query", 1, 700)
             comm.close(10)
             with pytest.raises(CommError, match="event_query"):
                 handle.synchronize(1)
