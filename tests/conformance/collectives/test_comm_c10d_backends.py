@@ -207,7 +207,7 @@ def test_what_is_abandoned_keeps_its_memory_until_it_is_over(ends):
     held = Holding()
     with mock.patch.object(c10d, "_LATE_S", 0.0):
         group = c10d._Group(held, 0, 2, 60.0 if ends == "all_to_all" else 0.5)
-    group.start(0, [0, 100], [0, 100])
+    group.start(0, None, 0, [0, 100], [0, 100])
     assert not group.wait(0)
     group.abandon()
     memory = weakref.ref(group.rooms[0][1])
