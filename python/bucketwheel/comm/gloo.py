@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -29,12 +30,20 @@ def _connect(rendezvous: Rendezvous, name: str, threads: int) -> Any:
     store, options = dist.PrefixStore(name, rendezvous.store), dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timedelta(seconds=rendezvous.left_s), threads
     try:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._devices = _devices()
         group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
     except RuntimeError as error:
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
     set_default_timeout(group, _NO_TIMEOUT)
     return group
+
+
+def _devices() -> list[Any]:
+    """As torch chooses them."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 
 def give_up(group: Any, peer: int) -> None:
