@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +18,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import ShardedGradError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local
 
 SHAPE = (6, 4)
-LARGE = (4 << 20) + 1
 FIRST, ODD = 0, 1  # the parameter whose gradient opens the window, and the one with the unusual gradient
 
 
@@ -115,35 +111,6 @@ def test_usual_gradients_go_without_python(dtype: torch.dtype, reduce_dtype: tor
         return [*seen, *(p.detach().clone() for p in rank.params)]
 
     assert_bitwise_equal(alone(lambda comm: train(comm, False)), alone(lambda comm: train(comm, True)))
-
-
-def test_the_gradient_that_fills_a_bucket_launches_it() -> None:
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        launched: list[int] = []
-        launch = rank.sync.launcher.launch
-        rank.sync.launcher.launch = lambda action: launched.append(action.bucket) or launch(action)  # type: ignore[method-assign]
-        for index in range(4):
-            assert launched == []
-            rank.backward(index)
-        assert launched == [0] and rank.calls == [FIRST]
-
-    alone(body)
-
-
-def test_a_gradient_with_a_graph_leaves_it_behind() -> None:
-    """create_graph: what is reduced has no graph, so nothing is kept alive by p.grad."""
-
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        rank.open()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*create_graph")  # torch says so once in a process
-            (rank.params[ODD] ** 3).sum().backward(create_graph=True)
-        assert not rank.params[ODD].grad.requires_grad
-        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), 3 * rank.params[ODD].detach() ** 2)
-
-    alone(body)
 
 
 # --- what goes to Python ---------------------------------------------------------------------------------------------
@@ -237,70 +204,6 @@ def test_an_unusual_gradient_goes_to_python(name: str) -> None:
     assert_bitwise_equal(quick[ODD], expected.get(name, grads[0][ODD] + grads[1][ODD]))
 
 
-def test_very_large_gradients_go_to_python() -> None:
-    """Which copies without the GIL."""
-
-    def body(comm: Communicator) -> None:
-        params = [Parameter(torch.zeros(8)), Parameter(torch.zeros(LARGE)), Parameter(torch.zeros(LARGE - 1))]
-        rank = Rank(comm, params)
-        rank.open()
-        for index in (1, 2):
-            rank.backward(index)
-        assert rank.calls == [1]
-        for p, grad in zip(params, dyadic(params, 7), strict=True):
-            assert_bitwise_equal(rank.opt.full_grad(p), grad)
-
-    alone(body)
-
-
-def test_large_gradients_come_from_two_threads() -> None:
-    """Each is copied by all of torch's threads, into a bucket that both share, while its thread has the GIL."""
-    numel, threads = 1 << 19, torch.get_num_threads()
-
-    def body(comm: Communicator) -> None:
-        params = [Parameter(torch.zeros(n)) for n in (8, numel, numel + 3)]
-        rank = Rank(comm, params)
-        rank.backward(FIRST)
-        rank.opt.step()  # which takes over torch's threads
-        for value in range(5):
-            rank.opt.zero_grad()
-            rank.calls.clear()
-            rank.open()
-            start = threading.Barrier(2)
-
-            def backward(index: int, value: float = value, start: threading.Barrier = start) -> None:
-                start.wait(20)
-                rank.backward(index, torch.arange(params[index].numel()) % 1024 * 2.0**-value)
-
-            both = [threading.Thread(target=backward, args=(index,)) for index in (1, 2)]
-            for thread in both:
-                thread.start()
-            for thread in both:
-                thread.join(20)
-            assert not any(thread.is_alive() for thread in both)
-            assert rank.calls == []
-            for p in params[1:]:
-                assert_bitwise_equal(rank.opt.full_grad(p), torch.arange(p.numel()) % 1024 * 2.0**-value)
-
-    torch.set_num_threads(2)
-    try:
-        alone(body)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_second_gradient_is_added_by_the_placeholder() -> None:
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        rank.open()
-        for _ in range(3):
-            rank.backward(ODD)
-        assert rank.calls == []
-        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), 3 * dyadic(rank.params, 7)[ODD])
-
-    alone(body)
-
-
 def test_in_no_sync_nothing_goes_anywhere_and_what_is_kept_goes_through_python() -> None:
     def body(comm: Communicator) -> None:
         rank = Rank(comm, small_params())
@@ -326,26 +229,6 @@ def test_in_no_sync_nothing_goes_anywhere_and_what_is_kept_goes_through_python()
     alone(body)
 
 
-def test_what_shards_hold_already_goes_to_python() -> None:
-    """A gradient without a placeholder replaces what an earlier window has left."""
-
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        for index in range(4):
-            rank.backward(index)
-        rank.opt.grad_sync()
-        rank.params[ODD].grad = None
-        rank.calls.clear()
-        rank.backward(2)  # on top, by its placeholder; opens the window
-        rank.backward(ODD)
-        assert rank.calls in ([], [ODD])
-        grads = dyadic(rank.params, 7)
-        for p, grad in zip(rank.params, [grads[0], grads[1], 2 * grads[2], grads[3]], strict=True):
-            assert_bitwise_equal(rank.opt.full_grad(p), grad)
-
-    alone(body)
-
-
 # --- errors, and the end ---------------------------------------------------------------------------------------------
 
 
@@ -363,18 +246,6 @@ def test_an_error_inside_comes_out_of_backward(where: str) -> None:
             for index in range(4):
                 rank.backward(index)
         assert caught.value is error
-
-    alone(body)
-
-
-def test_what_a_reducer_writes_back_is_refused_out_of_backward() -> None:
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        rank.open()
-        rank.sync._placeholders[ODD].is_in_reducer = True
-        rank.params[ODD].grad = torch.zeros(2 * 24)[24:].view(SHAPE)
-        with pytest.raises(ShardedGradError, match="gradient_as_bucket_view"):
-            rank.backward(ODD)
 
     alone(body)
 
@@ -397,23 +268,5 @@ def test_a_hook_that_outlives_its_optimizer_does_nothing(how: str) -> None:
         hook(params[ODD])
         assert params[ODD].grad is grad, "it stays a plain tensor"
         comm.pool.check()
-
-    alone(body)
-
-
-def test_hooks_keep_nothing_alive() -> None:
-    """The capsules of native hooks: of the parameters, the optimizer, the schedule and the buckets."""
-
-    def body(comm: Communicator) -> None:
-        rank = Rank(comm, small_params())
-        rank.open()
-        alive = [weakref.ref(one) for one in (rank.opt, rank.opt._engine, rank.sync, *rank.params)]
-        alive += [weakref.ref(bucket) for bucket in rank.sync.buckets]
-        rank.opt.zero_grad()
-        del rank
-        gc.collect()
-        assert [ref() for ref in alive] == [None] * len(alive)
-        comm.pool.check()
-        comm.pool.expect_no_leases()
 
     alone(body)

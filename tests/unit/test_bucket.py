@@ -1,6 +1,6 @@
 """Buckets that several CUDA streams write to: who waits for whom. The streams are false ones that record what waits.
 
-Of G18 of the optimizer's test rows; the whole: dist/test_optim_streams.py.
+Of G18 of the optimizer's test rows; the whole: conformance/optimizer/test_optim_streams.py.
 """
 
 from __future__ import annotations
@@ -145,15 +145,6 @@ def test_a_captured_window_waits_for_no_stream_of_gradients_that_were_dropped(st
         assert grads.buckets[0].take_streams() == []
         opt.step()
         opt.close()
-
-
-def test_without_cuda_there_is_one_stream() -> None:
-    assert buckets.stream_of(torch.device("cpu")) is None
-    bucket, memory = bucket_of_two(), on_the_host()
-    bucket.is_on_cpu = True
-    bucket.store(memory, 0, torch.ones(4), late=False, add=False)
-    assert bucket.take_streams() == []
-    bucket.take(memory, [1], late=False)[0].release()
 
 
 def large_gradients() -> dict[str, torch.Tensor]:

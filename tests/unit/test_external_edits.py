@@ -47,11 +47,3 @@ def test_a_loaded_state_is_followed_and_no_edit(policy: str) -> None:
     edits.note_written()
     edits.note_bound()
     assert edits.find() == ExternalEdits(policy).find()
-
-
-def test_the_error_names_the_rank() -> None:
-    info = ParamInfo(0, "weight", Parameter(torch.ones(1)), 0, 1, torch.float32, (1,), torch.device("cpu"))
-    assert "on rank 3 since" in str(ExternalEdits.refusal(info, 3)) and "on all ranks if" in str(
-        ExternalEdits.refusal(info, 3)
-    )
-    assert "rank" not in str(ExternalEdits.refusal(info))

@@ -1,16 +1,14 @@
-"""The memory of captured buckets, and which windows may be captured. What comes of it is in tests/conformance/optimizer/test_optim_captured.py."""
+"""The memory of captured buckets. What may be captured, and what comes of it: tests/conformance/optimizer/test_optim_captured*.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from bucketwheel.device import CPU
-from bucketwheel.errors import CaptureError
 from bucketwheel.grads.graph_capture import CapturedBlocks, Captures, WindowState
 from bucketwheel.grads.launch import Reductions
 from bucketwheel.native import core
@@ -99,77 +97,11 @@ def test_what_a_failed_capture_has_in_flight_is_forgotten(library: Any) -> None:
     assert inside.waits == 0
 
 
-def begin(captures: Captures, *, has_grads: bool = False, has_plain: bool = False) -> WindowState:
-    return captures.begin(is_learnt=True, has_grads=has_grads, has_plain=has_plain)
-
-
-def ask(captures: Captures, state: WindowState = WindowState.CLOSED) -> bool:
-    return captures.ask("step", state)
-
-
-def test_a_window_is_captured_whole(library: Any) -> None:
-    captures = Captures(0, is_capturable=True)
-    assert begin(captures, has_plain=True) is WindowState.EAGER
-    assert not ask(captures, WindowState.EAGER)
-    with Graph(library):
-        with pytest.raises(CaptureError, match="before the CUDA graph capture are still being reduced"):
-            ask(captures, WindowState.EAGER)
-        assert begin(captures) is WindowState.CAPTURED
-        assert ask(captures, WindowState.CAPTURED)
-        captures.expect_own_grads(True, False)
-    expect_never(captures, library)
-    captures.expect_none("add_param_group")
-    captures.expect_no_replay("step")
-    assert captures.forget() and not captures.forget() and not ask(captures)
-    captures.keep()
-    with Graph(library):
-        for has_grads, has_plain in ((True, False), (False, True)):
-            with pytest.raises(CaptureError, match="capture zero_grad, forward, backward"):
-                begin(captures, has_grads=has_grads, has_plain=has_plain)
-        begin(captures)
-        captures.end()
-    assert not ask(captures) and not captures.forget()
-    with pytest.raises(RuntimeError, match="graphs hold the addresses"):
-        captures.expect_none("add_param_group")
-    with pytest.raises(CaptureError, match="step found no gradients"):
-        captures.expect_no_replay("step")
-
-
-def expect_never(captures: Captures, library: Any) -> None:
-    """Neither outside of a capture nor in another one."""
-    for capture in (nullcontext(), Graph(library)):
-        with capture:
-            for call in (lambda: begin(captures), *(lambda state=state: ask(captures, state) for state in WindowState)):
-                with pytest.raises(CaptureError, match="its gradients will never come; call zero_grad on all ranks"):
-                    call()
-
-
-def test_kept_gradients_end_with_the_capture(library: Any) -> None:
+def test_what_no_sync_keeps_in_a_capture_is_its_own(library: Any) -> None:
     captures = Captures(0, is_capturable=True)
     with Graph(library):
         captures.keep()
         captures.expect_own_grads(True, False)  # adds to its own
-        assert ask(captures)
+        assert captures.ask("step", WindowState.CLOSED)
         assert not captures.forget(), "zero_grad drops them"
-    assert not ask(captures)
-    with Graph(library):
-        captures.keep()
-    expect_never(captures, library)
-    with Graph(library):
-        assert captures.forget() and ask(captures)
-
-
-def test_only_what_may_be_captured_is(library: Any) -> None:
-    captures = Captures(0, is_capturable=False)
-    with Graph(library):
-        for call in (lambda: begin(captures), lambda: ask(captures)):
-            with pytest.raises(
-                CaptureError, match="needs an optimizer made with capturable=True and static_graph=True"
-            ):
-                call()
-        with pytest.raises(CaptureError, match="run a whole step before it"):
-            Captures(0, is_capturable=True).begin(is_learnt=False, has_grads=False, has_plain=False)
-        with pytest.raises(CaptureError, match="GradScaler decides on the host"):
-            captures.refuse_scaler()
-    captures.refuse_scaler()
-    captures.expect_none("add_param_group")
+    assert not captures.ask("step", WindowState.CLOSED)

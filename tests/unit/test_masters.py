@@ -13,16 +13,8 @@ from bucketwheel.layout.masters import follow_param, join_master, load_master, m
 from tests.support.reference_rows import split
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-LOW_HALVES = [
-    0x0000,
-    0x0001,
-    0x7FFF,
-    0x8000,
-    0x8001,
-    0xFFFF,
-    0x1234,
-    0xC0DE,
-]  # zero, just below and above a tie, the last
+# Zero, just below and above a tie, the last.
+LOW_HALVES = [int(half, 16) for half in "0000 0001 7FFF 8000 8001 FFFF 1234 C0DE".split()]
 
 
 def every_high_half() -> Tensor:

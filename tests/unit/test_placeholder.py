@@ -4,7 +4,6 @@ Every comparison is bitwise between a model whose gradients a `PlainOwner` holds
 unless the test says why not.
 """
 
-import threading
 import warnings
 
 import pytest
@@ -18,7 +17,6 @@ from tests.support.grad_twins import (
     assert_same_bits,
     assert_same_grads,
     backward,
-    make_params,
     make_twins,
     names_of,
 )
@@ -44,7 +42,7 @@ def test_clip_grad_norm_equals_plain(foreach, norm_type, dtype):
 
 
 @pytest.mark.parametrize("foreach", FOREACH)
-def test_total_norm_and_clip_with_norm_equal_plain(foreach):
+def test_total_norm_and_clips_with_it_and_by_value_equal_plain(foreach):
     plain, sharded, owner = make_twins()
     want = get_total_norm([p.grad for p in plain], foreach=foreach)
     got = get_total_norm([p.grad for p in sharded], foreach=foreach)
@@ -52,18 +50,13 @@ def test_total_norm_and_clip_with_norm_equal_plain(foreach):
     clip_grads_with_norm_(plain, 0.25, want * 2, foreach=foreach)
     clip_grads_with_norm_(sharded, 0.25, got * 2, foreach=foreach)
     assert_same_grads(owner, plain)
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_clip_grad_value_equals_plain(foreach):
-    plain, sharded, owner = make_twins()
     with torch.no_grad():
         plain[0].grad[0, 0] = float("nan")
         owner.grads[0][0, 0] = float("nan")
-    clip_grad_value_(plain, 0.75, foreach=foreach)
-    clip_grad_value_(sharded, 0.75, foreach=foreach)
+    clip_grad_value_(plain, 1 / 64, foreach=foreach)
+    clip_grad_value_(sharded, 1 / 64, foreach=foreach)
+    assert float(plain[4].grad.abs().max()) == 1 / 64
     assert_same_grads(owner, plain)
-    assert float(plain[4].grad.abs().max()) == 0.75
 
 
 @pytest.mark.parametrize("foreach", [True, None])
@@ -98,9 +91,6 @@ def test_single_norms_equal_plain_and_may_be_written_to():
         torch.linalg.vector_norm(sharded[0].grad, 2, dim=1)
 
 
-# --- loss scaling -----------------------------------------------------------------------------------------------------
-
-
 # --- accumulation, zeroing, scaling -----------------------------------------------------------------------------------
 
 
@@ -114,16 +104,6 @@ def test_later_backwards_accumulate_and_the_hook_sees_the_placeholder(dtype):
     for i in range(len(sharded)):
         calls = [call for call in owner.calls if call[1] == i]
         assert calls == [("accumulate", i), ("hook", i, True)] * 2
-
-
-def test_assigned_gradients_replace_the_placeholder():
-    plain, sharded, owner = make_twins()
-    for params in (plain, sharded):
-        params[0].grad = torch.full_like(params[0], 2.0)
-        params[1].grad = None
-        backward(params)
-    assert_same_grads(owner, plain)
-    assert all(p.grad is g for p, g in zip(sharded, owner.placeholders, strict=True))
 
 
 def test_manual_accumulation_and_scaling_equal_plain():
@@ -167,19 +147,6 @@ def test_zero_in_other_words():
         assert not owner.grads[i].any()
     with pytest.raises(ShardedGradError, match="aten.fill_"):
         sharded[3].grad.fill_(1.0)
-
-
-def test_backward_in_anomaly_mode_and_in_another_thread():
-    plain, sharded, owner = make_twins()
-    with torch.autograd.set_detect_anomaly(True):
-        backward(plain)
-        backward(sharded)
-    backward(plain)
-    thread = threading.Thread(target=backward, args=(sharded,))
-    thread.start()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert_same_grads(owner, plain)
 
 
 def test_create_graph_and_sparse_gradients_are_refused():
@@ -242,18 +209,3 @@ def test_unscale_of_mixed_lists_finds_inf_anywhere(where):
     for name, g in holders.items():
         assert_same_bits(g, want[name])
     assert names_of(first_owner) == names_of(second_owner) == ["unscale"]
-
-
-def test_clipping_a_model_of_mixed_dtypes_and_plain_parameters():
-    torch.manual_seed(0)
-    twins = []
-    for _ in range(2):
-        params = [*make_params(), *make_params(torch.bfloat16), *make_params()]
-        twins.append(params)
-    plain, sharded = twins
-    owner = PlainOwner(sharded[: len(sharded) * 2 // 3])
-    backward(plain)
-    backward(sharded)
-    assert_same_bits(clip_grad_norm_(sharded, 0.5), clip_grad_norm_(plain, 0.5))
-    for i, p in enumerate(plain):
-        assert_same_bits(owner.grads.get(i, sharded[i].grad), p.grad)

@@ -126,8 +126,3 @@ def test_pieces_find_their_sums_of_squares(poses: bool) -> None:
         assert cut.row_sums is not None
         assert cut.row_sums.dtype == torch.float64 and not cut.row_sums.any()
         assert max(piece.row for piece in pieces) < cut.row_sums.numel()
-
-
-def test_no_spaces_no_buckets() -> None:
-    cut = cut_buckets([], 0, CPU, AdamRows(torch.zeros(0, dtype=torch.int64)))
-    assert cut == Cut([], {}, None)
