@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,17 @@ def opposite_orders(run: Run) -> None:
     for step in range(3):
         for i in range(9) if run.rank % 2 == step % 2 else range(8, -1, -1):
             run.backward(step, used=[i])
+        run.step()
+
+
+@script()
+def random_orders_and_branches(run: Run) -> None:
+    """Each backward is of one parameter, on one or two ranks; in an order of the rank's own. Some come twice, some never."""
+    for step in range(6):
+        same, own = random.Random(step), random.Random(f"{step} {run.rank}")
+        chosen = [(10 * step + n, same.randrange(9), same.sample(range(4), 1 + n % 2)) for n in range(9)]
+        for seed, param, ranks in own.sample(chosen, len(chosen)):
+            run.backward(seed, used=[param], on=ranks)
         run.step()
 
 

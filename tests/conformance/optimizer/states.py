@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import lr_scheduler
 
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.scripts import DISTRIBUTIONS, ON_CPU, SHARDED, WIDE, script
@@ -50,8 +51,10 @@ def resumed(run: Run, first: str) -> None:
     if not run.is_reference:
         file = io.BytesIO()
         torch.save((run.opt.state_dict(), values_of(run)), file)
+        kept = run.opt.state_dict()
         some_steps(run, 7)
         saved, values = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        assert_bitwise_equal(kept["state"], saved["state"], "a copy")
         untouched = copy.deepcopy(saved)
         run.restart()
         assert not any(state["exp_avg"].any() for state in run.opt.state_dict()["state"].values())
@@ -65,7 +68,38 @@ def resumed(run: Run, first: str) -> None:
 
 
 variant("resumed_model_first", lambda run: resumed(run, "model"), make=two_groups, distributions=ANY[:4])
-variant("resumed_optimizer_first", lambda run: resumed(run, "optimizer"), make=two_groups)
+variant(
+    "resumed_optimizer_first",  # loading is no edit
+    lambda run: resumed(run, "optimizer"),
+    make=two_groups,
+    options={"lr": 0.01, "on_external_update": "error"},
+    torch=False,
+)
+
+
+@script(make=two_groups)
+def resumed_with_a_scheduler(run: Run) -> None:
+    """Its groups keep ``initial_lr``, and a rate that was loaded is not the dict's."""
+
+    def make() -> lr_scheduler.OneCycleLR:  # which changes betas, too
+        return lr_scheduler.OneCycleLR(run.opt, max_lr=[0.1, 0.05], total_steps=8)
+
+    scheduler = make()
+    for step in range(6):
+        if step == 3 and not run.is_reference:
+            saved, of_scheduler = run.opt.state_dict(), scheduler.state_dict()
+            groups, values = copy.deepcopy(saved["param_groups"]), values_of(run)
+            run.restart()
+            set_values(run, values)
+            scheduler = make()
+            scheduler.load_state_dict(of_scheduler)
+            run.opt.load_state_dict(saved)
+            assert [g["initial_lr"] for g in run.opt.param_groups] == [g["initial_lr"] for g in groups]
+        some_steps(run, step)
+        scheduler.step()
+        run.see([(float(g["lr"]), *map(float, g["betas"])) for g in run.opt.param_groups])
+    if not run.is_reference:
+        assert saved["param_groups"] == groups
 
 
 @script(precisions=("fp32", "fp32, bf16 states", "fp64"), options={"lr": 0.01, "weight_decay": 0.1})

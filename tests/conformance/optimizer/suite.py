@@ -214,6 +214,9 @@ def expect_torchs(one: Script) -> None:
     mine = expected_of(one.name, precision)
     if one.torch and precision == "fp32":
         assert_as_torch(mine, outcome_of_torch(one), atol=1e-6)
+    if one.torch and "fp64" in one.precisions:  # throughout, norm and clip coefficient included: far below float32
+        exact = outcome_of(one, bw.ShardedAdamW, F64, **one.options)
+        assert_as_torch(exact, outcome_of_torch(one, F64), rtol=1e-12, atol=1e-14)
     values, saved, seen, _ = played(one.name, Setting("local", 1, precision, one.distributions[0]), 0, 1, {})
     assert_bitwise_equal(values, mine.params)
     assert_bitwise_equal([saved["state"].get(i, {}) for i in range(len(values))], mine.states)

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.conformance.optimizer.scripts import DISTRIBUTIONS, ON_CPU, SHARDED, WIDE, script
-from tests.support.optim_twins import Run
+from tests.conformance.optimizer.scripts import DISTRIBUTIONS, ON_CPU, PRECISIONS, SHARDED, WIDE, script
+from tests.support.optim_twins import Run, make_params
 
 ANY = tuple(DISTRIBUTIONS)
 EXACT = ("fp32", "fp32, bf16 states", "fp64")
+NOT_DOUBLE = tuple(name for name in PRECISIONS if name != "fp64")  # torch computes in float32 with a rate in float32
 SINGLE = EXACT[:2]  # in float64 the last bit shows in which order factors were multiplied
 
 # ---- hyperparameters and groups
@@ -63,7 +64,13 @@ def variant(name: str, of: Callable[[Run], None], **where: Any) -> None:
 variant("defaults", plain_steps, options={}, distributions=ANY)
 variant("named_parameters", plain_steps, make=named, options={"lr": 0.1})
 variant("groups_of_their_own", plain_steps, make=own_options, options={"lr": 0.01, "betas": (0.8, 0.95)})
-variant("a_rate_that_is_a_tensor", plain_steps, options={"lr": torch.tensor(0.02), "foreach": False}, backends=ON_CPU)
+variant(
+    "a_rate_that_is_a_tensor",
+    plain_steps,
+    options={"lr": torch.tensor(0.02), "foreach": False},
+    backends=ON_CPU,
+    precisions=NOT_DOUBLE,
+)
 variant("rate_0", plain_steps, options={"lr": 0.0, "weight_decay": 0.5})
 variant("betas_0", plain_steps, options={"lr": 0.01, "betas": (0.0, 0.0), "eps": 1e-2, "weight_decay": 0.0})
 variant("eps_0", plain_steps, options={"lr": 0.01, "eps": 0.0}, precisions=("fp32", "bf16", "fp64"))
@@ -76,7 +83,15 @@ variant(
     options={"lr": 0.01, "amsgrad": True, "decoupled_weight_decay": False, "maximize": True, "weight_decay": 0.3},
     precisions=WIDE,
 )
-variant("not_averaged_over_one", plain_steps, options={"gradient_average": False}, worlds=(1,), torch=False)
+
+
+def summed(run: Run) -> None:
+    for step in range(3):
+        (run.loss(step) / run.world).backward()
+        run.step()
+
+
+variant("summed_gradients", summed, options={"gradient_average": False}, worlds=(2, 4), torch=False)
 
 
 def of(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], list[Parameter]]:
@@ -118,7 +133,11 @@ def steps_and_a_reload(run: Run) -> None:
     for step in range(3):
         run.backward(step)
         run.step()
-    run.opt.load_state_dict(run.opt.state_dict())
+    saved = run.opt.state_dict()
+    if run.opt.param_groups[0].get("granularity") == "row":
+        for p, state in zip(run.params, saved["state"].values(), strict=True):
+            assert all(end % p.stride(0) == 0 for ends in state.get("ranges", []) for end in ends), "a row is cut"
+    run.opt.load_state_dict(saved)
     run.backward(3)
     run.clip(1e9)
     run.opt.step()
@@ -137,6 +156,15 @@ ODD: dict[str, tuple[Callable[[torch.dtype], list[Parameter]], Callable[[list[Pa
 }
 for odd_name, (odd_params, odd_groups) in ODD.items():
     variant(odd_name, steps_and_a_reload, params=odd_params, make=odd_groups, clips=True)
+
+
+def all_dtypes(_: torch.dtype) -> list[Parameter]:
+    """Interleaved. float64 parameters stay float64 throughout, whatever the options say of the others."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return [p for i, dtype in enumerate(dtypes) for p in make_params(dtype, seed=i)][::-2]
+
+
+variant("all_dtypes", plain_steps, params=all_dtypes, torch=False, precisions=("fp32, bf16 states", "bf16, no master"))
 
 
 # ---- schedulers
@@ -200,14 +228,14 @@ def every_scheduler(run: Run) -> None:
 
 
 variant("every_scheduler_of_numbers", every_scheduler, make=two_rates)
-variant("every_scheduler_of_tensors", every_scheduler, make=two_tensor_rates, backends=ON_CPU)
+variant("every_scheduler_of_tensors", every_scheduler, make=two_tensor_rates, backends=ON_CPU, precisions=NOT_DOUBLE)
 
 # ---- norms and clipping
 
 
 @script(clips=True, backends=ON_CPU, precisions=EXACT)  # CUDA adds the powers of a norm of order 1 in another order
 def norms_of_every_order(run: Run) -> None:
-    for step, order in enumerate([2.0, math.inf, 1.0, 0.0]):
+    for step, order in enumerate([2.0, math.inf, 1.0, 0.0, -math.inf]):
         run.backward(step, used=[0, 2, 3, 6, 7, 8])
         run.clip(0.5, order)
         run.see_grads()
@@ -281,7 +309,7 @@ def clip_by_torch(run: Run) -> None:
         run.clip(0.5, math.inf, parameters=[run.params[i] for i in (0, 3, 8)])
         run.see_grads()
         run.backward(step + 10, used=[0, 3, 8])
-        run.clip(0.25)
+        run.clip(0.25, 1.0)
         run.step()
 
 
@@ -332,8 +360,9 @@ def a_norm_of_nan_spoils_what_it_clips(run: Run) -> None:
 
 @script(clips=True)
 def a_norm_that_is_not_finite_may_be_an_error(run: Run) -> None:
-    """On every rank; and nothing is clipped."""
+    """On every rank; and nothing is clipped. By the method, and by torch's function."""
     for step, bad in enumerate([math.inf, math.nan]):
+        run.clips_by_torch = step == 1
         run.backward(step)
         poison(run, bad, 1)
         for order in (2.0, math.inf):
@@ -341,6 +370,7 @@ def a_norm_that_is_not_finite_may_be_an_error(run: Run) -> None:
                 run.clip(0.5, order, error_if_nonfinite=True)
         run.see(run.opt.full_grad(run.params[0]))
         run.opt.zero_grad()
+    run.clips_by_torch = False
     run.backward(9)
     run.clip(1e6, error_if_nonfinite=True)
     run.step()
@@ -363,7 +393,7 @@ def clip_with_given_norms(run: Run) -> None:
         run.step()
 
 
-@script(backends=ON_CPU, precisions=EXACT)
+@script(backends=SHARDED, precisions=EXACT)
 def scaled_losses(run: Run) -> None:
     """By a GradScaler: a step that overflows on one rank is skipped on all, and the scale falls."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
