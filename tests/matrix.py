@@ -54,7 +54,7 @@ TESTS = (
     ),
     *(
         "tests/conformance/collectives/test_comm.py",
-        "tests/conformance/optimizer/test_optim.py",
+        "tests/conformance/optimizer/test_suite.py",
         "tests/conformance/optimizer/test_optim_state.py",
     ),
     *(

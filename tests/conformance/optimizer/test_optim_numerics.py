@@ -1,7 +1,4 @@
-"""What ShardedAdamW computes: the rows N of the optimizer's tests, against torch, float64 and exact sums.
-
-N1, N5, N6 and N13 are in test_optim_options.py, test_optim_bf16.py and test_optim_masters.py, too.
-"""
+"""What ShardedAdamW computes beside the suite's scripts: the rows N of the optimizer's tests, against torch and exact sums."""
 
 from __future__ import annotations
 
@@ -15,69 +12,121 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads.bucket import GradBucket
+from bucketwheel.layout.masters import split_master
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
+from tests.conformance.optimizer.scripts import SCRIPTS, Setting
+from tests.conformance.optimizer.suite import expect_conformance
 from tests.support.optim_twins import (
     TINY,
     WORLDS,
+    Run,
     dyadic,
+    joined_states,
     loss_of,
     make_params,
     on_ranks,
-    over_worlds,
     run_local,
     share,
 )
+from tests.support.requirements import slow_case
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
-
-# --- N2: the update against float64
-
-
-def resumed_at(opt: ShardedAdamW, m: Tensor, v: Tensor, step: int) -> None:
-    saved = opt.state_dict()
-    whole = {"step": torch.tensor(float(step)), "exp_avg": m, "exp_avg_sq": v}
-    opt.load_state_dict({"state": {0: whole}, "param_groups": saved["param_groups"]})
+# How far parameters may be from torch's after 100 steps (rtol, atol). Its fused kernel rounds in our order: the row's
+# numbers, of which a tenth is used. foreach adds every product up in another order; measured: 1.8 times the row's.
+FROM_TORCH = {"fused": (1e-6, 1e-8), "foreach": (4e-6, 1e-7)}
 
 
-@pytest.mark.parametrize("step", [1, 2, 10, 10**4, 10**6])
-@pytest.mark.parametrize("world", [None, 2, 4])
-def test_n2_an_update_is_within_4_ulp_of_float64(world: int | None, step: int) -> None:
-    """At step 1, 1 - b2^1 = 0.001 has to keep its digits. The parameter starts at 0, so that it is the update."""
-    generator = torch.Generator().manual_seed(step)
-    grad, m = torch.randn(5000, generator=generator), torch.randn(5000, generator=generator) * (step > 1)
-    v = torch.rand(5000, generator=generator) * (step > 1)
-    lr, b1, b2, eps = 1e-3, 0.9, 0.999, 1e-8
-    m64 = b1 * m.double() + (1 - b1) * grad.double()
-    v64 = b2 * v.double() + (1 - b2) * grad.double().square()
-    update = -lr * (m64 / (1 - b1**step)) / ((v64 / (1 - b2**step)).sqrt() + eps)
-    # Where m cancels, the rounding of its float32 terms shows in the update.
-    unit = -lr / (1 - b1**step) * torch.maximum(m64.abs(), (0.1 * grad).double().abs())
-    ulp = (unit / ((v64 / (1 - b2**step)).sqrt() + eps)).abs() * 2**-23
+@pytest.mark.parametrize("world", [None, slow_case(1), 2, 3, slow_case(4)])
+def test_n1_100_steps_stay_with_torch(world: int | None) -> None:
+    """Sums and means are exact at every world, so only the step itself can deviate."""
+    size = world or 1
 
-    def body(comm: Communicator | None) -> Tensor:
-        param = Parameter(torch.zeros(5000))
-        opt = ShardedAdamW([param], lr=lr, betas=(b1, b2), eps=eps, weight_decay=0.0, process_group=comm, **TINY)
-        resumed_at(opt, m, v, step - 1)
-        (param * grad).sum().backward()
-        opt.step()
+    def gradients(params: list[Parameter], step: int, rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randn(p.shape, generator=generator).mul(1024).round().div(1024) * size for p in params]
+
+    def body(comm: Communicator | None) -> tuple[list[Tensor], dict[str, Any]]:
+        params = make_params()
+        opt = ShardedAdamW(params, lr=0.01, weight_decay=0.1, process_group=comm, **TINY)
+        for step in range(100):
+            loss_of(params, gradients(params, step, comm.rank if comm else 0)).backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in params], opt.state_dict()
+
+    ranks = on_ranks(world, body)
+    states = joined_states([saved for _, saved in ranks], make_params())
+    for stock, (rtol, atol) in FROM_TORCH.items():
+        reference = make_params()
+        theirs = torch.optim.AdamW(reference, lr=0.01, weight_decay=0.1, **{stock: True})
+        for step in range(100):
+            everyone = [gradients(reference, step, rank) for rank in range(size)]
+            for p, *grads in zip(reference, *everyone, strict=True):
+                p.grad = torch.zeros_like(p).copy_(torch.stack(grads).sum(0) / size)
+            theirs.step()
+        for params, _ in ranks:
+            for p, q in zip(params, reference, strict=True):
+                torch.testing.assert_close(p, q.detach(), rtol=rtol, atol=atol, msg=lambda m, s=stock: f"{s}: {m}")
+        for state, q in zip(states, reference, strict=True):
+            expected = theirs.state[q]
+            assert float(state["step"]) == float(expected["step"]) == 100
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("world", [None, 2, 3])
+def test_n5_a_remainder_is_the_master_bit_for_bit(world: int | None) -> None:
+    """The trained weights are the same float32; the parameters are too, but where a rounding is a tie."""
+
+    def body(comm: Communicator | None) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        left = []
+        for master_weights in ("fp32", "bf16_remainder"):
+            params = make_params(BF16)
+            opt = ShardedAdamW(params, lr=0.01, process_group=comm, master_weights=master_weights, **TINY)
+            run = Run(opt, params, comm.rank if comm else 0, comm.size if comm else 1)
+            for step in range(6):
+                run.backward(step)
+                run.step()
+            left.append((opt.state_dict(), [p.detach().clone() for p in params]))
+            opt.close()
+        return left
+
+    ranks = on_ranks(world, body)
+    whole, split = (
+        [state["master_param"] for state in joined_states([left[i][0] for left in ranks], make_params())]
+        for i in (0, 1)
+    )
+    assert_bitwise_equal(split, whole)
+    for (_, values), (_, highs) in ranks:
+        assert_bitwise_equal(values, [m.to(BF16) for m in whole])
+        assert_bitwise_equal(highs, [split_master(m.contiguous())[0] for m in whole])
+
+
+@pytest.mark.parametrize("master_weights", ["auto", "bf16_remainder", "none"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_n6_updates_below_the_precision_of_a_parameter_accumulate(world: int, master_weights: str) -> None:
+    """Without a master they are lost, as docs/numerics.md says."""
+
+    def body(comm: Communicator) -> Tensor:
+        param = Parameter(torch.ones(300, dtype=BF16))
+        options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.0, "master_weights": master_weights, **TINY}
+        opt = ShardedAdamW([param], process_group=comm, **options)
+        for step in range(60):
+            param.sum().backward()
+            opt.step()
+            opt.zero_grad()
+            if step == 10:
+                assert (param == 1.0).all(), "one update is far below the distance of bfloat16 numbers"
         return param.detach().clone()
 
-    for param in run_local(world, body) if world else [body(None)]:
-        assert ((param.double() - update).abs() / ulp).max() <= 4
+    for param in run_local(world, body):
+        end = 1.0 if master_weights == "none" else 1 - 60e-4
+        torch.testing.assert_close(param.float(), torch.full((300,), end), atol=4e-3 * (end < 1), rtol=0)
 
 
-# --- N3: options
-
-
-# --- N4: elements that are no ordinary numbers
-
-# --- N7: dtypes of states
-
-
-@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype, state_dtype", [(F32, BF16), (BF16, F32), (F16, BF16)], ids=str)
 @pytest.mark.parametrize("world", [None, 2])
 def test_n7_no_way_of_loading_casts_states(world: int | None, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     """Optimizer.load_state_dict casts them to the parameter's dtype."""
@@ -89,62 +138,29 @@ def test_n7_no_way_of_loading_casts_states(world: int | None, dtype: torch.dtype
     def body(comm: Communicator | None) -> None:
         params = make_params(dtype)
         opt = ShardedAdamW(params, process_group=comm, state_dtype=state_dtype, **TINY)
-        loss_of(params, dyadic(params, 0)).backward()
-        opt.step()
-        opt.zero_grad()
-        before = opt.state_dict()
-        other = {**before, "state": {i: dict(entry) for i, entry in before["state"].items()}}
-        for entry in other["state"].values():
-            entry["exp_avg"] = entry["exp_avg"].double()
-        for saved in (before, other, stock.state_dict()):
+        run = Run(opt, params)
+        run.backward(0)
+        run.step()
+        mine = opt.state_dict()
+        doubles = {i: {**entry, "exp_avg": entry["exp_avg"].double()} for i, entry in mine["state"].items()}
+        for saved in (mine, {**mine, "state": doubles}, stock.state_dict()):
             opt.load_state_dict(saved)
             for entry in (*opt.state_dict()["state"].values(), *opt.state.values()):
                 assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == state_dtype
                 assert "master_param" not in entry or entry["master_param"].dtype == F32
-            if saved is not stock.state_dict():
-                loss_of(params, dyadic(params, 1)).backward()
-                opt.step()
-                opt.zero_grad()
+            run.backward(1)
+            run.step()
 
     on_ranks(world, body)
 
 
-# --- N8 and N9: sizes, tails and padding
-
-SIZES = [0, 1, 3, 31, 32, 33, 127, 128, 129, 4097]
-
-
-def odd_sizes(dtype: torch.dtype) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(5)
-    flat = torch.randn(sum(SIZES) + 2, generator=generator).to(dtype)
-    cut, at = [], 1  # one element off: nothing is aligned
-    for numel in SIZES:
-        cut.append(Parameter(flat[at : at + numel]))
-        at += numel
-    return [*cut, Parameter(flat[at].clone())]
-
-
-def trained(comm: Communicator | None, dtype: torch.dtype, poison: bool = False, **options: Any) -> dict[str, Any]:
-    rank, world = (comm.rank, comm.size) if comm else (0, 1)
-    params = odd_sizes(dtype)
-    opt = ShardedAdamW(params, lr=0.01, process_group=comm, **{**TINY, **options})
-    norms = []
-    for seed in range(3):
-        if poison:
-            poison_padding(opt)
-        loss_of(params, share(dyadic(params, seed), rank, world)).backward()
-        norms.append(opt.clip_grad_norm_(1e6).clone())
-        opt.step()
-        opt.zero_grad()
-    saved = opt.state_dict()["state"]
-    own = [opt.full_grad(p) for p in params]
-    assert own == [None] * len(params)
-    return {"params": [p.detach().clone() for p in params], "norms": norms, "saved": saved}
+# ---- N8 and N9: sizes, tails and padding
 
 
 def poison_padding(opt: ShardedAdamW) -> None:
     """NaN wherever no parameter is: in the flat parameters and in every shard."""
-    for space in opt._engine._spaces:
+    engine: Any = opt._engine
+    for space in engine._spaces:
         is_padding = torch.ones(space.packing.numel, dtype=torch.bool)
         is_shard_padding = torch.ones(space.packing.shard_numel, dtype=torch.bool)
         for packed, begin in enumerate(space.packing.begins):
@@ -158,114 +174,45 @@ def poison_padding(opt: ShardedAdamW) -> None:
                 shard[is_shard_padding] = math.nan if shard.dtype.is_floating_point else -1
 
 
-def take_poisoned(taken: list[int]) -> Any:
-    """`GradBucket.take`, with NaN where no parameter is."""
-    real = GradBucket.take
+POISONED = [
+    (name, setting)
+    for name in ("misaligned_parameters", "scaled_losses")  # padding is no inf that a scaler finds
+    for setting in SCRIPTS[name].settings()
+    if (setting.backend, setting.distribution) == ("local", "tiny buckets") and setting.world > 1
+]
 
-    def take(self: GradBucket, acquire: Any, absent: Any, *, late: bool) -> Any:
-        memory, flat = real(self, acquire, absent, late=late)
+
+@pytest.mark.parametrize("name, setting", POISONED, ids=str)
+def test_n9_nan_in_the_padding_shows_nowhere(monkeypatch: pytest.MonkeyPatch, name: str, setting: Setting) -> None:
+    """Scripts of the suite, with NaN before every backward and in every bucket before it is sent."""
+    poisoned = 0
+    take, loss = GradBucket.take, Run.loss
+
+    def poisoned_take(self: GradBucket, *args: Any, **options: Any) -> Any:
+        nonlocal poisoned
+        memory, flat = take(self, *args, **options)
         is_padding = torch.ones(flat.numel(), dtype=torch.bool)
         for part in self.parts.values():
             is_padding[part.begin : part.begin + part.numel] = False
         flat[is_padding] = math.nan
-        taken.append(int(is_padding.sum()))
+        poisoned += int(is_padding.sum())
         return memory, flat
 
-    return take
+    def poisoned_loss(self: Run, *args: Any, **options: Any) -> Tensor:
+        if self.world > 1:
+            poison_padding(self.opt)
+        return loss(self, *args, **options)
+
+    monkeypatch.setattr(GradBucket, "take", poisoned_take)
+    monkeypatch.setattr(Run, "loss", poisoned_loss)
+    expect_conformance(name, setting, lambda world: None)
+    assert poisoned > 0
 
 
-KINDS = [
-    (F32, {}),
-    (BF16, {"master_weights": "bf16_remainder", "state_dtype": BF16}),
-    (F16, {}),
-    (F64, {"amsgrad": True}),
-]
+# ---- ranges and roundings
 
 
-@pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
-@over_worlds(3)
-def test_n8_n9_padding_shows_nowhere(
-    monkeypatch: pytest.MonkeyPatch, worlds: list[int], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    """N8: sizes around vectors and shards, misaligned; N9: padding is NaN before every collective."""
-    expected = trained(None, dtype, **options)
-    assert all(torch.isfinite(norm) for norm in expected["norms"])
-    taken: list[int] = []
-    for poison in (False, True):
-        if poison:
-            monkeypatch.setattr(GradBucket, "take", take_poisoned(taken))
-        for world in worlds:
-            for rank in run_local(world, lambda comm, poison=poison: trained(comm, dtype, poison, **options)):
-                assert_bitwise_equal(rank["params"], expected["params"], f"world {world}, poison {poison}")
-                for norm, wanted in zip(rank["norms"], expected["norms"], strict=True):
-                    torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)  # the mean is taken of another sum
-                for i, entry in rank["saved"].items():
-                    for name in entry.keys() - {"ranges", "step"}:
-                        whole = expected["saved"][i][name].reshape(-1)
-                        ranges = entry.get("ranges", [(0, whole.numel())])
-                        parts = [whole[begin:end] for begin, end in ranges] or [whole[:0]]
-                        what = f"{name} of {i}, world {world}, poison {poison}"
-                        assert_bitwise_equal(entry[name].reshape(-1), torch.cat(parts), what)
-    assert sum(taken) > 0, "there was padding"
-
-
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)  # of float64 the largest elements are looked at, too
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_n8_padding_is_no_inf_that_a_scaler_finds(
-    monkeypatch: pytest.MonkeyPatch, world: int, dtype: torch.dtype
-) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(GradBucket, "take", take_poisoned(taken))
-
-    def body(comm: Communicator) -> None:
-        params = odd_sizes(dtype)
-        opt = ShardedAdamW(params, lr=0.01, process_group=comm, **TINY)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-        for seed in range(2):
-            poison_padding(opt)
-            before = [p.detach().clone() for p in params]
-            scaler.scale(loss_of(params, share(dyadic(params, seed), comm.rank, world))).backward()
-            scaler.unscale_(opt)
-            found = scaler._found_inf_per_device(opt)
-            assert len(found) == 1 and all(float(flag) == 0.0 for flag in found.values())
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-            assert scaler.get_scale() == 8.0
-            assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True) if p.numel())
-
-    run_local(world, body)
-    assert sum(taken) > 0, "there was padding"
-
-
-# --- N11: averages
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("average", [True, False])
-def test_n11_mean_and_sum_are_exact_at_any_world(world: int, dtype: torch.dtype, average: bool) -> None:
-    """Gradients are multiples of the world size: of an odd one, too."""
-    whole = [g * 16 for g in dyadic(make_params(dtype), 0)]
-
-    def body(comm: Communicator) -> list[Tensor]:
-        params = make_params(dtype)
-        opt = ShardedAdamW(params, process_group=comm, gradient_average=average, **TINY)
-        loss_of(params, [g * world * (comm.rank + 1) for g in whole]).backward()
-        grads = [opt.full_grad(p) for p in params]
-        opt.step()
-        return grads
-
-    factor = sum(range(1, world + 1)) * (1 if average else world)
-    wide = F64 if dtype == F64 else F32
-    for grads in run_local(world, body):
-        assert_bitwise_equal(grads, [g.to(wide) * factor for g in whole])
-
-
-# --- N12: the range of float16
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, F16, F32], ids=str)
+@pytest.mark.parametrize("reduce_dtype", [None, F16], ids=str)
 @pytest.mark.parametrize("world", WORLDS)
 def test_n12_float16_gradients_do_not_overflow_where_ddp_does_not(world: int, reduce_dtype: torch.dtype | None) -> None:
     """DDP divides by the world size before it adds. Our sums are float32 beyond the buckets."""
@@ -275,10 +222,9 @@ def test_n12_float16_gradients_do_not_overflow_where_ddp_does_not(world: int, re
         param = Parameter(torch.zeros(300, dtype=F16))
         opt = ShardedAdamW([param], process_group=comm, reduce_dtype=reduce_dtype, **TINY)
         (param * largest).sum().backward()
-        assert param.grad.dtype == F16
-        whole = opt.full_grad(param)
-        norm = opt.local_grad_norm()
+        whole, norm = opt.full_grad(param), opt.local_grad_norm()
         opt.step()
+        assert whole is not None
         return whole, norm, param.detach().clone()
 
     for whole, norm, param in run_local(world, body):
@@ -287,4 +233,91 @@ def test_n12_float16_gradients_do_not_overflow_where_ddp_does_not(world: int, re
         torch.testing.assert_close(param, torch.full((300,), -1e-3, dtype=F16))
 
 
-# --- N13: sums of bfloat16 gradients in float32
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("accum_dtype", [None, BF16], ids=str)
+def test_n13_accum_dtype_is_what_windows_add_up_in(dtype: torch.dtype, accum_dtype: torch.dtype | None) -> None:
+    """Two windows of gradients 1 and 1/256, whose sum needs nine bits."""
+
+    def body(comm: Communicator) -> Tensor | None:
+        param = Parameter(torch.zeros(70, dtype=dtype))
+        opt = ShardedAdamW([param], process_group=comm, accum_dtype=accum_dtype, reduce_dtype=F32)
+        param.sum().backward()
+        opt.grad_sync()
+        (param / 256).sum().backward()
+        return opt.full_grad(param)
+
+    for whole in run_local(2, body):
+        assert_bitwise_equal(whole, torch.full((70,), 1.0 if accum_dtype else 1 + 1 / 256))
+
+
+def test_a_bfloat16_second_moment_is_rounded_stochastically() -> None:
+    """Else equal bits at every world would say nothing of random ones."""
+    param = Parameter(torch.zeros(4096))
+    opt = ShardedAdamW([param], state_dtype=BF16)
+    param.grad = grad = torch.linspace(0.5, 1.5, 4096)
+    opt.step()
+    state = opt.state_dict()["state"][0]
+    exact = (1 - 0.999) * grad.double().square()
+    assert_bitwise_equal(state["exp_avg"], (0.1 * grad.double()).float().to(BF16), "m is rounded to nearest")
+    away = (state["exp_avg_sq"] != exact.to(BF16)).float().mean()
+    assert 0.1 < away < 0.5, away
+    assert abs((state["exp_avg_sq"].double() / exact - 1).mean()) < 2e-4, "unbiased"
+
+
+def test_stock_clipping_of_float64_gradients() -> None:
+    def body(comm: Communicator | None) -> tuple[Tensor, list[Tensor]]:
+        params = [Parameter(torch.linspace(-1, 1, 300, dtype=F64)), Parameter(torch.ones(7, dtype=F64))]
+        opt: Any = ShardedAdamW(params, process_group=comm, **TINY) if comm else torch.optim.AdamW(params)
+        sum((p.square() * p).sum() for p in params).backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+        opt.step()
+        return norm.clone(), [p.detach().clone() for p in params]
+
+    norm, expected = body(None)
+    for theirs, params in run_local(3, body):
+        assert theirs.dtype == F64
+        torch.testing.assert_close(theirs, norm, rtol=1e-14, atol=0)
+        torch.testing.assert_close(params, expected, rtol=1e-13, atol=1e-15)
+
+
+# ---- who sees what is written
+
+
+@pytest.mark.parametrize("overlap_param_sync", [False, True])
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_step_between_forward_and_backward_is_seen_by_autograd(world: int | None, overlap_param_sync: bool) -> None:
+    """And so is rank 0's value, which the others take."""
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        made_before = params[6].square().sum()
+        opt = ShardedAdamW(params, process_group=comm, overlap_param_sync=overlap_param_sync, **TINY)
+        if comm:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                made_before.backward()
+        used, unused = params[0], params[3]
+        used.sum().backward()
+        stale, fine = used.square().sum(), unused.square().sum()
+        opt.step()
+        fine.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+
+    on_ranks(world, body)
+
+
+def test_without_broadcast_every_rank_trains_its_shards_of_its_own_values() -> None:
+    def body(comm: Communicator) -> tuple[list[Tensor], dict[str, Any]]:
+        params = make_params(BF16, seed=0 if comm.rank == 0 else 1)
+        before = [p.detach().clone() for p in params]
+        opt = ShardedAdamW(params, process_group=comm, broadcast_params=False, **TINY)
+        assert_bitwise_equal([p.detach() for p in params], before)
+        loss_of(params, share(dyadic(params, 0), comm.rank, comm.size)).backward()
+        opt.step()
+        assert any(not torch.equal(p, b) for p, b in zip(params, before, strict=True))
+        return [p.detach().clone() for p in params], opt.state_dict()
+
+    ranks = run_local(3, body)
+    for params, _ in ranks:
+        assert_bitwise_equal(params, ranks[0][0])
+    joined_states([saved for _, saved in ranks], make_params())

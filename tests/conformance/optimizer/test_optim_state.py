@@ -1,10 +1,9 @@
-"""state_dict and load_state_dict: resuming is as if nothing had been, and a dict that does not fit changes nothing."""
+"""state_dict and load_state_dict beside the suite's scripts: torch's and ours, other ranks' and other masters'; the end."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from typing import Any
@@ -17,17 +16,9 @@ from torch.nn import Parameter
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.optim_twins import (
-    TINY,
-    WORLDS,
-    dyadic,
-    loss_of,
-    make_params,
-    on_ranks,
-    run_local,
-    share,
-)
+from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, run_local, share
 
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Saved = dict[str, Any]
 
 
@@ -48,55 +39,31 @@ def values(params: list[Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in params]
 
 
-@pytest.mark.parametrize("world", [None, *WORLDS])
-def test_states_are_plain_private_and_complete(world: int | None) -> None:
+def copies(params: list[Parameter]) -> list[Parameter]:
+    fresh = make_params(params[0].dtype, seed=3)
+    for p, value in zip(fresh, params, strict=True):
+        p.data.copy_(value.data)
+    return fresh
+
+
+@pytest.mark.parametrize("dtype, amsgrad", [(F32, False), (F32, True), (F64, True)], ids=str)
+@pytest.mark.parametrize("world", [None, 1])
+def test_torch_goes_on_from_our_dict(world: int | None, dtype: torch.dtype, amsgrad: bool) -> None:
     def body(comm: Communicator | None) -> None:
-        params = make_params(torch.bfloat16)
-        opt = make(params, comm)
-        before = opt.state_dict()  # before the first step
-        assert sorted(before["state"]) == list(range(len(params)))
-        for i, entry in before["state"].items():
-            assert set(entry) - {"ranges"} == {"step", "exp_avg", "exp_avg_sq", "master_param"}
-            assert entry["step"].dtype == torch.float32 and entry["step"].shape == () and entry["step"] == 0
-            assert all(entry[name].dtype == torch.float32 for name in set(entry) - {"ranges"}), i
-            assert set(opt.state[params[i]]) == set(entry) - {"ranges"}
+        params = make_params(dtype)
+        opt = make(params, comm, amsgrad=amsgrad)
+        assert sorted(opt.state_dict()["state"]) == list(range(len(params))), "complete before the first step"
         steps(opt, params, range(3), comm)
-        saved = opt.state_dict()
-        assert all(not entry["exp_avg"].any() for entry in before["state"].values()), "a saved dict is a copy"
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        read = torch.load(file, weights_only=True)
-        untouched = copy.deepcopy(read)
-        opt.load_state_dict(read)
-        for theirs, mine in ((read, untouched), (opt.state_dict(), saved)):
-            assert_bitwise_equal(theirs["state"], mine["state"])
-            assert theirs["param_groups"] == mine["param_groups"]
-        opt.load_state_dict(before)
-        assert opt.state[params[0]]["step"] == 0 and not opt.state[params[0]]["exp_avg"].any()
+        theirs = copies(params)
+        stock = torch.optim.AdamW([{"params": theirs[:4]}, {"params": theirs[4:]}])
+        stock.load_state_dict(opt.state_dict())
+        assert stock.param_groups[0]["amsgrad"] == amsgrad
+        steps(opt, params, range(3, 6), comm)
+        steps(stock, theirs, range(3, 6))
+        tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == F32 else {"rtol": 1e-13, "atol": 1e-15}
+        torch.testing.assert_close(values(theirs), values(params), **tolerance)
 
     on_ranks(world, body)
-
-
-def test_the_local_dict_loads_into_torch_adamw() -> None:
-    for world in (None, 1):
-
-        def body(comm: Communicator | None) -> tuple[list[Tensor], Saved, list[Tensor]]:
-            params = make_params()
-            opt = make(params, comm)
-            steps(opt, params, range(3), comm)
-            saved, middle = opt.state_dict(), values(params)
-            steps(opt, params, range(3, 6), comm)
-            return middle, saved, values(params)
-
-        middle, saved, expected = run_local(1, body)[0] if world else body(None)
-        params = make_params()
-        for p, value in zip(params, middle, strict=True):
-            p.data.copy_(value)
-        stock = torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
-        stock.load_state_dict(saved)
-        steps(stock, params, range(3, 6))
-        torch.testing.assert_close(values(params), expected, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -121,20 +88,66 @@ def test_the_dict_of_another_rank_or_world_is_refused(world: int) -> None:
     run_local(world + 1, load, world + 1)
 
 
-# --- the end of an optimizer
-# ---------------------------------------------------------------------------------------------
+MODES = ["fp32", "bf16_remainder"]
 
 
-@pytest.mark.parametrize("world", [None, 1, 2])
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("world", [None, 2])
+def test_either_kind_of_master_goes_on_from_the_other(world: int | None, first: str, second: str) -> None:
+    """Reference: the first one goes on itself."""
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params(BF16)
+        opt = make(params, comm, master_weights=first, amsgrad=True)
+        steps(opt, params, range(3), comm)
+        saved, middle = opt.state_dict(), copies(params)
+        steps(opt, params, range(3, 6), comm)
+        expected = opt.state_dict()
+        opt.close()
+        other = make(middle, comm, master_weights=second, amsgrad=True)
+        other.load_state_dict(saved)
+        assert_bitwise_equal(other.state_dict()["state"], saved["state"], "saved as it was loaded")
+        steps(other, middle, range(3, 6), comm)
+        assert_bitwise_equal(other.state_dict()["state"], expected["state"])
+
+    on_ranks(world, body)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("world", [None, 2])
+def test_without_masters_one_is_ignored_and_none_is_saved(world: int | None, dtype: torch.dtype) -> None:
+    def body(comm: Communicator | None) -> None:
+        params = make_params(dtype)
+        opt = make(params, comm)
+        steps(opt, params, range(2), comm)
+        saved, plain = opt.state_dict(), copies(params)
+        opt.close()
+        none = make(plain, comm, master_weights="none")
+        none.load_state_dict(saved)
+        mine, before = none.state_dict()["state"], values(plain)
+        assert all("master_param" not in entry for entry in mine.values())
+        assert_bitwise_equal(mine[3]["exp_avg"], saved["state"][3]["exp_avg"])
+        for group in none.param_groups:
+            group["lr"] = 0.0
+        steps(none, plain, range(2, 3), comm)
+        assert_bitwise_equal(values(plain), before, "a step of length 0 from the parameters")
+
+    on_ranks(world, body)
+
+
+# ---- the end of an optimizer
+
+
+@pytest.mark.parametrize("world", [None, 1])
 def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
     """S13 of the optimizer's test rows."""
 
     def body(comm: Communicator | None) -> None:
         opt = make(make_params(), comm)
-        with pytest.raises(TypeError, match="state_dict"):
-            copy.deepcopy(opt)
-        with pytest.raises(TypeError, match="state_dict"):
-            pickle.dumps(opt)
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="state_dict"):
+                copied(opt)
 
     on_ranks(world, body)
 
@@ -142,12 +155,12 @@ def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
 @pytest.mark.parametrize("world", [None, 1, 2])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: int | None, pending: bool) -> None:
-    """S13 of the rows; parameters, buckets and the hooks' capsules: test_arrivals.py."""
+    """S13 of the rows."""
 
-    def body(comm: Communicator | None) -> weakref.ref | None:
+    def body(comm: Communicator | None) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
         params = list(model.parameters())
-        opt = ShardedAdamW(params, process_group=comm, overlap_param_sync=True, **TINY)
+        opt: Any = ShardedAdamW(params, process_group=comm, overlap_param_sync=True, **TINY)
         opt.prefetch_params(model)
         model(torch.ones(2, 8)).sum().backward()
         opt.step()
@@ -158,7 +171,9 @@ def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: in
         before = values(params)
         alive = [weakref.ref(opt), weakref.ref(opt._engine)]
         if comm:
-            alive += [weakref.ref(opt._engine.grads), weakref.ref(opt._engine._gathers)]
+            grads = opt._engine.grads
+            alive += map(weakref.ref, (grads, opt._engine._gathers, *grads.buckets))
+            del grads
         del opt
         gc.collect()
         assert [ref() for ref in alive] == [None] * len(alive)
@@ -175,6 +190,5 @@ def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: in
         again = ShardedAdamW(params, process_group=comm, **TINY)
         model(torch.ones(2, 8)).sum().backward()
         again.step()
-        return None
 
     on_ranks(world, body)
