@@ -24,11 +24,10 @@ from bucketwheel.comm.handle import Handle
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
-from tests.support.failure_cases import GONE_S, error_of
+from tests.support.failure_cases import error_of
 from tests.support.optim_twins import dyadic, make_params, share
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing
-from tests.unit.test_bucket import Streams
 
 pytestmark = pytest.mark.dist
 
@@ -239,38 +238,6 @@ def test_what_is_void_is_zeroed_behind_its_reduction(rank_pool):
 # ---- beginning and end
 
 
-def come_and_go(rank: int, world: int) -> None:
-    with pair(True, checks=True) as (comm, script):
-        seen = set()
-        for round_ in range(6):
-            params = mixed_params()
-            opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
-            order = random.Random(f"{round_} {rank}").sample(range(len(params)), len(params))
-            run_backward(params, order, dyadic(params, round_))
-            if round_ % 3 == 0:
-                opt.step()
-            if round_ % 3 < 2:
-                opt.close()
-            else:
-                opt.step()
-                opt.param_sync()
-            del opt, params
-            gc.collect()
-            until = time.monotonic() + GONE_S  # what was in flight is kept until the watchdog has seen its end
-            for one in (comm, comm.gathers):
-                while one.pool.stats().live_leases and time.monotonic() < until:
-                    time.sleep(0.01)
-                one.pool.expect_no_leases()
-                one.pool.check()
-            comm.exchange(b"gone")
-            seen.add((comm.pool.stats().reserved_bytes, int(script.fake_nccl_live_windows())))
-        assert len(seen) == 1 and seen.pop()[1] == 2
-
-
-def test_optimizers_come_and_go_without_a_lease(rank_pool):
-    rank_pool(2).run(come_and_go, timeout_s=60)
-
-
 def closed_in_a_conflict(rank: int, world: int) -> None:
     """The window stays open, with gradients in the slots, which are given back all the same."""
     with pair(True, checks=True) as (comm, _):
@@ -312,25 +279,6 @@ def test_ranks_with_other_leases_in_the_pool_are_refused(rank_pool, of_gathers):
     """The slabs are alike, so NCCL could register them, and would reduce one bucket with another."""
     for text in rank_pool(2).run(with_other_leases, of_gathers, timeout_s=30):
         assert "in one order, before the optimizer" in text
-
-
-def written_in_another_stream(rank: int, world: int) -> None:
-    with pair(True) as (comm, _), pytest.MonkeyPatch.context() as patch:
-        streams = Streams(patch)
-        params = mixed_params()
-        sync = bw.ShardedAdamW(params, process_group=comm, **SMALL)._engine.grads
-        streams.use("b")
-        run_backward(params, [8], dyadic(params, 0))
-        assert comm.pool.stats().live_leases == 2 and not sync.launcher.pool.stats().acquires
-        streams.use("a")
-        streams.waited()
-        sync.remove()
-        assert ("a", "b") in streams.waited()
-        comm.pool.expect_no_leases()
-
-
-def test_slots_are_given_back_behind_what_was_written_there(rank_pool):
-    rank_pool(1).run(written_in_another_stream, timeout_s=30)
 
 
 def fails_to_register(rank: int, world: int, call: int) -> str:

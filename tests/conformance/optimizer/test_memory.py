@@ -172,20 +172,6 @@ def test_ranks_take_what_the_formula_says(world: int) -> None:
     assert all(each_alone(world, range(16)))
 
 
-def on_shm(rank: int, world: int, seeds: Sequence[int]) -> int:
-    with slow_reductions():
-        for seed in seeds:
-            with Communicator(backend="shm", name=f"memory{seed}", timeout_s=30) as comm:
-                on_comm(comm, seed)
-    return rank
-
-
-@_POISON
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_take_what_the_formula_says(world: int, rank_pool: Any) -> None:
-    rank_pool(world).run(on_shm, range(20, 28))
-
-
 def run_with_replicas(rank: int, shard: Communicator, replicate: Communicator, seed: int) -> int:
     dtypes, precision, options = options_of(seed)
     params = params_of(dtypes)

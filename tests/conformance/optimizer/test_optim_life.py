@@ -1,62 +1,26 @@
-"""From construction to the end: odd groups, hooks of steps, the profiler, several optimizers.
-
-S8, S12 and S14 of the optimizer's test rows.
-"""
+"""From construction to the end beside the suite's scripts: profiler, several optimizers, threads, errors, late rounds."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch import Tensor, nn
+from torch.nn import Parameter
 
+from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError, PeerError
 from bucketwheel.grads import agreement
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.optim_twins import (
-    TINY,
-    dyadic,
-    loss_of,
-    make_params,
-    on_ranks,
-    run_local,
-)
-
-# --- S8: groups -------------------------------------------------------------------------------------------------------
-
-
-# --- S12: hooks and the profiler --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [None, 2])
-def test_s12_hooks_of_steps_run_once_and_may_give_other_arguments(world: int | None) -> None:
-    def body(comm: Communicator | None) -> None:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=comm)
-        calls: list[str] = []
-        losses = [torch.tensor(1.0), torch.tensor(2.0)]
-        opt.register_step_pre_hook(lambda o, args, kwargs: calls.append("before") or ((o, lambda: losses[1]), kwargs))
-        opt.register_step_post_hook(lambda o, args, kwargs: calls.append("after"))
-        everywhere = [
-            register_optimizer_step_pre_hook(lambda o, *_: calls.append("before all") if o is opt else None),
-            register_optimizer_step_post_hook(lambda o, *_: calls.append("after all") if o is opt else None),
-        ]
-        try:
-            loss_of(params, dyadic(params, 0)).backward()
-            assert opt.step(lambda: losses[0]) is losses[1], "the hook has replaced the closure"
-        finally:
-            for handle in everywhere:
-                handle.remove()
-        assert sorted(calls[:2]) == ["before", "before all"] and sorted(calls[2:]) == ["after", "after all"]
-        assert all(float(state["step"]) == 1.0 for state in opt.state_dict()["state"].values())
-
-    on_ranks(world, body)
+from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, run_local, share
 
 
 @pytest.mark.parametrize("world", [None, 1])
@@ -83,39 +47,40 @@ def test_s12_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -
     on_ranks(world, body)
 
 
-# --- S14: several optimizers ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_optimizers_over_disjoint_parameters(world: int) -> None:
+    """G11 of the optimizer's test rows. As for a GAN: the critic's backward reaches the generator too."""
+    initial = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
+    def play(make_optimizers: Callable[..., list]) -> list[Tensor]:
+        generator, critic = copy.deepcopy(initial)
+        g_opt, c_opt = make_optimizers(generator.parameters(), critic.parameters())
+        for step in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))  # on all ranks
+            critic(generator(x)).mean().backward()
+            g_opt.zero_grad()
+            c_opt.step()
+            c_opt.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            g_opt.step()
+            g_opt.zero_grad()
+            c_opt.zero_grad()
+        return [p.detach().clone() for model in (generator, critic) for p in model.parameters()]
 
-def test_s14_local_optimizers_of_the_same_parameters_are_independent() -> None:
-    """As those of torch are: each updates with the gradients that are there."""
-    mine, theirs = make_params(), make_params()
-    for params, kind in ((mine, ShardedAdamW), (theirs, torch.optim.AdamW)):
-        first, second = kind(params, lr=0.01), kind(params, lr=0.1)
-        loss_of(params, dyadic(params, 0)).backward()
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.step()
-    for p, q in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    expected = play(lambda *models: [torch.optim.AdamW(params, lr=0.01) for params in models])
+    critics = LocalWorld(world)  # an optimizer orders the collectives of its own communicator only
 
+    def body(comm: Communicator) -> list[Tensor]:
+        with Communicator(critics.rank(comm.rank), timeout_s=20) as other:
+            return play(
+                lambda *models: [
+                    ShardedAdamW(params, lr=0.01, process_group=c, **TINY)
+                    for params, c in zip(models, (comm, other), strict=True)
+                ]
+            )
 
-# --- with -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [None, 1, 2])
-def test_with_closes(world: int | None) -> None:
-    def body(comm: Communicator | None) -> None:
-        params = make_params()
-        with ShardedAdamW(params, 0.01, process_group=comm) as opt:
-            loss_of(params, dyadic(params, 1)).backward()
-            opt.step()
-        with pytest.raises(ClosedError):
-            opt.step()
-        if comm:
-            comm.pool.expect_no_leases()
-
-    on_ranks(world, body)
+    for params in run_local(world, body):
+        torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])
@@ -146,6 +111,8 @@ def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None
         assert time.monotonic() - begin < 20, "nobody has waited for the time limit"
         with pytest.raises(ClosedError):
             opt.zero_grad()
+        if comm:
+            comm.pool.check()
         if rank == last or not is_half_done:  # a step that waits for nobody's word may have begun before it heard
             assert_bitwise_equal([p.detach() for p in params], before)
         return str(raised.value)
@@ -154,30 +121,87 @@ def test_an_exception_that_leaves_with_reaches_the_other_ranks(world: int | None
         assert "a batch" in text
 
 
-# --- late rounds ------------------------------------------------------------------------------------------------------
-
-
 def test_late_rounds_are_warned_of_once() -> None:
     agreement._warning_is_due = threading.Lock()
 
     def body(comm: Communicator) -> None:
         params = make_params()
-        opt = ShardedAdamW(params, 0.01, process_group=comm, **TINY)
-        for step in range(3):
-            with opt.no_sync():
-                loss_of(params, dyadic(params, step)).backward()
-            loss_of(params, dyadic(params, step)).backward()
+        with ShardedAdamW(params, 0.01, process_group=comm, **TINY) as opt:
+            for step in range(6):
+                if step == 3:
+                    assert not agreement._warning_is_due.locked(), "one round in every window so far"
+                    comm.exchange(b"")
+                with opt.no_sync():
+                    loss_of(params, dyadic(params, step)).backward()
+                for _ in range(2 if step >= 3 and comm.rank == 1 else 1):
+                    loss_of(params, dyadic(params, step)).backward()
+                opt.step()
+                opt.zero_grad()
+        with pytest.raises(ClosedError):
             opt.step()
-            opt.zero_grad()
-        assert not agreement._warning_is_due.locked(), "one round in every window so far"
-        comm.exchange(b"")
-        for step in range(3):
-            for _ in range(2 if comm.rank == 1 else 1):
-                loss_of(params, dyadic(params, step)).backward()
-            opt.step()
-            opt.zero_grad()
-        opt.close()
+        comm.pool.expect_no_leases()
 
     with pytest.warns(UserWarning) as caught:
         run_local(2, body)
     assert len([w for w in caught if "inside optimizer.no_sync()" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_g17_two_backwards_at_once(world: int, restore_threads: None) -> None:
+    """Two threads of a rank begin together, each with parameters of its own, which share buckets with the other's.
+
+    Large gradients leave the GIL to the other thread, or are copied by all of torch's. Where both reach one parameter,
+    torch itself orders nothing: it calls hooks outside of its lock.
+    """
+    torch.set_num_threads(2)
+    shapes = [(300, 300), (5,), (725, 725), (300, 301), (7, 3), (1000,), (731, 725)] * 2
+
+    def losses(params: list[Parameter], step: int, rank: int, size: int) -> list[Tensor]:
+        grads = share(dyadic(params, step), rank, size)
+        return [loss_of(params, grads, lambda i, part=part: i % 2 == part) for part in (0, 1)]
+
+    def train(comm: Communicator | None) -> list[Tensor]:
+        rank, size = (comm.rank, comm.size) if comm else (0, 1)
+        params = [Parameter(torch.full(shape, 0.5)) for shape in shapes]
+        opt = ShardedAdamW(params, lr=0.01, process_group=comm, bucket_cap_mb=0.1)
+        for step in range(6):
+            start, done = threading.Barrier(2, timeout=20), []
+
+            def body(loss: Tensor, start: threading.Barrier = start, done: list[int] = done) -> None:
+                start.wait()
+                loss.backward()
+                done.append(1)
+
+            if comm is None:
+                sum(losses(params, step, rank, size), torch.zeros(())).backward()
+            else:
+                both = [
+                    threading.Thread(target=body, args=(one,), daemon=True) for one in losses(params, step, rank, size)
+                ]
+                for thread in both:
+                    thread.start()
+                for thread in both:
+                    thread.join(20)
+                assert len(done) == 2, "one has failed, or they wait for each other"
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().clone() for p in params]
+
+    expected = train(None)
+    for mine in run_local(world, train):
+        assert_bitwise_equal(mine, expected)
+
+
+def test_g13_a_dtype_that_excludes_placeholders_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        param = Parameter(torch.ones(5))
+        opt = ShardedAdamW([("weight", param)], process_group=comm)
+        param.grad_dtype = torch.bfloat16
+        with pytest.raises(RuntimeError, match=r"'weight' has grad_dtype=torch.bfloat16.*grad_dtype = None"):
+            (param * 2).sum().backward()
+        param.grad = None
+        param.grad_dtype = None
+        (param * 2).sum().backward()
+        opt.step()
+
+    run_local(2, body)
