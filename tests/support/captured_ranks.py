@@ -7,7 +7,6 @@ streams as late as the captured edges allow.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -187,10 +186,3 @@ def played(rank: int, world: int, setup: Setup, plans: list[str], optimizers: li
         *(lambda one, captures, play=play: play(one, captures=captures) for play in plays),
         optimizers=optimizers,
     )
-
-
-def expect_eager(
-    rank_pool: Any, world: int, setup: Setup, *plans: str, optimizers: Sequence[dict[str, Any]] = ({},)
-) -> None:
-    plans = tuple(re.sub(r"(eager|capture|replay)(?!:)", r"\1:clip", plan) for plan in plans)
-    rank_pool(world).run(played, setup, list(plans), list(optimizers), timeout_s=50)

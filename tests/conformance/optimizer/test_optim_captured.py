@@ -3,6 +3,7 @@ between and after them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketwheel.device import CPU
-from bucketwheel.kernels import adam_rows
-from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, expect_eager, trainer
+from tests.support.captured_ranks import BF16, F32, Setup, Trainer, compare, played, trainer
 from tests.support.simulated_cuda import Calls, Graph, load
 
 pytestmark = pytest.mark.dist
@@ -28,25 +27,6 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
-def test_replays_are_eager_steps(rank_pool):
-    """Gradients and rates change between them; step counts go on."""
-    expect_eager(rank_pool, 2, Setup(), LONG, optimizers=OPTIMIZERS)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_over_other_worlds(rank_pool, world):
-    expect_eager(rank_pool, world, Setup(), LONG, optimizers=OPTIMIZERS[1:2])
-
-
-def test_in_registered_memory(rank_pool):
-    expect_eager(rank_pool, 2, Setup(registered=True), LONG, optimizers=OPTIMIZERS[:2])
-
-
-def test_with_replicas(rank_pool):
-    """Partial sums too are memory that graphs write: those of the replicas."""
-    expect_eager(rank_pool, 4, Setup(shards=2), LONG)
-
-
 KINDS = [
     # A pending factor of the step before belongs to no other, whichever of them a graph has.
     "eager eager:plain capture replay replay eager:plain replay eager:plain",
@@ -57,16 +37,26 @@ KINDS = [
     # Several graphs.
     "eager eager:inf capture capture:plain replay:plain replay eager capture:inf replay replay:inf replay:plain eager",
 ]
+# Of micro-batches, within one window and over several.
+ACCUMULATED = "eager:{0} eager:{0} capture:{0} replay:{0} replay:{0} eager:{0} replay:{0}"
+CASES: dict[str, tuple[int, Setup, list[str], list[dict[str, Any]]]] = {
+    "two ranks": (2, Setup(), [LONG], OPTIMIZERS),
+    "one rank": (1, Setup(), [LONG], OPTIMIZERS[1:2]),
+    "three ranks": (3, Setup(), [LONG], OPTIMIZERS[1:2]),
+    "registered memory": (2, Setup(registered=True), [LONG], OPTIMIZERS[:2]),
+    "replicas": (4, Setup(shards=2), [LONG], [{}]),  # partial sums too are memory that graphs write
+    "clipping": (2, Setup(), KINDS, [{}]),
+    "accumulation": (2, Setup(), [ACCUMULATED.format(kind) for kind in ("no_sync", "windows")], [{}]),
+}
 
 
-def test_clipping_in_graphs(rank_pool):
-    expect_eager(rank_pool, 2, Setup(), *KINDS)
-
-
-def test_accumulation_in_a_graph(rank_pool):
-    """Of micro-batches, within one window and over several."""
-    plan = "eager:{0} eager:{0} capture:{0} replay:{0} replay:{0} eager:{0} replay:{0}"
-    expect_eager(rank_pool, 2, Setup(), *map(plan.format, ("no_sync", "windows")))
+@pytest.mark.parametrize("world, setup, plans, optimizers", CASES.values(), ids=CASES)
+def test_replays_are_eager_steps(
+    rank_pool: Any, world: int, setup: Setup, plans: list[str], optimizers: list[dict[str, Any]]
+) -> None:
+    """Gradients and rates change between them; step counts go on."""
+    plans = [re.sub(r"(eager|capture|replay)(?!:)", r"\1:clip", plan) for plan in plans]
+    rank_pool(world).run(played, setup, plans, optimizers, timeout_s=50)
 
 
 # ---- what is captured in part
@@ -169,10 +159,6 @@ def apply(one: Trainer, edit: str) -> None:
         one.params[4].grad.mul_(0.0)
         one.params[1].grad.mul_(0.5)
         one.params[1].grad.zero_()
-    elif edit == "coefficient":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adam_rows, "index_of", lambda _: CPU)
-            one.opt._engine.clip_with(None, 0.25)  # a tensor would pose as CUDA's
     elif edit == "more":
         one.backward(0.5)
         one.opt.grad_sync()
@@ -217,21 +203,8 @@ def edited_between(one: Trainer, captures: bool, edit: str) -> list[Tensor]:
     return one.result()
 
 
-def zeroed_after_a_factor(one: Trainer, captures: bool) -> list[Tensor]:
-    """The factor is in a graph, and the host knows of none: those of the other gradients stay."""
-    one.play("eager:clip eager:clip ", captures=captures)
-    for _ in range(2):
-        one.feed()
-        part(one, captures, "halved", lambda: reduced(one, "after"))
-        one.params[1].grad.zero_()
-        one.seen += [one.opt.full_grad(p).clone() for p in one.params]
-        one.opt.step()
-        one.play("eager:plain ", captures=captures)
-    return one.result()
-
-
 def in_parts(rank: int, world: int) -> None:
-    edits = ("after", "value", "zero", "coefficient")
+    edits = ("after", "value", "zero")
     compare(
         rank,
         world,
@@ -239,12 +212,7 @@ def in_parts(rank: int, world: int) -> None:
         *(partial(two_graphs, asks=asks) for asks in (False, True)),
         *(partial(edited, edit=edit) for edit in ("before", *edits)),
         *(partial(edited_between, edit=edit) for edit in (*edits, "more")),
-        zeroed_after_a_factor,
     )
-
-
-def test_norms_and_edits_of_graphs_in_parts(rank_pool):
-    rank_pool(2).run(in_parts, timeout_s=50)
 
 
 # ---- state between replays
@@ -270,10 +238,6 @@ def restored(rank: int, world: int) -> None:
         return one.play("replay:clip eager:clip ", captures=captures)
 
     compare(rank, world, Setup(), body, optimizers=[{"dtypes": [BF16]}])
-
-
-def test_loading_and_edits_between_replays(rank_pool):
-    rank_pool(2).run(restored, timeout_s=30)
 
 
 # ---- memory
@@ -321,17 +285,14 @@ def waits_for_nothing(rank: int, world: int) -> None:
         assert not calls.since(), "a replay calls nothing of ours"
 
 
-def test_a_capture_waits_for_nothing(rank_pool):
-    rank_pool(2).run(waits_for_nothing, timeout_s=30)
-
-
 def multiplies_nothing(rank: int, world: int) -> None:
+    """A capture knows the factors that it has made: without one, what a second window adds to is not multiplied."""
     with trainer(rank, world, Setup()) as one:
         one.play("eager:windows eager:windows ", captures=True)
         one.capture("windows")
         assert torch.ops.aten.mul_.Tensor not in {func for _, func, *_ in one.graphs["windows"]._operations}
 
 
-def test_a_capture_knows_the_factors_that_it_has_made(rank_pool):
-    """Without a factor, what a second window adds to is not multiplied."""
-    rank_pool(2).run(multiplies_nothing, timeout_s=30)
+@pytest.mark.parametrize("body", [in_parts, restored, waits_for_nothing, multiplies_nothing])
+def test_on_two_ranks(rank_pool: Any, body: Callable[..., None]) -> None:
+    rank_pool(2).run(body, timeout_s=50)

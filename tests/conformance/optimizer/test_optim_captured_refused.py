@@ -104,30 +104,6 @@ def refusals(rank: int, world: int) -> None:
     compare(rank, world, Setup(), refused, optimizers=[{"dtypes": [BF16]}])
 
 
-def test_what_a_graph_cannot_have_is_refused(rank_pool):
-    rank_pool(2).run(refusals, timeout_s=30)
-
-
-def edited_on_one_rank(rank: int, world: int) -> str:
-    with trainer(rank, world, Setup(), dtypes=[BF16]) as one:
-        one.play("eager:clip ", captures=True)
-        if rank == 1:
-            with torch.no_grad():
-                one.params[2].mul_(0.5)
-            one.params[0].data = one.params[0].data.clone()  # has moved, too
-        with pytest.raises(CaptureError) as caught, Graph(load()[1]):
-            one.iteration("clip")
-        one.opt.zero_grad()
-        one.opt.reload_master_params()
-        one.play("capture:clip replay:clip eager:clip replay:clip ", captures=True)
-        return str(caught.value)
-
-
-def test_an_edit_on_one_rank_is_refused_on_all(rank_pool):
-    first, second = rank_pool(2).run(edited_on_one_rank, timeout_s=30)
-    assert first == second and "'group 0 parameter 0' was written to on rank 1" in first
-
-
 def dropped_outside(rank: int, world: int) -> None:
     """`zero_grad` is in the graph, and also after the step: a replay does not put ``p.grad`` back."""
 
@@ -157,27 +133,6 @@ def dropped_outside(rank: int, world: int) -> None:
     compare(rank, world, Setup(), body)
 
 
-def test_gradients_dropped_outside_of_the_graph(rank_pool):
-    rank_pool(2).run(dropped_outside, timeout_s=30)
-
-
-def one_alone(rank: int, world: int) -> str:
-    told = ""
-    with contextlib.suppress(CommError, RuntimeError), trainer(rank, world, Setup()) as one:
-        one.play("eager:clip capture:clip replay:clip ", captures=True)
-        one.opt.zero_grad()
-        one.params[0].sum().backward()
-        with pytest.raises(RuntimeError) as caught:
-            one.opt.step()
-        told = str(caught.value)
-    return told
-
-
-def test_gradients_that_a_step_after_replays_has_not_are_named(rank_pool):
-    for text in rank_pool(2).run(one_alone, timeout_s=30):
-        assert "the gradients of parameter 'group 0 parameter 1' on rank" in text
-
-
 def rate_on_the_host(rank: int, world: int) -> None:
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip ", captures=True)
@@ -189,10 +144,6 @@ def rate_on_the_host(rank: int, world: int) -> None:
         one.play("capture:clip replay:clip ", captures=True)
 
 
-def test_a_rate_on_the_host_is_refused(rank_pool):
-    rank_pool(2).run(rate_on_the_host, timeout_s=30)
-
-
 def not_capturable(rank: int, world: int) -> None:
     with trainer(rank, world, Setup(), capturable=False) as one:
         one.play("eager:clip ", captures=True)
@@ -202,10 +153,6 @@ def not_capturable(rank: int, world: int) -> None:
         expect_refused(one, "needs an optimizer made with capturable=True", one.backward)
         one.opt.zero_grad()
         one.play("eager:clip ", captures=True)
-
-
-def test_a_capture_needs_capturable(rank_pool):
-    rank_pool(2).run(not_capturable, timeout_s=30)
 
 
 def bad_options(rank: int, world: int) -> None:
@@ -221,10 +168,6 @@ def bad_options(rank: int, world: int) -> None:
             opt = bw.ShardedAdamW(params, capturable=True, **options)
             assert "capturable=True" in opt.describe()
             opt.close()
-
-
-def test_options_that_exclude_capturable(rank_pool):
-    rank_pool(2).run(bad_options, timeout_s=30)
 
 
 # ---- captures that come to nothing
@@ -309,11 +252,7 @@ def failing_apart(rank: int, world: int) -> None:
     compare(rank, world, Setup(timeout_s=5.0), body)
 
 
-def test_captures_that_fail_at_different_places(rank_pool):
-    rank_pool(2).run(failing_apart, timeout_s=30)
-
-
-def tried_again(rank: int, world: int, registered: bool) -> None:
+def tried_again(rank: int, world: int) -> None:
     """The next capture comes right after the one that failed, and begins with `zero_grad`."""
 
     def body(one: Trainer, captures: bool) -> list[Tensor]:
@@ -326,32 +265,8 @@ def tried_again(rank: int, world: int, registered: bool) -> None:
                 raise Broken
         return one.play("capture:clip replay:clip eager:clip replay:clip ", captures=captures)
 
-    compare(rank, world, Setup(registered=registered), body)
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_a_capture_right_after_one_that_failed(rank_pool, registered):
-    rank_pool(2).run(tried_again, registered, timeout_s=30)
-
-
-def joined_after_a_failure(rank: int, world: int) -> None:
-    with trainer(rank, world, Setup()) as one:
-        one.play("eager:clip ", captures=True)
-        with pytest.raises(Broken), Graph(load()[1]):
-            one.opt.zero_grad()
-            one.backward()
-            raise Broken
-        one.opt.zero_grad()
-        added = torch.nn.Parameter(torch.ones(3))
-        one.opt.add_param_group({"params": [added]})
-        one.backward()
-        added.grad = torch.ones(3)
-        one.opt.step()
-        assert (added < 1).all()
-
-
-def test_parameters_join_after_a_capture_that_failed(rank_pool):
-    rank_pool(2).run(joined_after_a_failure, timeout_s=30)
+    for registered in (False, True):
+        compare(rank, world, Setup(registered=registered), body)
 
 
 def closed_after_a_failure(rank: int, world: int) -> None:
@@ -366,8 +281,15 @@ def closed_after_a_failure(rank: int, world: int) -> None:
         assert all(p.grad is None for p in one.params)
 
 
-def test_an_optimizer_closes_after_a_capture_that_failed(rank_pool):
-    rank_pool(2).run(closed_after_a_failure, timeout_s=30)
+ON_TWO_RANKS = [
+    *(refusals, dropped_outside, rate_on_the_host, not_capturable, bad_options),
+    *(failing_apart, tried_again, closed_after_a_failure),
+]
+
+
+@pytest.mark.parametrize("body", ON_TWO_RANKS)
+def test_on_two_ranks(rank_pool: Any, body: Callable[[int, int], None]) -> None:
+    rank_pool(2).run(body, timeout_s=50)
 
 
 def one_of_two(rank: int, world: int) -> tuple[str, str]:
@@ -395,7 +317,7 @@ def test_a_rank_that_does_not_capture_is_named(rank_pool):
 
 
 def apart(rank: int, world: int) -> list[str]:
-    """Ranks that capture different things."""
+    """Ranks that capture different things, or of which one has edited its parameters."""
 
     def scaled() -> None:
         one.opt.zero_grad()
@@ -404,21 +326,28 @@ def apart(rank: int, world: int) -> list[str]:
         torch._foreach_mul_([p.grad for p in one.params], 0.5 if rank == 0 else 0.25)
 
     told = []
-    with trainer(rank, world, Setup()) as one:
+    with trainer(rank, world, Setup(), dtypes=[BF16]) as one:
         one.play("eager:clip ", captures=True)
-        for message, body in (
-            ("captured norm.*captured step", lambda: one.iteration("clip" if rank == 0 else "plain")),
-            (r"captured scale by 0\.5, captured scale by 0\.25", scaled),
+        for message, body, is_edited in (
+            ("captured norm.*captured step", lambda: one.iteration("clip" if rank == 0 else "plain"), False),
+            (r"captured scale by 0\.5, captured scale by 0\.25", scaled, False),
+            ("'group 0 parameter 0' was written to on rank 1", lambda: one.iteration("clip"), True),
         ):
             one.feed()
+            if is_edited and rank == 1:
+                with torch.no_grad():
+                    one.params[2].mul_(0.5)
+                one.params[0].data = one.params[0].data.clone()  # has moved, too
             with pytest.raises(RuntimeError, match=message) as caught, Graph(load()[1]):
                 body()
             one.opt.zero_grad()
+            one.opt.reload_master_params()
             one.play("eager:clip ", captures=True)
             told.append(str(caught.value))
+        one.play("capture:clip replay:clip eager:clip replay:clip", captures=True)
     return told
 
 
 def test_ranks_that_capture_different_steps_are_told(rank_pool):
-    first, second = rank_pool(2).run(apart, timeout_s=30)
+    first, second = rank_pool(2).run(apart, timeout_s=50)
     assert first == second

@@ -62,7 +62,6 @@ def not_at_all(model: Model, backend: Any) -> Call:
     return model
 
 
-WAYS = [whole, submodule, in_place]
 OPTIONS = [{}, {"overlap_grad_sync": False}, {"static_graph": True}]
 
 
@@ -93,23 +92,19 @@ def on_ranks(world: int, way: Callable[[Model, Any], Call], reentrant: bool | No
     return run_local(world, lambda comm: train(comm, way, reentrant, **options), timeout_s=90)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_compiled_model_trains_as_it_is(way: Callable[[Model, Any], Call], options: dict[str, Any]) -> None:
-    expected = on_ranks(1, not_at_all, None, **options)
-    for (norms, values, graphs), (other_norms, other_values, _) in zip(
-        on_ranks(1, way, None, **options), expected, strict=True
-    ):
-        assert graphs >= 3, "every size of a micro-batch is compiled"
-        assert_bitwise_equal([norms, values], [other_norms, other_values])
+CASES: list[tuple[Callable[[Model, Any], Call], bool | None, dict[str, Any]]] = [
+    *((way, None, options) for way in (whole, submodule, in_place) for options in OPTIONS),
+    *((submodule, reentrant, {}) for reentrant in (False, True)),  # checkpoints around a compiled block
+]
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpoints_of_compiled_blocks(reentrant: bool) -> None:
-    """Checkpointing of both kinds, around a block that is compiled."""
-    ((norms, values, graphs),) = on_ranks(1, submodule, reentrant)
-    ((other_norms, other_values, _),) = on_ranks(1, not_at_all, reentrant)
-    assert graphs >= 3
+@pytest.mark.parametrize("way, reentrant, options", CASES)
+def test_a_compiled_model_trains_as_it_is(
+    way: Callable[[Model, Any], Call], reentrant: bool | None, options: dict[str, Any]
+) -> None:
+    ((norms, values, graphs),) = on_ranks(1, way, reentrant, **options)
+    ((other_norms, other_values, _),) = on_ranks(1, not_at_all, reentrant, **options)
+    assert graphs >= 3, "every size of a micro-batch is compiled"
     assert_bitwise_equal([norms, values], [other_norms, other_values])
 
 
@@ -139,7 +134,7 @@ def test_compiled_autograd() -> None:
 def train_over_processes(rank: int, world: int) -> None:
     with Communicator(timeout_s=30) as comm:
         expected = train(comm, not_at_all, None)
-        for way in WAYS:
+        for way in (whole, submodule, in_place):
             torch._dynamo.reset()
             norms, values, graphs = train(comm, way, None)
             assert graphs >= 3

@@ -158,41 +158,25 @@ def test_whatever_reads_a_parameter_sees_the_last_step(world: int) -> None:
     run_local(world, read_all)
 
 
-def clamp(p: Parameter) -> None:
-    p.data.clamp_(-0.1, 0.1)
-
-
-def assign(p: Parameter) -> None:
-    with torch.no_grad():
-        p.copy_(torch.full_like(p, 0.25))
-
-
-def replace(p: Parameter) -> None:
-    p.data = torch.full(p.shape, 0.5)
-
-
-def scale(p: Parameter) -> None:
-    with torch.no_grad():
-        p.mul_(2).add_(1)
-
-
-def load(p: Parameter) -> None:
-    holder = nn.ParameterList([p])
-    holder.load_state_dict({"0": p.detach() + 0.125})
+WRITES: dict[str, Callable[[Parameter], Any]] = {
+    "clamp": lambda p: p.data.clamp_(-0.1, 0.1),
+    "assign": lambda p: torch.no_grad()(p.copy_)(torch.full_like(p, 0.25)),
+    "replace": lambda p: setattr(p, "data", torch.full(p.shape, 0.5)),
+    "scale": lambda p: torch.no_grad()(lambda: p.mul_(2).add_(1))(),
+    "load": lambda p: nn.ParameterList([p]).load_state_dict({"0": p.detach() + 0.125}),
+}
 
 
 def write_all(comm: Communicator, overlaps: bool) -> list[Tensor]:
     t = Trained(comm, overlap_param_sync=overlaps, expects_pending=overlaps)
     seen = []
-    for write in (clamp, assign, replace, scale, load):
+    for name, write in WRITES.items():
         t.step()
         for p in t.params:
             write(p)
         written = [p.detach().clone() for p in t.params]
         t.opt.param_sync()
-        assert_bitwise_equal(
-            [p.detach() for p in t.params], written, f"a gather came after what {write.__name__} wrote"
-        )
+        assert_bitwise_equal([p.detach() for p in t.params], written, f"a gather came after what {name} wrote")
         seen += written
     t.step()
     seen += [p.detach().clone() for p in t.params]  # stepped from what was written last
@@ -207,6 +191,7 @@ def test_what_is_written_to_a_parameter_stays(world: int) -> None:
 
 
 def look_without_reading(comm: Communicator) -> None:
+    """Nobody waits for what shows no values."""
     t = Trained(comm)
     hashes = [hash(p) for p in t.params]
     t.step()
@@ -232,11 +217,8 @@ def look_without_reading(comm: Communicator) -> None:
     t.opt.close()
 
 
-def test_what_sees_no_values_does_not_wait() -> None:
-    run_local(2, look_without_reading)
-
-
 def copy_and_forget(comm: Communicator) -> None:
+    """No copy is pending, and `close` leaves nothing that is."""
     t = Trained(comm)
     t.step()
     p = t.params[0]
@@ -253,11 +235,8 @@ def copy_and_forget(comm: Communicator) -> None:
     assert_bitwise_equal([p.detach() for p in t.params], values)
 
 
-def test_no_copy_is_pending_and_close_leaves_none() -> None:
-    run_local(2, copy_and_forget)
-
-
 def drop_the_optimizer(comm: Communicator) -> list[Tensor]:
+    """Parameters arrive after it has gone."""
     t = Trained(comm)
     t.step()
     del t.opt, t.late
@@ -265,16 +244,12 @@ def drop_the_optimizer(comm: Communicator) -> list[Tensor]:
     return [p.detach().clone() for p in t.params]
 
 
-def test_parameters_arrive_after_their_optimizer_has_gone() -> None:
-    first, second = run_local(2, drop_the_optimizer)
-    assert_bitwise_equal(first, second)
-
-
 class Tagged(Parameter):
     pass
 
 
 def train_another_class(comm: Communicator) -> None:
+    """Such a parameter arrives within `step`."""
     params = [Parameter(torch.ones(300)), Tagged(torch.ones(300)), torch.ones(300).requires_grad_()]
     opt = ShardedAdamW(params, lr=0.1, process_group=comm, **LATE)  # type: ignore[arg-type]
     delay_gathers(opt)
@@ -285,27 +260,6 @@ def train_another_class(comm: Communicator) -> None:
     opt.param_sync()
     assert_bitwise_equal([p.data for p in params], first)
     opt.close()
-
-
-def test_a_parameter_of_another_class_arrives_within_step() -> None:
-    run_local(2, train_another_class)
-
-
-class Odd(list):  # type: ignore[type-arg]
-    """A list that hides what it holds from a walk by ``list`` itself."""
-
-
-def read_by_lists(comm: Communicator) -> None:
-    t = Trained(comm)
-    t.step()
-    sums = torch._foreach_norm(Odd(t.params))
-    assert not pending(t.opt)
-    assert_bitwise_equal(list(sums), [torch.linalg.vector_norm(p) for p in t.params])
-    t.opt.close()
-
-
-def test_lists_of_any_class_are_walked() -> None:
-    run_local(2, read_by_lists)
 
 
 class Holder:
@@ -321,6 +275,7 @@ def doubled(holder: Holder) -> Tensor:
 
 
 def read_unseen(comm: Communicator) -> None:
+    """Where a parameter cannot be seen, all arrive."""
     t = Trained(comm)
     t.step()
     early = [doubled(Holder(p)) for p in t.params]
@@ -329,5 +284,10 @@ def read_unseen(comm: Communicator) -> None:
     t.opt.close()
 
 
-def test_where_a_parameter_cannot_be_seen_all_arrive() -> None:
-    run_local(2, read_unseen)
+BODIES = [look_without_reading, copy_and_forget, drop_the_optimizer, train_another_class, read_unseen]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_on_two_ranks(body: Callable[[Communicator], Any]) -> None:
+    first, second = run_local(2, body)
+    assert_bitwise_equal(first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.counting_backend import CountingBackend, compiles_in_threads
 from tests.support.late_gathers import delay_gathers, pending, start_at
+from tests.support.requirements import slow_case
 
 pytestmark = compiles_in_threads
-WIDTH, STEPS = 6, 6
+WIDTH, STEPS = 6, 8
 
 
 class Block(nn.Module):
@@ -46,86 +48,99 @@ class Model(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
-Compile = Callable[[ShardedAdamW, Model, Any], Callable[[Tensor], Tensor]]
-
-
-def whole(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def whole_before(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+def attached(opt: ShardedAdamW, model: Any) -> Any:
     opt.prefetch_params(model)
-    return compiled
-
-
-def whole_after(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    opt.prefetch_params(model)
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def the_compiled_one(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    opt.prefetch_params(compiled)  # type: ignore[arg-type]
-    return compiled
-
-
-def in_place(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    opt.prefetch_params(model)
-    model.compile(backend=backend, fullgraph=True)
     return model
 
 
-def blocks(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
+def whole_before(opt: ShardedAdamW, model: Model, compiled: Any) -> Any:
+    call = compiled(model)
+    attached(opt, model)
+    return call
+
+
+def in_place(opt: ShardedAdamW, model: Model, compiled: Any) -> Any:
+    attached(opt, model).compile(**compiled.keywords)
+    return model
+
+
+def blocks(opt: ShardedAdamW, model: Model, compiled: Any) -> Any:
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = torch.compile(block, backend=backend, fullgraph=True)  # type: ignore[assignment]
-    opt.prefetch_params(model)
+        model.blocks[i] = compiled(block)
+    return attached(opt, model)
+
+
+def blocks_in_place(opt: ShardedAdamW, model: Model, compiled: Any) -> Any:
+    for block in attached(opt, model).blocks:
+        block.compile(**compiled.keywords)
     return model
 
 
-def blocks_in_place(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    opt.prefetch_params(model)
-    for block in model.blocks:
-        block.compile(backend=backend, fullgraph=True)
-    return model
-
-
-def its_forward(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    opt.prefetch_params(model)
-    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)  # type: ignore[method-assign]
-    return model
-
-
-def a_function(opt: ShardedAdamW, model: Model, backend: Any) -> Callable[[Tensor], Tensor]:
-    opt.prefetch_params(model)
-    return torch.compile(lambda x: model(x) * 1, backend=backend, fullgraph=True)
+def times_1(model: Model, x: Tensor) -> Tensor:
+    return model(x) * 1  # type: ignore[no-any-return]
 
 
 # How it is compiled, and whether parameters may still be on their way when a step ends.
-WAYS: list[tuple[Compile, bool]] = [(whole_after, False), (the_compiled_one, True), (in_place, False), (blocks, True)]
-MORE_WAYS: list[tuple[Compile, bool]] = [
-    (whole, False),
-    (whole_before, False),
-    (blocks_in_place, True),
-    (its_forward, True),
-    (a_function, False),
-]
+WAYS: dict[str, tuple[Callable[[ShardedAdamW, Model, Any], Any], bool]] = {
+    "whole": (lambda opt, model, compiled: compiled(attached(opt, model)), False),
+    "the compiled one": (lambda opt, model, compiled: attached(opt, compiled(model)), True),
+    "in place": (in_place, False),
+    "blocks": (blocks, True),
+    "not attached": (lambda opt, model, compiled: compiled(model), False),
+    "whole, before": (whole_before, False),
+    "blocks in place": (blocks_in_place, True),
+    "a function": (lambda opt, model, compiled: compiled(partial(times_1, attached(opt, model))), False),
+    "not compiled": (lambda opt, model, compiled: attached(opt, model), True),
+}
 
 
 def inputs(rank: int, step: int) -> Tensor:
     return torch.sin(torch.arange(2.0 * WIDTH).view(2, WIDTH) + 7 * rank + step)
 
 
-def train(rank: int, compile: Compile | None, backend: Any) -> tuple[list[Tensor], list[int], list[int]]:
-    """Outputs; how much was compiled by the end of each step; how many parameters were pending after each."""
+def nothing(model: Model, compiled: Any, step: int) -> list[Tensor]:
+    return []
+
+
+def evaluates(model: Model, compiled: Any, step: int) -> list[Tensor]:
+    """As it is, while it is trained compiled."""
+    return [model(inputs(0, 0))]
+
+
+def averages(model: Model, compiled: Any, step: int) -> list[Tensor]:
+    """Compiled code, far from any forward, that reads parameters after every step."""
+    return compiled(halves)(list(model.parameters()))  # type: ignore[no-any-return]
+
+
+def halves(params: list[Tensor]) -> list[Tensor]:
+    return [p * 0.5 for p in params]
+
+
+def compiles_later(model: Model, compiled: Any, step: int) -> list[Tensor]:
+    if step == 2 and hasattr(compiled, "keywords"):
+        for block in model.blocks:
+            block.compile(**compiled.keywords)
+    return []
+
+
+def train(
+    rank: int, way: str | None, backend: Any, then: Callable[..., list[Tensor]] = nothing
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """Outputs; how much was compiled by the end of each step; how many parameters were pending after each. ``then`` is
+    called behind each step; ``way`` None: nothing overlaps."""
     torch._dynamo.reset()
     model = Model()
     start_at(model.parameters())
     with Communicator(timeout_s=30) as comm:
-        options = {"overlap_param_sync": compile is not None, "bucket_cap_mb": 1e-4}
-        opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, **options)  # type: ignore[arg-type]
+        overlaps = way is not None
+        opt = ShardedAdamW(
+            model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=overlaps, bucket_cap_mb=1e-4
+        )
         delay_gathers(opt)
-        call = model if compile is None else compile(opt, model, backend)
+        compiled: Any = (
+            partial(torch.compile, backend=backend, fullgraph=then is nothing) if overlaps else lambda fn: fn
+        )
+        call = WAYS[way or "not attached"][0](opt, model, compiled)
         seen, graphs, left = [], [], []
         for step in range(STEPS):
             out = call(inputs(rank, step))
@@ -134,118 +149,54 @@ def train(rank: int, compile: Compile | None, backend: Any) -> tuple[list[Tensor
             opt.step()
             left.append(len(pending(opt)))
             opt.zero_grad()
+            with torch.no_grad():
+                seen += then(model, compiled, step)
             graphs.append(getattr(backend, "graphs", 0))
         opt.close()
     return seen, graphs, left
 
 
-def train_compiled(rank: int, world: int, ways: list[tuple[Compile, bool]]) -> None:
+def train_in_ways(rank: int, world: int, ways: list[str]) -> None:
     expected, _, _ = train(rank, None, None)
-    for compile, overlaps in ways:
-        seen, graphs, left = train(rank, compile, CountingBackend())
-        assert_bitwise_equal(seen, expected, compile.__name__)
-        assert 0 < graphs[0] == graphs[-1], f"{compile.__name__}: {graphs} graphs by step"
-        assert (left[-1] > 0) == overlaps, f"{compile.__name__}: {left} parameters pending after each step"
+    for way in ways:
+        seen, graphs, left = train(rank, way, CountingBackend())
+        assert_bitwise_equal(seen, expected, way)
+        assert 0 < graphs[0] == graphs[-1], f"{way}: {graphs} graphs by step"
+        assert (left[-1] > 0) == WAYS[way][1], f"{way}: {left} parameters pending after each step"
 
 
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.slow)], ids=["ways", "more ways"])
-def test_compiled_forwards_are_never_stale(rank_pool: Any, ways: list[tuple[Compile, bool]]) -> None:
+@pytest.mark.parametrize("ways", [list(WAYS)[:4], slow_case(list(WAYS)[4:-1])], ids=["ways", "more ways"])
+def test_compiled_forwards_are_never_stale(rank_pool: Any, ways: list[str]) -> None:
     """P3."""
-    rank_pool(2).run(train_compiled, ways, timeout_s=120)
+    rank_pool(2).run(train_in_ways, ways, timeout_s=120)
 
 
-def train_beside_compiled(rank: int, world: int) -> tuple[int, int]:
-    """A compiled function, far from any forward, reads parameters after every step."""
-    torch._dynamo.reset()
-    model, backend = Model(), CountingBackend()
-    start_at(model.parameters())
-    sums: list[Tensor] = []
-    average = torch.compile(lambda params: [p * 0.5 for p in params], backend=backend)
-    with Communicator(timeout_s=30) as comm:
-        opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=True)
-        delay_gathers(opt)
-        opt.prefetch_params(model)
-        for step in range(STEPS):
-            model(inputs(rank, step)).square().sum().backward()
-            opt.step()
-            left = len(pending(opt))
-            opt.zero_grad()
-            with torch.no_grad():
-                sums = average(list(model.parameters()))
-            opt.param_sync()
-            assert_bitwise_equal(sums, [p.detach() * 0.5 for p in model.parameters()])
-        opt.close()
-    return backend.graphs, left
-
-
-def test_what_compiled_code_reads_without_a_hook_arrives_within_step(rank_pool: Any) -> None:
-    for graphs, left in rank_pool(2).run(train_beside_compiled, timeout_s=60):
-        assert 1 <= graphs <= MAX_COMPILATIONS and left == 0
-
-
-def train_by_turns(rank: int, world: int) -> int:
-    """Trained compiled as a whole, evaluated as it is."""
-    torch._dynamo.reset()
-    backend = CountingBackend()
-    seen: list[list[Tensor]] = []
-    for overlaps in (False, True):
-        model = Model()
-        start_at(model.parameters())
-        with Communicator(timeout_s=30) as comm:
-            opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=overlaps)
-            delay_gathers(opt)
-            opt.prefetch_params(model)
-            call = torch.compile(model, backend=backend) if overlaps else model
-            seen.append([])
-            for step in range(STEPS + 4):
-                out = call(inputs(rank, step))
-                out.square().sum().backward()
-                opt.step()
-                opt.zero_grad()
-                with torch.no_grad():
-                    seen[-1] += [out.detach(), model(inputs(rank, 0))]
-            opt.close()
-    assert_bitwise_equal(seen[1], seen[0])
-    return backend.graphs
-
-
-def test_a_model_that_is_compiled_and_called_as_it_is(rank_pool: Any) -> None:
-    assert all(1 <= graphs <= 1 + MAX_COMPILATIONS for graphs in rank_pool(2).run(train_by_turns, timeout_s=60))
-
-
-def train_then_compile(rank: int, world: int) -> tuple[list[int], int]:
-    """Called as it is for two steps; then its blocks are compiled, in place."""
-    torch._dynamo.reset()
-    model, backend = Model(), CountingBackend()
-    start_at(model.parameters())
-    graphs = []
-    with Communicator(timeout_s=30) as comm:
-        opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, overlap_param_sync=True, bucket_cap_mb=1e-4)
-        delay_gathers(opt)
-        opt.prefetch_params(model)
-        for step in range(STEPS):
-            if step == 2:
-                opt.param_sync()
-                for block in model.blocks:
-                    block.compile(backend=backend, fullgraph=True)
-            model(inputs(rank, step)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
-            graphs.append(backend.graphs)
-        left = len(pending(opt))
-        opt.close()
+def train_beside(rank: int, world: int, way: str, then: Callable[..., list[Tensor]]) -> tuple[list[int], list[int]]:
+    seen, graphs, left = train(rank, way, CountingBackend(), then)
+    assert_bitwise_equal(seen, train(rank, None, None, then)[0])
     return graphs, left
 
 
-def test_modules_that_are_compiled_later(rank_pool: Any) -> None:
-    for graphs, left in rank_pool(2).run(train_then_compile, timeout_s=60):
-        assert 0 < graphs[2] == graphs[-1] and left > 0, f"{graphs} graphs by step, {left} pending"
+@pytest.mark.parametrize(
+    "way, then, most, overlaps",
+    [
+        ("not compiled", averages, MAX_COMPILATIONS, False),  # arrive within step: no hook would see them read
+        ("whole", evaluates, 1 + MAX_COMPILATIONS, True),
+        ("not compiled", compiles_later, 4, True),
+    ],
+)
+def test_what_else_is_compiled(
+    rank_pool: Any, way: str, then: Callable[..., list[Tensor]], most: int, overlaps: bool
+) -> None:
+    for graphs, left in rank_pool(2).run(train_beside, way, then, timeout_s=120):
+        assert 0 < graphs[-3] == graphs[-1] <= most, graphs
+        assert (left[-1] > 0) == overlaps, left
 
 
 def train_with_inductor(rank: int, world: int) -> None:
     expected, _, _ = train(rank, None, None)
-    for compile in (the_compiled_one, whole_after):
-        seen, _, _ = train(rank, compile, "inductor")
+    for way in ("the compiled one", "whole"):
+        seen, _, _ = train(rank, way, "inductor")
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
 
 
