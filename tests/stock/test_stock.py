@@ -1,58 +1,25 @@
-"""Stock torch code on the gradients of the real sharded optimizer: what it computes and leaves is what it does
-unsharded.
-
-Gradients are dyadic and their norms exact, so everything is compared bit for bit.
-"""
+"""Stock torch code on the gradients of the real sharded optimizer, beside the scripts of tests/conformance/optimizer and
+tests/unit/test_placeholder.py. Gradients are dyadic and their norms exact, so everything is compared bit for bit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import ShardedGradError
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.counting_backend import compiles_in_threads
 from tests.support.optim_twins import run_local
 from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded
 
-FOREACH = [True, False, None]
-# --- clipping: more of it in the conformance suite --------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_clip_grad_norm(norm_type: float, foreach: bool | None) -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        run.seen.append(clip_grad_norm_(run.params, 0.25, norm_type, foreach=foreach))
-        run.opt.step()
-
-    norms, _, _ = expect_equal_to_unsharded(flow)
-    assert all(norm > 0.25 for norm in norms)
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_total_norm_then_clip_with_it(foreach: bool | None) -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        norm = get_total_norm(run.grads, foreach=foreach)
-        clip_grads_with_norm_(run.params, 0.5, norm, foreach=foreach)
-        run.seen += [norm, run.opt.local_grad_norm() < 0.5 + 1e-6]
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
+@pytest.mark.parametrize("foreach", [True, False])
 def test_clip_grad_value(foreach: bool | None) -> None:
     def flow(run: Run) -> None:
         run.loss().backward()
@@ -60,83 +27,6 @@ def test_clip_grad_value(foreach: bool | None) -> None:
         run.opt.step()
 
     expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
-
-
-# --- accumulation, zeroing, scaling, reading --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("how", ["optimizer", "module", "foreach"])
-def test_zero_grad(set_to_none: bool, how: str) -> None:
-    def flow(run: Run) -> None:
-        def zero() -> None:
-            if how == "optimizer":
-                run.opt.zero_grad(set_to_none)
-            elif how == "module":
-                nn.ParameterList(run.params).zero_grad(set_to_none)
-            elif set_to_none:
-                for p in run.params:
-                    p.grad = None
-            else:
-                torch._foreach_zero_(run.grads)
-
-        run.loss().backward()  # dropped before it is reduced
-        zero()
-        run.loss(lambda i: i != 3).backward()
-        run.opt.step()
-        run.seen.append([p.grad is None for p in run.params])
-        zero()  # dropped after
-        run.opt.step()  # zero gradients decay and step; none do not
-        run.seen.append(run.opt.local_grad_norm())
-
-    seen, _, _ = expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
-    assert seen[0] == [set_to_none and i == 3 for i in range(len(SHAPES))]
-
-
-def test_manual_scaling() -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        for p in run.params:
-            factor = torch.tensor(0.5)
-            p.grad.mul_(factor)
-            factor.fill_(100.0)
-            p.grad.data.div_(4)
-        torch._foreach_mul_(run.grads, 2.0)
-        torch._foreach_mul_(run.grads, [2.0**i for i in range(len(run.grads))])
-        run.seen.append(get_total_norm(run.grads))
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
-def test_reading_values_is_refused_and_nothing_changes() -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        if run.comm is not None:
-            for read in (lambda g: g.sum().item(), lambda g: g.numpy(), lambda g: g.clone(), lambda g: g[0]):
-                with pytest.raises(ShardedGradError, match=r"'group 0 parameter 3'.*optimizer\.full_grad\(p\)"):
-                    read(run.params[3].grad)
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
-def test_a_stock_optimizer_is_refused() -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        if run.comm is not None:
-            before = [p.detach().clone() for p in run.params]
-            for other in (torch.optim.AdamW, torch.optim.SGD):
-                with pytest.raises(ShardedGradError, match=rf"{other.__name__}\.step.*optimizer that holds it"):
-                    other(run.params, lr=1.0).step()
-            assert_bitwise_equal([p.detach() for p in run.params], before)
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
-# --- ranks that use different parameters
-# --------------------------------------------------------------------------------
 
 
 def used_by(rank: int) -> Callable[[int], bool]:
@@ -186,19 +76,6 @@ def test_one_more_parameter_on_one_rank_is_found_one_by_one() -> None:
     run_local(2, body)
 
 
-def test_gradients_left_in_no_sync_are_not_taken_for_reduced_ones() -> None:
-    """A parameter used in the first micro-batch only: stock clipping after the last must count its reduced gradient."""
-
-    def flow(run: Run) -> None:
-        with run.opt.no_sync():
-            run.loss().backward()
-        run.loss(lambda i: i % 2 == 0).backward()
-        run.seen.append(clip_grad_norm_(run.params, 0.25))
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
     """They are not reduced yet, and nobody outside can tell."""
@@ -225,10 +102,6 @@ def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
             run.opt.step()
 
     expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
-
-
-# --- processes
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_stock_code_after_no_sync_was_left_by_an_exception() -> None:
@@ -263,26 +136,3 @@ def test_a_scaled_half_gradient_does_not_overflow() -> None:
         return float(grad[0])
 
     assert run_local(1, body)[0] == pytest.approx(100 + 100 / 1024, rel=1e-3)
-
-
-@compiles_in_threads
-def test_a_model_is_compiled_while_gradients_are_sharded() -> None:
-    """torch describes a parameter's gradient when it compiles what uses the parameter, and reads nothing of it."""
-
-    def body(comm: Communicator, compiles: bool) -> list[torch.Tensor]:
-        model = torch.nn.Linear(4, 4)
-        for p in model.parameters():
-            torch.nn.init.constant_(p, 0.5)
-        opt = ShardedAdamW(model.parameters(), 0.1, process_group=comm)
-        model(torch.ones(2, 4)).sum().backward()
-        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-        for rows in (2, 3):  # the second one is compiled again
-            forward(torch.ones(rows, 4)).sum().backward()
-        opt.step()
-        with pytest.raises(ShardedGradError, match="untyped_storage"):
-            model.weight.grad.untyped_storage()
-        values = [p.detach().clone() for p in model.parameters()]
-        opt.close()
-        return values
-
-    assert_bitwise_equal(run_local(1, body, True), run_local(1, body, False))

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support import optim_twins
+from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 from tests.support.requirements import slow_case
-from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, make_params, run_flow
+from tests.support.simulated_cuda import HostReads, posing
+from tests.support.stock_flows import SHAPES, Run, make_params, run_flow
 
 
 def grad_scaler(init_scale: float = 8.0, growth_interval: int = 2, **options: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval, **options)
-
-
-def test_grad_scaler_disabled() -> None:
-    def flow(run: Run) -> None:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        scaler.scale(run.loss()).backward()
-        scaler.unscale_(run.opt)
-        scaler.step(run.opt)
-        scaler.update()
-
-    def plain(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-
-    assert_bitwise_equal(expect_equal_to_unsharded(flow, (2,)), run_flow(None, plain))
 
 
 def test_grad_scaler_with_parameters_of_two_dtypes() -> None:
@@ -61,18 +47,6 @@ def test_grad_scaler_with_parameters_of_two_dtypes() -> None:
             assert_bitwise_equal(result, expected)
 
 
-def test_grad_scaler_on_gradients_kept_from_no_sync() -> None:
-    def flow(run: Run) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with run.opt.no_sync():
-            scaler.scale(run.loss()).backward()
-        scaler.scale(run.loss(lambda i: i % 2 == 0)).backward()
-        scaler.step(run.opt)
-        scaler.update()
-
-    expect_equal_to_unsharded(flow)
-
-
 # --- every legal order of calls ---------------------------------------------------------------------------------------
 
 
@@ -88,8 +62,9 @@ def backward(run: Run, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(overflowing_loss(run)).backward()
 
 
-def see_norm(run: Run, *unused: Any) -> None:
-    run.seen.append(get_total_norm(run.grads))
+def kept(run: Run, scaler: torch.amp.GradScaler) -> None:
+    with run.opt.no_sync():
+        backward(run, scaler)
 
 
 # What is called between the last update() and the next, after one backward; "backward" is one more.
@@ -101,7 +76,8 @@ CALLS: dict[str, Callable[[Run, torch.amp.GradScaler], Any]] = {
     "clip own": lambda run, scaler: run.seen.append(run.opt.clip_grad_norm_(0.25)),
     "clip values": lambda run, scaler: clip_grad_value_(run.params, 0.25),
     "clip a part": lambda run, scaler: run.seen.append(clip_grad_norm_(run.params[2:5], 0.25)),
-    "norm": see_norm,
+    "kept": kept,
+    "norm": lambda run, scaler: run.seen.append(get_total_norm(run.grads)),
     "half": lambda run, scaler: torch._foreach_mul_(run.grads, 0.5),
     "zero": lambda run, scaler: run.opt.zero_grad(),
     "step": lambda run, scaler: scaler.step(run.opt),
@@ -118,7 +94,7 @@ ORDERS = [
     "half, unscale, step",
     "sync, unscale, clip, step",
     "backward, backward, step",  # accumulation
-    "backward, unscale, clip, step",
+    "kept, backward, unscale, clip, step",
     "sync, backward, sync, unscale, clip own, step",
     "unscale, zero, step",  # nothing is left to step with
     "unscale",  # and no step
@@ -133,8 +109,8 @@ ROUNDED_ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS + ROUNDED_ORDERS)
-@optim_twins.over_worlds(2)
-def test_every_legal_order_does_what_it_does_unsharded(worlds: list[int], order: str) -> None:  # A7
+@pytest.mark.parametrize("world", [2, slow_case(1), slow_case(3), slow_case(4)])
+def test_every_legal_order_does_what_it_does_unsharded(world: int, order: str) -> None:  # A7
     def flow(comm: Communicator | None) -> Any:
         run, scaler = Run(comm), grad_scaler()
         for run.step in range(5):
@@ -154,49 +130,13 @@ def test_every_legal_order_does_what_it_does_unsharded(worlds: list[int], order:
     else:
         assert scales == ([4.0] * 5 if "new scale" in order else [8.0, 16.0, 8.0, 8.0, 16.0])
         assert expected[2] == (0 if "zero" in order or order == "unscale" else 4)
-    for world in worlds:
-        results = run_local(world, flow)
-        for rank, result in enumerate(results):
-            assert_bitwise_equal(result, results[0], f"rank {rank} of {world}: ")
-        if order in ORDERS and world != 3:
-            assert_bitwise_equal(results[0], expected, f"world {world}: ")
-        else:
-            torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-7, equal_nan=True)
-
-
-@pytest.mark.parametrize("world", [None, 2])
-def test_orders_that_torch_refuses_are_refused_by_torch(world: int | None) -> None:  # A7, A9
-    def body(comm: Communicator | None) -> list[Tensor]:
-        run, scaler = Run(comm), grad_scaler()
-        with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
-            scaler.step(run.opt)
-        backward(run, scaler)
-        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-            scaler.step(run.opt, closure=lambda: None)
-        with pytest.raises(AssertionError, match="No inf checks were recorded"):
-            scaler.update()
-        scaler.unscale_(run.opt)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-            scaler.unscale_(run.opt)
-        scaler.step(run.opt)
-        with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-            scaler.step(run.opt)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-            scaler.unscale_(run.opt)
-        scaler.update()
-        run.opt.zero_grad()
-        run.opt.grad_sync()
-        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-            scaler.step(run.opt)  # there is no gradient on any rank
-        return [p.detach().clone() for p in run.params]
-
-    def plain(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-
-    _, expected, _ = run_flow(None, plain, steps=1)
-    for params in [body(None)] if world is None else run_local(world, body):
-        assert_bitwise_equal(params, expected)
+    results = run_local(world, flow)
+    for rank, result in enumerate(results):
+        assert_bitwise_equal(result, results[0], f"rank {rank}: ")
+    if order in ORDERS and world != 3:
+        assert_bitwise_equal(results[0], expected)
+    else:
+        torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 # --- overflows --------------------------------------------------------------------------------------------------------
@@ -269,50 +209,10 @@ def test_float64_gradients_whose_squares_overflow_are_no_overflow(bad: float | N
 
     expected = flow(None)
     assert expected[0] == (4.0 if bad is None else 2.0)
-    for result in run_local(2, flow):
-        assert_bitwise_equal(result, expected)
-
-
-def train_under_a_scaler(rank: int, world: int) -> Any:
-    """20 steps of DDP with AdamW, and of ours, each with a scaler that grows every third step; four steps overflow."""
-    left = []
-    for is_ours in (False, True):
-        torch.manual_seed(2)
-        model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-        params = list(model.parameters())
-        if is_ours:
-            opt: Any = ShardedAdamW(params, lr=0.01, process_group=Communicator(timeout_s=30))
-        else:
-            opt, model = torch.optim.AdamW(params, lr=0.01), DistributedDataParallel(model)
-        scaler, norms, scales = grad_scaler(init_scale=16.0, growth_interval=3), [], []
-        for step in range(20):
-            for micro in range(2):
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-                loss = model(x).square().mean()
-                if step in (4, 5, 11, 17) and micro == step % 2 and rank == step // 2 % world:
-                    loss = loss + params[0][3, 2] * math.inf
-                scaler.scale(loss).backward()
-            if step % 3:
-                scaler.unscale_(opt)
-                norms.append(clip_grad_norm_(params, 0.05))
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-            scales.append(scaler.get_scale())
-        left.append((scales, norms, [p.detach().clone() for p in params]))
-        if is_ours:
-            opt.close()
-    return left
-
-
-def test_twenty_steps_grow_and_back_off_as_ddp_does(rank_pool: Any) -> None:  # A7
-    everyone = rank_pool(2).run(train_under_a_scaler, timeout_s=60)
-    for theirs, ours in everyone:
-        scales = [16, 16, 32, 32, 16, 8, 8, 8, 16, 16, 16, 8, 8, 8, 16, 16, 16, 8, 8, 8]
-        assert ours[0] == theirs[0] == scales
-        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=0.0, equal_nan=True)
-        torch.testing.assert_close(ours[2], theirs[2], rtol=1e-5, atol=1e-6)
-    assert_bitwise_equal(everyone[1][1], everyone[0][1])
+    for device in (None, "cuda"):
+        with posing() if device else contextlib.nullcontext():
+            for result in run_local(2, flow, device=device):
+                assert_bitwise_equal(result, expected)
 
 
 # --- several optimizers, uneven ranks ---------------------------------------------------------------------------------
@@ -385,4 +285,46 @@ def test_a_rank_without_gradients_takes_part_after_grad_sync() -> None:
             assert_bitwise_equal(result, expected)
 
 
-# --- bfloat16, which needs no scaler ----------------------------------------------------------------------------------
+# --- on CUDA, simulated -----------------------------------------------------------------------------------------------
+
+
+CLIPS: dict[str, Callable[[Any, list[torch.nn.Parameter]], Any]] = {
+    "own": lambda opt, params: [opt.clip_grad_norm_(0.3, norm) for norm in (2.0, float("inf"), 1.0, 3.0)],
+    "own, a part": lambda opt, params: opt.clip_grad_norm_(0.3, parameters=params[:2]),
+    "stock": lambda opt, params: [
+        torch.nn.utils.clip_grad_norm_(params, 0.3, n) for n in (2.0, float("inf"), 1.0, 3.0)
+    ],
+    "stock, one by one": lambda opt, params: torch.nn.utils.clip_grad_norm_(params, 0.3, foreach=False),
+    "values": lambda opt, params: torch.nn.utils.clip_grad_value_(params, 1e-3),
+}
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_unscale_clip_and_step_read_no_value(world: int | None, clip: Callable[..., Any]) -> None:
+    """6.D of the semantics: the one value that is read is the scaler's own, before it steps."""
+
+    def body(rank: int, comm: Communicator | None) -> list[str]:
+        model = model_of()
+        params = list(model.parameters())
+        opt = ShardedAdamW(params, lr=1e-2, process_group=comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        with HostReads() as reads:
+            for step in range(4):
+                loss = model(batch(rank, step, torch.float32)).square().mean()
+                scaler.scale(loss * float("inf") if step == 1 and rank == 0 else loss).backward()
+                scaler.unscale_(opt)
+                clip(opt, params)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+        opt.close()
+        return reads.callers
+
+    if world is None:
+        with posing():
+            everyone = [body(0, None)]
+    else:
+        everyone = in_world(world, True, body)
+    for callers in everyone:
+        assert len(callers) == 4 and all("grad_scaler.py" in caller for caller in callers), callers

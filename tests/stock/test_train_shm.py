@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_ranks
+from bucketwheel.testing import assert_bitwise_equal
 from tests.support.requirements import slow_case
 
 VOCABULARY, WIDTH, CONTEXT, BATCH = 31, 24, 12, 4
@@ -194,46 +193,3 @@ def train_with_other_schedules(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_overlap_and_prefetch_change_no_bit(rank_pool: Any, world: int) -> None:
     rank_pool(world).run(train_with_other_schedules, timeout_s=90)
-
-
-def late_gathers(rank: int, world: int) -> int:
-    """Reads parameters right after steps in ways that must wait; returns how many gathers were still running then."""
-    model = make_model(Job())
-    comm = Communicator(timeout_s=30)
-    opt = ShardedAdamW(model.parameters(), lr=0.01, bucket_cap_mb=0.01, overlap_param_sync=True, process_group=comm)
-    opt.prefetch_params(model)
-    running = 0
-    tokens = batches(7, 0, 1)[0][:, :-1]
-    for step, read in enumerate([lambda: model.eval()(tokens), model.train().state_dict, opt.state_dict]):
-        loss_of(model, batches(rank, step, 1)[0]).backward()
-        opt.step()
-        gathers = opt._engine._gathers  # type: ignore[union-attr]
-        running += len(gathers.pending)
-        read()
-        assert not gathers.pending
-    opt.close()
-    return running
-
-
-def test_reading_parameters_waits_for_them(rank_pool: Any) -> None:
-    assert all(running > 0 for running in rank_pool(2).run(late_gathers, timeout_s=60))
-
-
-def train_fuzzed(rank: int, world: int) -> Any:
-    late = ("overlap_param_sync", True)
-    return [
-        train_sharded(rank, Job(steps=10, evaluates=True)),
-        train_sharded(
-            rank, Job(steps=10, evaluates=True, prefetches=True, options=(late, ("max_inflight_buckets", 1)))
-        ),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world", [2, 3])
-def test_random_pauses_of_the_streams_change_no_bit(rank_pool: Any, world: int) -> None:
-    expected = rank_pool(world).run(train_fuzzed, timeout_s=90)[0]
-    for seed in ("1", "2", "3"):
-        results = run_ranks(train_fuzzed, world, timeout_s=90, env={"BW_HOST_STREAM_FUZZ": seed}, forked=True)
-        expect_equal_on_all_ranks([expected, *results])
