@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -21,22 +20,14 @@ from torch.nn import Parameter
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_threads
+from bucketwheel.testing import run_threads
 from tests.support.cores import one_core
-from tests.support.requirements import slow_case
 
 SHAPES = [(5, 7), (3,), (), (64, 33), (0,), (1, 1), (257,), (4, 3, 2, 2), (40, 6)]
 WORLDS = [1, 2, 3, 4]
 
 
-def over_worlds(*chosen: int) -> pytest.MarkDecorator:
-    """Parametrizes ``worlds``, over which a test goes: those ``chosen`` for `make test`, in `make test-all` the others, too."""
-    others = [world for world in WORLDS if world not in chosen]
-    return pytest.mark.parametrize("worlds", [list(chosen), slow_case(others)], ids=str)
-
-
 TINY = {"bucket_cap_mb": 1e-4}  # most parameters in a bucket of their own, large ones in many
-OPTIONS = [TINY, {"bucket_cap_mb": 3e-3, "overlap_param_sync": True}, {"overlap_grad_sync": False}]
 
 
 def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
@@ -196,52 +187,7 @@ class Outcome:
     clips: bool  # then 1/world and the clip factor are rounded together, and only powers of two agree bitwise
 
 
-Script = Callable[[Run], None]
 Make = Callable[[list[Parameter]], Any]  # what to give an optimizer for the parameters
-
-
-def outcome_of_torch(script: Script, make: Make = list, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
-    """``decoupled_weight_decay=False``: `torch.optim.Adam`."""
-    params = make_params(dtype)
-    decoupled = options.pop("decoupled_weight_decay", True)
-    run = Run(TorchTwin(make(params), **options), params)
-    for group in run.opt.param_groups:
-        group["decoupled_weight_decay"] = decoupled
-    script(run)
-    fresh = [
-        {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in params
-    ]
-    states = [{**new, **run.opt.state[p]} for new, p in zip(fresh, params, strict=True)]
-    return Outcome([p.detach() for p in params], states, run.seen, run.clips)
-
-
-def outcome_of_local(script: Script, make: Make = list, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
-    params = make_params(dtype)
-    run = Run(ShardedAdamW(make(params), **options), params)
-    script(run)
-    saved = run.opt.state_dict()["state"]
-    return Outcome([p.detach() for p in params], [saved[i] for i in range(len(params))], run.seen, run.clips)
-
-
-def outcomes_of_ranks(
-    world: int, script: Script, make: Make = list, dtype: torch.dtype = torch.float32, **options: Any
-) -> list[Outcome]:
-    def body(comm: Communicator) -> tuple[list[Tensor], dict[str, Any], Run]:
-        params = make_params(dtype)
-        run = Run(ShardedAdamW(make(params), process_group=comm, **options), params, comm.rank, comm.size)
-        script(run)
-        run.opt.param_sync()
-        saved = run.opt.state_dict()
-        values = [p.detach().clone() for p in params]
-        run.opt.close()
-        comm.pool.check()
-        comm.pool.expect_no_leases()
-        assert_bitwise_equal([p.detach() for p in params], values, "parameters after close()")
-        return values, saved, run
-
-    ranks = run_local(world, body)
-    states = joined_states([saved for _, saved, _ in ranks], make_params(dtype))
-    return [Outcome(values, states, run.seen, run.clips) for values, _, run in ranks]
 
 
 def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -272,28 +218,6 @@ def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     laid_out = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
     return laid_out.as_strided((like.numel(),), (1,))
-
-
-def assert_as_local(
-    script: Script,
-    make: Make = list,
-    dtype: torch.dtype = torch.float32,
-    worlds: Sequence[int] = WORLDS,
-    **options: Any,
-) -> Outcome:
-    """Runs a script on every world, and on two ranks in every way; all must leave what the local optimizer does, bit for bit."""
-    expected = outcome_of_local(script, make, dtype, **options)
-    for world in worlds:
-        for distribution in OPTIONS if world == 2 else [TINY]:
-            for rank, outcome in enumerate(outcomes_of_ranks(world, script, make, dtype, **options, **distribution)):
-                if outcome.clips and world == 3:
-                    assert_as_torch(outcome, expected)
-                    continue
-                name = f"{script.__name__} on rank {rank} of {world} with {distribution}: "
-                assert_bitwise_equal(outcome.params, expected.params, name + "parameters")
-                assert_bitwise_equal(outcome.states, expected.states, name + "states")
-                assert_bitwise_equal(outcome.seen, expected.seen, name + "seen")
-    return expected
 
 
 def assert_as_torch(outcome: Outcome, expected: Outcome, rtol: float = 2e-6, atol: float = 1e-7) -> None:
