@@ -77,16 +77,6 @@ TEST(its_end_looks_though_the_watchdog_does_not) {
   CHECK(error_of(*rank.replicate).find("on fire") != std::string::npos);
 }
 
-TEST(after_its_end_each_fails_alone) {
-  Alone rank;
-  {
-    const Tie tie(rank.shard, rank.replicate);
-  }
-  rank.shard->abort("on fire");
-  std::this_thread::sleep_for(300ms);  // the watchdog has looked
-  CHECK(error_of(*rank.replicate).empty());
-}
-
 TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
   auto rank = std::make_unique<Alone>();
   const std::weak_ptr<Comm> shard = rank->shard;
@@ -98,15 +88,6 @@ TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
   CHECK(!shard.expired() && !replicate.expired());
   tie.reset();
   CHECK(shard.expired() && replicate.expired());
-}
-
-TEST(a_closed_one_fails_nobody) {
-  Alone rank;
-  {
-    const Tie tie(rank.shard, rank.replicate);
-    rank.shard->close();
-  }
-  CHECK(error_of(*rank.replicate).empty());
 }
 
 TEST(a_forked_child_drops_it) {
