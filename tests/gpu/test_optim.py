@@ -20,7 +20,6 @@ from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
-OUT_OF_MEMORY = 2
 # Of the device in warm-up steps: everything is in flight at once, so later steps find all the events and blocks they
 # may need.
 BEHIND_S = 0.03
@@ -342,25 +341,6 @@ def test_torchs_accounting_sees_the_pool() -> None:
     assert grown("torch") >= size_bytes
     assert grown("cuda") == 0
     in_world(2, lambda rank, comm: trained(comm, DEVICE.tensors, F32, "own"))
-
-
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_failed_allocation_is_tried_once_more(failures: int) -> None:
-    pool = Pool("cuda")
-    for nth in range(1, failures + 1):
-        core.plan_cuda_fault("malloc_device", countdown=nth, error=OUT_OF_MEMORY)
-    if failures == 1:
-        with pool.acquire("x", 1 << 20) as lease:
-            assert lease.nbytes == 1 << 20
-    else:
-        with pytest.raises(
-            PoolError, match=r"out of memory \(\d+ of \d+ bytes are free\); pools gave .*this upstream holds 0 bytes"
-        ):
-            pool.acquire("x", 1 << 20)
-    pool.check()
-    pool.expect_no_leases()
-    with pool.acquire("x", 1 << 20):
-        assert pool.stats().live_leases == 1
 
 
 @pytest.mark.parametrize("upstream", ["cuda", "torch"])
