@@ -113,8 +113,6 @@ def training_case(world: int, dtype: torch.dtype) -> None:
         return out
 
     def all_ranks(device: torch.device) -> list[list[Tensor]]:
-        if world == 0:
-            return [train(device, None)]
         return in_world(world, lambda rank, comm: train(device, comm), device=device.type)
 
     with DEVICE.cpu():
