@@ -26,11 +26,6 @@ using namespace std::chrono_literals;
 
 extern "C" int fake_cuda_launch_host(void* stream, void (*function)(void*), void* argument);
 extern "C" int fake_cuda_is_captured(void* stream);
-extern "C" void fake_cuda_begin_capture();
-extern "C" void* fake_cuda_end_capture();
-extern "C" size_t fake_cuda_capture_position();
-extern "C" void fake_cuda_replay_range(void* graph, size_t begin, size_t end);
-extern "C" void fake_cuda_free_graph(void* graph);
 
 // The test itself is the NCCL that is found, so that sanitizers see all of it.
 extern "C" void* __real_dlopen(const char* file, int flags);
@@ -218,35 +213,6 @@ TEST(closing_from_several_threads_with_an_operation_in_flight) {
     for (std::thread& closer : closers) {
       closer.join();
     }
-  });
-}
-
-// What it would wait for is outside the graph: CUDA ends the capture of a stream that is made to wait for that.
-TEST(an_operation_beside_a_capture_is_refused_and_changes_nothing) {
-  on_comms(1, 20s, [](int, NcclComm& comm) {
-    const StreamRef eager = CudaDevice::at(0).new_stream("eager");
-    fake_cuda_begin_capture();
-    const Gathering captured(comm, 1);
-    const size_t position = fake_cuda_capture_position();
-    std::thread([&] {
-      const auto calls = [] {
-        return std::vector{cuda_calls(CudaCall::event_record), cuda_calls(CudaCall::stream_wait_event),
-                           fake_nccl_calls("ncclAllGather")};
-      };
-      const auto before = calls();
-      CHECK_THROWS(CaptureError, "that another thread is capturing", Gathering(comm, 2, eager));
-      CHECK(calls() == before);
-    }).join();
-    CHECK(fake_cuda_capture_position() == position);
-    captured.handle->wait(CudaDevice::at(0).borrow(nullptr).get());  // else there is no graph
-    void* const graph = fake_cuda_end_capture();
-    fake_cuda_replay_range(graph, 0, position);
-    captured.expect(1);
-    fake_cuda_free_graph(graph);
-    const Gathering after(comm, 3, eager);
-    after.handle->synchronize();
-    after.expect(3);
-    CHECK(after.handle->seq() == captured.handle->seq() + 1);
   });
 }
 
