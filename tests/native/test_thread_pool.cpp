@@ -1,8 +1,6 @@
 // base/thread_pool: every range once, several callers, resizing, fork, idle helpers. Run by test_native.py.
 // needs: base
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -142,10 +140,7 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
     }
   });
   for (int i = 0; i < 5; ++i) {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-      alarm(20);
+    in_child([] {
       CHECK(num_threads() == 3);
       std::atomic<int> started{0};
       parallel_for(2, 1, [&](int64_t, int64_t) {
@@ -155,11 +150,7 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
         }
       });
       check_loop(100, 3);
-      end_child();
-    }
-    int status = 0;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    });
   }
   is_over = true;
   busy.join();

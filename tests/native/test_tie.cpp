@@ -1,8 +1,5 @@
 // comm/tie: what is passed on, and what its end promises. Run by test_native.py.
 // needs: base device kernels pool comm
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -97,16 +94,7 @@ TEST(a_forked_child_drops_it) {
   Alone rank;
   auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
   const Busy busy;  // its lock is held in the child for ever
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    alarm(20);
-    tie.reset();
-    end_child();
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  in_child([&] { tie.reset(); });
 }
 
 }  // namespace

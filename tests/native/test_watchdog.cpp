@@ -4,8 +4,6 @@
 // runs: plain thread address
 // slow: address
 #include <dirent.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -188,9 +186,7 @@ TEST(a_forked_child_has_its_own) {
   std::atomic<int> looks{0};
   const auto watching = watch([&] { ++looks; });
   sleep_until([&] { return looks >= 1; });
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(20);
+  in_child([&] {
     const int inherited = looks;
     std::atomic<int> own{0};
     wake_watchdog();  // of nobody: the parent's thread and lock are not here
@@ -198,11 +194,7 @@ TEST(a_forked_child_has_its_own) {
     sleep_until([&] { return own >= 3; });
     CHECK(looks == inherited);  // the parent's is not looked after here
     mine->stop();
-    end_child();
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  });
   const int before = looks;
   sleep_until([&] { return looks >= before + 2; });  // and goes on here
   watching->stop();
