@@ -29,7 +29,7 @@ def made(change: Callable[[Any], Any]) -> list[Any]:
 BAD: list[tuple[dict[str, Callable[[torch.Tensor], Any]], type[Exception], str]] = [
     ({"params": lambda x: x.int()}, TypeError, r"params\[1\] is int32, expected float32, bfloat16, float16 or float64"),
     ({"params": lambda x: x.to(torch.complex64)}, TypeError, r"params\[1\]: unsupported dtype"),
-    ({"params": lambda x: x.double()}, TypeError, r"grads\[1\] is float32, expected float64"),
+    ({"params": lambda x: x.double()}, TypeError, r"exp_avgs\[1\] is float32, expected float64"),
     ({"params": lambda x: torch.zeros(8)[::2]}, ValueError, r"params\[1\] has gaps or overlaps itself"),
     ({"params": lambda x: torch.zeros(1).expand(4)}, ValueError, r"params\[1\] has gaps or overlaps itself"),
     ({"grads": lambda x: x.double()}, TypeError, r"grads\[1\] is float64, expected float32, bfloat16 or float16"),
@@ -108,11 +108,11 @@ ARGUMENTS = [
     ({"weight_decay": [1]}, TypeError, r"weight_decay is \[1\], expected a number"),
     ({"seed": -1}, ValueError, r"seed is -1, expected an int from 0 to 2\*\*64 - 1"),
     ({"param_ids": [1, 2]}, ValueError, "param_ids has 2 entries, params has 3"),
-    ({"param_ids": [0, 0, 2**30]}, ValueError, r"param_ids is .*1073741824.*, expected ints from 0 to 2\*\*30 - 1"),
+    ({"param_ids": [0, 0, -1]}, ValueError, r"param_ids is \[0, 0, -1\], expected ints from 0 to 2\*\*30 - 1"),
+    ({"param_ids": [0, 0, 2**30]}, ValueError, "row 2 is of parameter 1073741824"),
     ({"decoupled": "no"}, TypeError, r"decoupled is 'no', expected a bool"),
     ({"state_rounding": "up"}, ValueError, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
     ({"param_rounding": 1}, ValueError, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
-    ({"noop": torch.zeros(2)}, ValueError, "noop has 2 elements"),
 ]
 
 
@@ -140,6 +140,7 @@ def test_a_table_refuses_what_does_not_fit_it() -> None:
         ("steps has 1 entries for 2 rows", core.AdamArguments(ones[:1]), groups, 0, -1),
         ("used has 1 entries for 2 rows", core.AdamArguments(ones, used=ones[:1].byte()), groups, 0, -1),
         ("gscale has 3 entries for 2 rows", core.AdamArguments(ones, factors=torch.ones(3).double()), groups, 0, -1),
+        ("noop has 2 elements", core.AdamArguments(ones, noop=torch.zeros(2)), groups, 0, -1),
         ("row 1 is of group 1 of 1", core.AdamArguments(ones), groups[:1], 0, -1),
         ("row 0 takes step 0", core.AdamArguments(0 * ones), groups, 0, -1),
         (r"rows \[1, 3\) of 2", core.AdamArguments(ones), groups, 1, 3),
