@@ -45,7 +45,6 @@ test-all: setup
 
 mutants: setup
 	$(BIN)/python tests/mutate_kernels.py
-	$(BIN)/python tests/mutate_cuda_kernels.py
 	$(BIN)/python tests/mutate_optim.py
 
 gpu:

@@ -63,7 +63,7 @@ TESTS = (
         "tests/stock/test_stock.py",
     ),
 )
-NEEDED = ("pytest>=8", "pytest-xdist", "hypothesis", "numpy", "cmake>=3.24")
+NEEDED = ("pytest>=8", "pytest-xdist", "numpy", "cmake>=3.24")
 EXAMPLE = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
     "--evaluate-batches 2 --text-bytes 300000 --compare ddp"

@@ -18,8 +18,10 @@ __all__ = ["GivenGrads", "in_world", "on_cpu_ranks"]
 TIMEOUT_S = 40.0
 
 
-def in_world(world: int, body: Callable[[int, Communicator], Any], *, device: str | None = "cuda") -> list[Any]:
-    """``body(rank, communicator)`` in ``world`` threads; the results by rank."""
+def in_world(world: int, body: Callable[[int, Any], Any], *, device: str | None = "cuda") -> list[Any]:
+    """``body(rank, communicator)`` in ``world`` threads; the results by rank. World 0: ``body(0, None)`` here."""
+    if world == 0:
+        return [body(0, None)]
     places = LocalWorld(world)
 
     def rank_main(rank: int, _: int) -> Any:
@@ -34,7 +36,7 @@ def in_world(world: int, body: Callable[[int, Communicator], Any], *, device: st
     return run_threads(rank_main, world, timeout_s=TIMEOUT_S)
 
 
-def on_cpu_ranks(world: int, body: Callable[[int, Communicator], Any]) -> list[Any]:
+def on_cpu_ranks(world: int, body: Callable[[int, Any], Any]) -> list[Any]:
     """The same on CPU tensors, for expected values."""
     with DEVICE.cpu():
         return in_world(world, body, device=None)

@@ -30,9 +30,9 @@ from bucketwheel.kernels import ops  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world  # noqa: E402
+from tests.support.adam_cases import KINDS, assert_same, make, run_op  # noqa: E402
 from tests.support.reference import Adam, bits  # noqa: E402
 from tests.support.reference_rows import Rounding, Row  # noqa: E402
-from tests.unit.test_adam_matrix import KINDS, assert_same, make, run_op  # noqa: E402
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = [1, 523, 8197]
@@ -113,8 +113,6 @@ def training_case(world: int, dtype: torch.dtype) -> None:
         return out
 
     def all_ranks(device: torch.device) -> list[list[Tensor]]:
-        if world == 0:
-            return [train(device, None)]
         return in_world(world, lambda rank, comm: train(device, comm), device=device.type)
 
     with DEVICE.cpu():

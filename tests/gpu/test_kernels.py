@@ -19,10 +19,10 @@ from bucketwheel.kernels import ops
 from bucketwheel.native import core
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
+from tests.support.adam_cases import KINDS, assert_same, ids, make, run_op, run_table
 from tests.support.counted_cuda import cuda_calls
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import Rounding, Row
-from tests.unit.test_adam_matrix import KINDS, assert_same, ids, make, run_op, run_table
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NORM_CHUNK = 32768
@@ -128,48 +128,6 @@ def test_many_tensors(count: int, numel: int) -> None:
     with DEVICE.cpu():
         step(whole)
     assert_same(on_cpu(theirs), whole)
-
-
-@pytest.mark.parametrize("value", [1.0, math.nan, 0.0])
-@pytest.mark.parametrize("dtype", [F32, torch.int64], ids=str)
-def test_noop_and_steps_on_the_device(value: float, dtype: torch.dtype) -> None:
-    """What is on the device is read there: a step count that several tensors share advances once, or not at all."""
-    rows = [make(KINDS[0], 300 + i, amsgrad=True, seed=i) for i in range(4)]
-    theirs = [on_device(row) for row in rows]
-    before = [row.clone() for row in rows]
-    counts = [DEVICE.put(torch.tensor(taken, dtype=dtype)) for taken in (4, 9, 0)]
-    noop, rate, scale = (DEVICE.put(torch.tensor(x)) for x in (value, 0.01, 0.25))
-
-    def step(rows: list[Row], steps: list[Any], **more: Any) -> None:
-        columns = [list(column) for column in zip(*(row.tensors()[:5] for row in rows), strict=True)]
-        ops.adam_step(*columns[:4], steps, max_exp_avg_sqs=columns[4], weight_decay=0.1, **more)
-
-    for _ in range(2):
-        step(theirs, [*counts, counts[0]], noop=noop, lr=rate, grad_scale=scale)
-    if value == 0.0:
-        with DEVICE.cpu():
-            for more in (1, 2):
-                step(rows, [taken + more for taken in (4, 9, 0, 4)], lr=float(torch.tensor(0.01)), grad_scale=0.25)
-    for got, expected, start in zip(theirs, rows, before, strict=True):
-        assert_same(on_cpu(got), expected)
-        assert (digest(got.tensors()) == digest(start.tensors())) == (value != 0.0)
-    assert [int(DEVICE.get(count)) for count in counts] == ([6, 11, 2] if value == 0.0 else [4, 9, 0])
-
-
-def test_many_steps_stay_equal() -> None:
-    """Errors cannot hide in one step: 30 of them, gradients anew in each."""
-    kind = ("remainder", BF16, BF16, BF16)
-    row = make(kind, DEVICE.size(100_000, 2_000), amsgrad=False)
-    theirs = on_device(row, 1)
-    for step in range(1, DEVICE.size(30, 5) + 1):
-        grad = torch.randn(row.p.numel(), generator=torch.Generator().manual_seed(step)).to(BF16)
-        row.g = grad
-        theirs.g.copy_(grad)
-        args = Adam(step=step, lr=1e-3, weight_decay=0.1)
-        run_op([theirs], args)
-        with DEVICE.cpu():
-            run_op([row], args)
-    assert_same(on_cpu(theirs), row)
 
 
 # ---- norms, copies, sums over ranks

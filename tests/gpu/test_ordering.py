@@ -309,13 +309,8 @@ OPTIONS: list[dict[str, Any]] = [{}, {"overlap_param_sync": True}, {"max_infligh
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training_under_load_has_the_bits_of_the_cpu(world: int, streams: str, options: dict[str, Any]) -> None:
     """World 0: without a communicator. Gradients come late, from any stream: G18 of the optimizer's test rows."""
-    if world:
-        expected = on_cpu_ranks(world, lambda rank, comm: trained(comm, CPU, "none", **options))
-        got = in_world(world, lambda rank, comm: trained(comm, DEVICE.tensors, streams, **options))
-    else:
-        with DEVICE.cpu():
-            expected = [trained(None, CPU, "none", **options)]
-        got = [trained(None, DEVICE.tensors, streams, **options)]
+    expected = on_cpu_ranks(world, lambda rank, comm: trained(comm, CPU, "none", **options))
+    got = in_world(world, lambda rank, comm: trained(comm, DEVICE.tensors, streams, **options))
     for rank, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"rank {rank}: {index} of {len(theirs)}"

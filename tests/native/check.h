@@ -1,6 +1,7 @@
 // Checks, a test registry and a watchdog: all that the native tests need of a framework.
 #pragma once
 
+#include <sys/wait.h>
 #include <unistd.h>
 #include <chrono>
 #include <cstdio>
@@ -16,15 +17,6 @@
 inline std::string emulator() {
   const char* const name = std::getenv("BW_TEST_EMULATOR");
   return name == nullptr ? "" : name;
-}
-
-// How a forked child ends whose checks held. What belongs to its parent's threads it leaves behind: valgrind takes that
-// for leaks, unless another program takes the child's place.
-[[noreturn]] inline void end_child() {
-  if (emulator() == "valgrind") {
-    execl("/bin/true", "true", nullptr);
-  }
-  _exit(0);
 }
 
 // qemu cannot: a child of a process with threads hangs now and then, or dies when it starts one.
@@ -72,6 +64,24 @@ inline void sleep_until(const std::function<bool()>& condition) {
       std::_Exit(1);                                                                               \
     }                                                                                              \
   } while (0)
+
+// Runs `body` in a forked child, where its checks hold, within 20 s.
+template <class Body>
+void in_child(Body&& body) {
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(20);
+    body();
+    if (emulator() == "valgrind") {  // which takes what belongs to the parent's threads for leaks of the child
+      execl("/bin/true", "true", nullptr);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
 
 struct Test {
   const char* name;

@@ -90,41 +90,6 @@ TEST(threads_compute_the_same_direct_and_staged) {
   }
 }
 
-TEST(mixed_lists_and_a_sink_over_several_segments) {
-  on_threads(3, true, 20s, [](Comm& comm) {
-    Floats a(3 * 10'000, 1.0f), b(3 * 3, 2.0f), c(3 * 50'000, 4.0f);
-    Floats out_a(10'000), out_b(3), out_c(50'000);
-    const std::vector<Segment> segments = {segment(a.data(), nullptr, 10'000, 3), segment(b.data(), nullptr, 3, 3),
-                                           segment(c.data(), nullptr, 50'000, 3)};
-    auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&out_a, &out_b, &out_c});
-    comm.reduce_scatter(segments, {}, std::move(sink), {})->synchronize();
-    CHECK(out_a == Floats(10'000, 3.0f) && out_b == Floats(3, 6.0f) && out_c == Floats(50'000, 12.0f));
-  });
-}
-
-TEST(abort_and_timeout_reach_those_who_wait) {
-  on_threads(2, false, 200ms, [](Comm& comm) {
-    Floats full(8), shard(4);
-    const Segment item = segment(full.data(), shard.data(), 4, 2);
-    if (comm.rank() == 0) {
-      CHECK_THROWS(CommTimeout, "rank 1", comm.all_gather({item}, {})->synchronize());
-      CHECK_THROWS(CommTimeout, "seq 1", comm.all_gather({item}, {}));
-    } else {
-      std::this_thread::sleep_for(600ms);
-    }
-  });
-  on_threads(2, false, 20s, [](Comm& comm) {
-    Floats full(8), shard(4);
-    const Segment item = segment(full.data(), shard.data(), 4, 2);
-    if (comm.rank() == 0) {
-      CHECK_THROWS(CommError, "aborted by rank 1: no more", comm.all_gather({item}, {})->synchronize());
-    } else {
-      std::this_thread::sleep_for(50ms);
-      comm.abort("no more");
-    }
-  });
-}
-
 TEST(late_ranks_do_not_read_what_a_failed_rank_has_freed) {
   for (int i = 0; i < 20; ++i) {
     on_threads(2, false, 20s, [i](Comm& comm) {

@@ -128,21 +128,6 @@ TEST(slabs_come_and_go_under_operations) {
   });
 }
 
-TEST(a_sink_takes_what_peers_hold) {
-  on_ranks(3, 40s, [](Comm& comm) {
-    constexpr int64_t kNumel = 20'000;
-    const LeaseRef lease = comm.pool()->acquire("", 3 * kNumel * sizeof(float));
-    auto* const full = reinterpret_cast<float*>(lease->data());
-    std::fill_n(full, 3 * kNumel, 1.0f);
-    Floats shard(kNumel);
-    auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&shard});
-    comm.reduce_scatter({segment(full, nullptr, kNumel, 3)}, {}, std::move(sink), {})->synchronize();
-    CHECK(shard == Floats(kNumel, 3.0f));
-    std::fill_n(full, 3 * kNumel, 2.0f);  // nobody reads it any more
-    lease->release();
-  });
-}
-
 TEST(an_abort_in_the_middle_of_an_operation) {
   for (int i = 0; i < 15; ++i) {
     on_ranks(2, 40s, [i](Comm& comm) {

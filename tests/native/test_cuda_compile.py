@@ -177,22 +177,3 @@ def test_the_module_needs_no_cuda_library_and_shows_one_symbol(answer: dict) -> 
     assert not [name for name in needed if re.search(r"cuda|nv|torch|c10", name)], needed
     shown = [line.split()[-1] for line in lines("nm", "-D", "--defined-only", answer["file"])]
     assert shown == ["PyInit__cuda"]
-
-
-def test_what_ptxas_says_is_understood() -> None:
-    text = (
-        "ptxas info    : 0 bytes gmem\n"
-        "ptxas info    : Compiling entry function '_Z1fPf' for 'sm_90'\n"
-        "ptxas info    : Function properties for helper\n"
-        "    16 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads\n"
-        "ptxas info    : Function properties for _Z1fPf\n"
-        "    0 bytes stack frame, 8 bytes spill stores, 0 bytes spill loads\n"
-        "ptxas info    : Used 42 registers, used 1 barriers, 368 bytes cmem[0]\n"
-        "ptxas info    : Compile time = 1.0 ms\n"
-        "ptxas info    : Compiling entry function '_Z1gPf' for 'sm_100a'\n"
-        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-        "ptxas info    : Used 8 registers\n"
-    )
-    assert kernels_in(text) == [Kernel("f(float*)", "90", 42, 16, 8, 4), Kernel("g(float*)", "100a", 8, 0, 0, 0)]
-    with pytest.raises(AssertionError, match="not understood"):
-        kernels_in("ptxas info    : Compiling entry function '_Z1fPf' for 'sm_90'\n")

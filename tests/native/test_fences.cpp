@@ -48,19 +48,6 @@ TEST(without_a_stream_the_host_waits_outside_the_lock) {
   other.join();
 }
 
-TEST(done_fences_are_not_waits) {
-  auto pool = make_pool();
-  auto stream = cpu_device().new_stream("done");
-  for (int i = 0; i < 10; ++i) {
-    auto lease = pool->acquire("x", 4096, stream);
-    stream->run([] {});
-    EventRef event = stream->record();
-    lease->release(event);
-    CHECK(event->synchronize());
-  }
-  CHECK(pool->stats().waits == 0 && pool->stats().reuses == 9);
-}
-
 // A fence belongs to its bytes: an acquire of the free range beside them waits for nothing.
 TEST(fences_stay_with_their_bytes_through_joins_and_splits) {
   if (is_inline()) {
@@ -158,43 +145,6 @@ TEST(memory_in_use_outlives_pool_and_lease) {
   pool.reset();
   stream->synchronize();
   CHECK(*upstream->mapped == 0);
-}
-
-TEST(the_next_owners_stream_poisons_after_the_last_use) {
-  if (is_inline()) {
-    return;
-  }
-  auto is_poisoned = [](const std::byte* bytes, size_t size) { return holds_only(bytes, size, 0xFF); };
-  auto pool = make_pool({512, kSlab, true});
-  Gate gate;
-  Gate late;
-  auto reader = cpu_device().new_stream("reader");
-  auto filler = cpu_device().new_stream("filler");
-  auto user = cpu_device().new_stream("user");
-  auto lease = pool->acquire("p", 1000);
-  std::byte* bytes = lease->data();
-  std::memset(bytes, 7, 1000);
-  bool was_intact = false;
-  reader->run([&] {
-    gate.wait();
-    was_intact = bytes[0] == std::byte{7} && bytes[999] == std::byte{7};
-  });
-  lease->release(reader->record());
-  filler->run([&] { late.wait(); });
-  lease = pool->acquire("p", 1000, filler);
-  lease->release();                        // not used: the filler's fill is still to come
-  lease = pool->acquire("p", 1000, user);  // and must not come after this
-  bool is_clean = false;
-  user->run([&] {
-    is_clean = is_poisoned(bytes, 1000);
-    std::memset(bytes, 9, 1000);
-  });
-  gate.open();
-  CHECK(!user->synchronize(deadline_in(0.02)));
-  late.open();
-  CHECK(user->synchronize() && filler->synchronize());
-  CHECK(was_intact && is_clean && bytes[999] == std::byte{9});
-  pool->check();
 }
 
 // The last use of a lease, on the stream; it is released before that has run.

@@ -135,23 +135,4 @@ TEST(zero_bytes_large_sizes_and_alignments) {
   }
 }
 
-TEST(hundred_thousand_leases) {
-  auto pool = make_pool();
-  std::vector<LeaseRef> leases;
-  for (int i = 0; i < 100000; ++i) {
-    leases.push_back(pool->acquire(std::to_string(i), i % 700));
-  }
-  for (int i = 0; i < 100000; i += 2) {
-    leases[i]->release();
-  }
-  for (int i = 1; i < 100000; i += 2) {
-    leases[i]->release();
-  }
-  pool->check();
-  CHECK(pool->stats().high_water_bytes >= 100000 * 512 && pool->stats().live_bytes == 0);
-  const size_t reserved_bytes = pool->stats().reserved_bytes;
-  leases.clear();
-  CHECK(pool->trim() == reserved_bytes && pool->stats().slabs == 0);
-}
-
 int main(int argc, char** argv) { return run_tests(argc, argv); }

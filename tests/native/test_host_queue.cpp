@@ -1,7 +1,5 @@
 // device/host_queue: worker and helping waiters, whoever waits for whom. Run by test_native.py.
 // needs: base device
-#include <sys/resource.h>
-
 #include <atomic>
 #include <chrono>
 #include <ctime>
@@ -45,34 +43,6 @@ TEST(waiting_host_runs_the_tasks_itself) {
   }
   CHECK(who != host);
 }
-
-#ifndef __SANITIZE_THREAD__  // its locks sleep
-// A push that follows soon finds the worker awake: most times it has not slept in between.
-TEST(worker_stays_awake_for_a_moment) {
-  if (is_inline() || env().stream_fuzz_seed.has_value() || std::thread::hardware_concurrency() < 2 ||
-      !emulator().empty()) {
-    return;
-  }
-  auto stream = cpu_device().new_stream("awake");
-  constexpr int kRounds = 500;
-  constexpr auto kGap = std::chrono::microseconds(5);
-  std::atomic<int> ran{0};
-  std::vector<long> sleeps(kRounds);
-  for (int i = 0; i < kRounds; ++i) {
-    stream->run([&, i] {
-      rusage usage{};
-      getrusage(RUSAGE_THREAD, &usage);
-      sleeps[static_cast<size_t>(i)] = usage.ru_nvcsw;
-      ran = i + 1;
-    });
-    while (ran != i + 1) {
-    }
-    for (const auto until = Clock::now() + kGap; Clock::now() < until;) {
-    }
-  }
-  CHECK(sleeps.back() - sleeps.front() < kRounds / 2);
-}
-#endif
 
 TEST(helper_stops_at_its_event_and_the_worker_goes_on) {
   if (is_inline()) {
@@ -187,18 +157,6 @@ TEST(two_hosts_help_two_streams_that_wait_for_each_other) {
   a->synchronize();
   b->synchronize();
   CHECK(ran == 4000);
-}
-
-TEST(task_may_wait_for_another_stream) {
-  auto outer = cpu_device().new_stream("outer");
-  auto inner = cpu_device().new_stream("inner");
-  int value = 0;
-  for (int i = 0; i < 200; ++i) {
-    inner->run([&] { ++value; });
-    outer->run([event = inner->record()] { event->synchronize(); });
-    CHECK(outer->record()->synchronize());
-    CHECK(value == i + 1);
-  }
 }
 
 TEST(task_that_waits_for_itself_is_refused) {

@@ -58,14 +58,6 @@ TEST(tables_larger_than_32_bits) {
   CHECK(limit.chunk(limit.chunks() - 1).numel == 8191);
 }
 
-TEST(grains_give_each_thread_about_the_target) {
-  CHECK(SegmentTable::grain(0, 0, 1000) == 1);
-  CHECK(SegmentTable::grain(5, 1000, 1000) == 5);  // all at once
-  CHECK(SegmentTable::grain(10, 10'000, 1000) == 1);
-  CHECK(SegmentTable::grain(1000, 10'000, 1000) == 100);
-  CHECK(SegmentTable::grain(int64_t{1} << 40, int64_t{1} << 53, 16384) == 2);
-}
-
 namespace {
 
 // Exactly n elements on the heap: the address sanitizer sees the first one beyond.
@@ -78,54 +70,19 @@ std::unique_ptr<T[]> exactly(int64_t n, T value) {
 
 }  // namespace
 
-TEST(adam_stays_within_its_rows) {
-  set_num_threads(2);
-  for (const bool is_bf16 : {false, true}) {
-    AdamTable table;
-    std::vector<std::unique_ptr<float[]>> keep;
-    std::vector<std::unique_ptr<uint16_t[]>> keep_bf16;
-    const auto floats = [&](int64_t n) { return keep.emplace_back(exactly<float>(n, 1.0F)).get(); };
-    const auto halves = [&](int64_t n) { return keep_bf16.emplace_back(exactly<uint16_t>(n, 0x3f80)).get(); };
-    for (int64_t n : {0, 1, 2, 7, 15, 16, 17, 31, 33, 63, 64, 65, 8191, 8192, 8193, 20001}) {
-      AdamRow row;
-      row.p = is_bf16 ? static_cast<void*>(halves(n)) : floats(n);
-      row.g = is_bf16 ? static_cast<const void*>(halves(n)) : floats(n);
-      row.m = floats(n);
-      row.v = floats(n);
-      row.master = is_bf16 ? floats(n) : nullptr;
-      row.numel = n;
-      row.p_dtype = row.g_dtype = is_bf16 ? DType::kBFloat16 : DType::kFloat32;
-      row.weight = is_bf16 ? AdamWeight::kMaster : AdamWeight::kParam;
-      table.add(row);
-    }
-    const AdamGroup group;
-    const std::vector<int64_t> steps(static_cast<size_t>(table.rows()), 1);
-    AdamStep step;
-    step.groups = {&group, 1};
-    step.steps = steps;
-    step.last_row = table.rows();
-    table.step(step);
-    for (int64_t r = 0; r < table.rows(); ++r) {
-      for (int64_t i = 0; i < table.row(r).numel; ++i) {
-        CHECK(static_cast<float*>(table.row(r).v)[i] == static_cast<float*>(table.row(table.rows() - 1).v)[0]);
-        CHECK(static_cast<float*>(table.row(r).m)[i] == 1.0F);
-      }
-    }
-  }
-}
-
 TEST(every_kind_of_row_stays_within_its_memory) {
   set_num_threads(2);
   const DType halves[] = {DType::kBFloat16, DType::kFloat16};
   for (int kind = 0; kind < 48; ++kind) {
     const auto weight = static_cast<AdamWeight>(kind % 3);
-    const bool is_double = kind == 0;
+    const bool is_double = kind == 0, is_float = kind == 12 || kind == 36;
     AdamRow row;
     row.weight = weight;
     row.p_dtype = is_double                          ? DType::kFloat64
+                  : is_float                         ? DType::kFloat32
                   : weight == AdamWeight::kRemainder ? DType::kBFloat16
                                                      : halves[kind / 3 % 2];
-    row.g_dtype = is_double ? DType::kFloat64 : halves[kind / 6 % 2];
+    row.g_dtype = is_double || is_float ? row.p_dtype : halves[kind / 6 % 2];
     row.state_dtype = is_double ? DType::kFloat64 : kind / 12 % 2 != 0 ? DType::kFloat32 : DType::kBFloat16;
     for (int64_t n : {0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 256, 257, 511, 513, 8191, 8193}) {
       std::vector<std::unique_ptr<std::byte[]>> keep;

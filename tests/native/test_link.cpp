@@ -47,24 +47,6 @@ TEST(goodbyes_of_both_at_once_are_heard) {
   CHECK(one->has_left(7));
 }
 
-TEST(half_a_goodbye_is_none) {
-  auto [end, other] = connected();
-  Link one(std::move(end), 30s);
-  CHECK(send(other.get(), "\7\0\0", 3, 0) == 3);
-  other.reset();
-  expect_state(one, Link::State::kEnded);
-  CHECK(!one.has_left(7));
-}
-
-TEST(a_reset_is_the_end) {
-  auto [end, other] = connected();
-  Link one(std::move(end), 30s);
-  const linger at_once{1, 0};
-  CHECK(setsockopt(other.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once)) == 0);
-  other.reset();
-  expect_state(one, Link::State::kEnded);
-}
-
 TEST(a_forked_child_does_not_hide_the_end) {
   auto [one, other] = linked();
   int pipes[2];

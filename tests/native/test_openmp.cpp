@@ -1,15 +1,12 @@
-// base/openmp and the loops that use it, with an OpenMP runtime of the test's own. Run by test_native.py.
+// base/openmp and the loops that use it, with an OpenMP runtime of the test's own. Run by test_native.py;
+// tests/unit/test_threads.py has torch's, and forks.
 // needs: base
 // link: -rdynamic
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <thread>
 #include <vector>
 
-#include "base/fork.h"
 #include "base/platform.h"
 #include "base/thread_pool.h"
 #include "check.h"
@@ -56,23 +53,6 @@ extern "C" __attribute__((visibility("default"))) int omp_get_thread_num() { ret
 
 namespace {
 
-template <class Function>
-void in_child(Function&& function) {
-  if (!may_fork()) {
-    return;
-  }
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    alarm(20);
-    function();
-    end_child();
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
 // The number of parallel regions that a loop over 100 elements took; each element must have been visited once.
 int regions_of_a_loop() {
   const int before = regions;
@@ -89,20 +69,6 @@ int regions_of_a_loop() {
 }
 
 }  // namespace
-
-// The child is the first to ask for a team: its parent may have had one all the same.
-TEST(a_child_forked_before_all_else_uses_no_team) {
-  CHECK(!is_forked_without_exec());
-  in_child([] { CHECK(is_forked_without_exec() && !run_on_openmp_team(2, [](void*, int) {}, nullptr)); });
-}
-
-TEST(a_child_forked_after_loading_uses_no_team) {
-  set_num_threads(2);
-  in_child([] {
-    use_openmp_team();
-    CHECK(regions_of_a_loop() == 0);
-  });
-}
 
 TEST(a_team_has_the_threads_asked_for) {
   for (int threads : {1, 2, 5}) {
@@ -139,19 +105,6 @@ TEST(a_team_smaller_than_asked_for_does_all) {
   team_limit = 1;  // within a parallel region
   CHECK(regions_of_a_loop() == 1);
   team_limit = 100;
-}
-
-TEST(a_forked_child_uses_no_team) {
-  set_num_threads(3);
-  use_openmp_team();
-  CHECK(regions_of_a_loop() == 1);
-  in_child([] {
-    set_num_threads(may_start_threads_after_fork() ? 3 : 1);
-    use_openmp_team();
-    CHECK(regions_of_a_loop() == 0);
-    CHECK(!run_on_openmp_team(2, [](void*, int) {}, nullptr));
-  });
-  CHECK(regions_of_a_loop() == 1);
 }
 
 TEST(a_team_computes_by_ieee_rules) {

@@ -1,8 +1,6 @@
 // base/thread_pool: every range once, several callers, resizing, fork, idle helpers. Run by test_native.py.
 // needs: base
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -43,27 +41,7 @@ void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 }  // namespace
 
-// The first two know how many helpers there are: none of a larger pool that are about to leave.
-
-TEST(each_thread_begins_with_a_part_of_its_own) {
-  set_num_threads(2);
-  for (int i = 0; i < 50; ++i) {
-    const auto self = std::this_thread::get_id();
-    std::atomic<int64_t> first_of_helper{-1};
-    parallel_for(8, 1, [&](int64_t begin, int64_t) {
-      if (std::this_thread::get_id() != self) {
-        int64_t none = -1;
-        first_of_helper.compare_exchange_strong(none, begin);
-      }
-      while (first_of_helper < 0) {  // the caller stays in its first range
-        CHECK(begin == 0);
-        std::this_thread::yield();
-      }
-    });
-    CHECK(first_of_helper == 4);
-  }
-}
-
+// The first: none of the helpers of a larger pool are about to leave.
 TEST(what_a_late_thread_leaves_is_done_by_the_others) {
   set_num_threads(2);
   const auto self = std::this_thread::get_id();
@@ -90,35 +68,6 @@ TEST(every_range_runs_once) {
       }
     }
   }
-}
-
-TEST(sizes_are_clamped) {
-  set_num_threads(-5);
-  CHECK(num_threads() == 1);
-  set_num_threads(1 << 20);
-  CHECK(num_threads() == kMaxThreads);
-  set_num_threads(1);
-}
-
-TEST(one_thread_or_one_range_stays_on_the_caller) {
-  const auto self = std::this_thread::get_id();
-  set_num_threads(1);
-  parallel_for(50, 1, [&](int64_t, int64_t) { CHECK(std::this_thread::get_id() == self); });
-  set_num_threads(4);
-  parallel_for(50, 50, [&](int64_t, int64_t) { CHECK(std::this_thread::get_id() == self); });
-}
-
-TEST(helpers_take_part) {
-  set_num_threads(3);
-  // Each range waits for another one to start: only more than one thread gets through.
-  std::atomic<int> started{0};
-  parallel_for(2, 1, [&](int64_t, int64_t) {
-    started.fetch_add(1);
-    while (started < 2) {
-      std::this_thread::yield();
-    }
-  });
-  CHECK(started == 2);
 }
 
 TEST(several_callers_at_once) {
@@ -191,10 +140,7 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
     }
   });
   for (int i = 0; i < 5; ++i) {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-      alarm(20);
+    in_child([] {
       CHECK(num_threads() == 3);
       std::atomic<int> started{0};
       parallel_for(2, 1, [&](int64_t, int64_t) {
@@ -204,11 +150,7 @@ TEST(a_forked_child_has_a_pool_of_its_own) {
         }
       });
       check_loop(100, 3);
-      end_child();
-    }
-    int status = 0;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    });
   }
   is_over = true;
   busy.join();

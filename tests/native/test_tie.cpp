@@ -1,8 +1,5 @@
 // comm/tie: what is passed on, and what its end promises. Run by test_native.py.
 // needs: base device kernels pool comm
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -77,16 +74,6 @@ TEST(its_end_looks_though_the_watchdog_does_not) {
   CHECK(error_of(*rank.replicate).find("on fire") != std::string::npos);
 }
 
-TEST(after_its_end_each_fails_alone) {
-  Alone rank;
-  {
-    const Tie tie(rank.shard, rank.replicate);
-  }
-  rank.shard->abort("on fire");
-  std::this_thread::sleep_for(300ms);  // the watchdog has looked
-  CHECK(error_of(*rank.replicate).empty());
-}
-
 TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
   auto rank = std::make_unique<Alone>();
   const std::weak_ptr<Comm> shard = rank->shard;
@@ -100,15 +87,6 @@ TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
   CHECK(shard.expired() && replicate.expired());
 }
 
-TEST(a_closed_one_fails_nobody) {
-  Alone rank;
-  {
-    const Tie tie(rank.shard, rank.replicate);
-    rank.shard->close();
-  }
-  CHECK(error_of(*rank.replicate).empty());
-}
-
 TEST(a_forked_child_drops_it) {
   if (!may_fork()) {
     return;
@@ -116,16 +94,7 @@ TEST(a_forked_child_drops_it) {
   Alone rank;
   auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
   const Busy busy;  // its lock is held in the child for ever
-  const pid_t child = fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    alarm(20);
-    tie.reset();
-    end_child();
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  in_child([&] { tie.reset(); });
 }
 
 }  // namespace

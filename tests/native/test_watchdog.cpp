@@ -4,14 +4,11 @@
 // runs: plain thread address
 // slow: address
 #include <dirent.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -46,19 +43,6 @@ TEST(looks_again_and_again_about_ten_times_a_second) {
   watching->stop();
 }
 
-TEST(looks_from_a_thread_of_its_own) {
-  std::atomic<bool> has_looked{false};
-  const auto here = std::this_thread::get_id();
-  std::thread::id there;
-  const auto watching = watch([&] {
-    there = std::this_thread::get_id();
-    has_looked = true;
-  });
-  sleep_until([&] { return has_looked.load(); });
-  watching->stop();
-  CHECK(there != here);
-}
-
 TEST(stop_waits_for_a_look_that_runs) {
   for (int round = 0; round < 20; ++round) {
     std::atomic<bool> is_inside{false};
@@ -87,30 +71,22 @@ TEST(stop_waits_for_a_look_that_runs) {
 }
 
 TEST(nothing_is_called_after_stop) {
+  const auto held = std::make_shared<int>(0);
   std::atomic<bool> may_look{true};
   std::atomic<int> looks{0};
-  const auto watching = watch([&] {
+  const auto watching = watch([&, held] {
     CHECK(may_look);
     ++looks;
   });
   sleep_until([&] { return looks >= 1; });
   watching->stop();
   may_look = false;
-  watching->stop();  // again: nothing
+  CHECK(held.use_count() == 1);  // what the look holds is free
+  watching->stop();              // again: nothing
   std::atomic<int> others{0};
   const auto other = watch([&] { ++others; });
   sleep_until([&] { return others >= 3; });  // the thread runs on
   other->stop();
-}
-
-TEST(stop_frees_what_the_look_holds) {
-  const auto held = std::make_shared<int>(0);
-  std::atomic<int> looks{0};
-  const auto watching = watch([held, &looks] { ++looks; });
-  sleep_until([&] { return looks >= 1; });
-  CHECK(held.use_count() >= 2);
-  watching->stop();
-  CHECK(held.use_count() == 1);
 }
 
 // Without stop() nothing waits for a look that runs: what it uses must be its own.
@@ -140,45 +116,25 @@ TEST(waking_has_everything_looked_after_at_once) {
   watching->stop();
 }
 
-TEST(waking_when_nothing_is_watched_does_nothing) {
-  wake_watchdog();
-  std::atomic<int> looks{0};
-  const auto watching = watch([&] { ++looks; });
-  sleep_until([&] { return looks >= 1; });
-  watching->stop();
-}
-
 TEST(one_thread_looks_after_many) {
   constexpr size_t kMany = 200;
   std::vector<std::atomic<int>> looks(kMany);
-  std::mutex mutex;
-  std::vector<std::thread::id> threads;
   std::vector<std::shared_ptr<Watch>> watches;
   const int before = count_threads();
   for (size_t i = 0; i < kMany; ++i) {
-    watches.push_back(watch([&, i] {
-      ++looks[i];
-      std::lock_guard lock(mutex);
-      threads.push_back(std::this_thread::get_id());
-    }));
+    watches.push_back(watch([&, i] { ++looks[i]; }));
   }
   for (const auto& one : looks) {
     sleep_until([&] { return one >= 2; });
   }
   CHECK(count_threads() <= before + 1);
-  for (size_t i = 0; i < kMany; i += 2) {
-    watches[i]->stop();
-  }
+  watches[0]->stop();
   const int stopped = looks[0];
   const int running = looks[1];
   sleep_until([&] { return looks[1] >= running + 2; });
   CHECK(looks[0] == stopped);
   for (const auto& one : watches) {
     one->stop();
-  }
-  std::lock_guard lock(mutex);
-  for (const auto id : threads) {
-    CHECK(id == threads.front());
   }
 }
 
@@ -230,9 +186,7 @@ TEST(a_forked_child_has_its_own) {
   std::atomic<int> looks{0};
   const auto watching = watch([&] { ++looks; });
   sleep_until([&] { return looks >= 1; });
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(20);
+  in_child([&] {
     const int inherited = looks;
     std::atomic<int> own{0};
     wake_watchdog();  // of nobody: the parent's thread and lock are not here
@@ -240,11 +194,7 @@ TEST(a_forked_child_has_its_own) {
     sleep_until([&] { return own >= 3; });
     CHECK(looks == inherited);  // the parent's is not looked after here
     mine->stop();
-    end_child();
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  });
   const int before = looks;
   sleep_until([&] { return looks >= before + 2; });  // and goes on here
   watching->stop();

@@ -32,7 +32,6 @@ class Switchboard {
   std::mutex mutex;  // of all
   std::condition_variable changed;
   std::map<std::tuple<size_t, int, int>, std::span<const std::byte>> messages;  // number of the all_to_all, from, to
-  size_t sent_bytes = 0;
   bool is_broken = false;
 };
 
@@ -70,7 +69,6 @@ class ThreadGroup final : private RoomMemory, public ProcessGroup {
         board_->messages[{call.number, rank_, to}] = {data, bytes};
       }
       data += bytes;
-      board_->sent_bytes += bytes;
     }
     calls_.at(what.room).push_back(std::move(call));
     board_->changed.notify_all();

@@ -53,27 +53,23 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     install(counted(module.api))
     library = ctypes.CDLL(path)
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
-    library.fake_cuda_capture_position.restype = library.fake_cuda_capture_mark.restype = ctypes.c_size_t
+    library.fake_cuda_capture_mark.restype = ctypes.c_size_t
     library.fake_cuda_capture_error.restype = ctypes.c_char_p
     library.fake_cuda_begin_replay.argtypes = library.fake_cuda_end_replay.argtypes = [ctypes.c_void_p]
     library.fake_cuda_replay_to.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.fake_cuda_replay_range.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.fake_cuda_free_graph.argtypes = [ctypes.c_void_p]
     library.fake_cuda_allocated_bytes.restype = ctypes.c_size_t
     library.fake_cuda_drop_work.argtypes = [ctypes.c_int]
     library.fake_cuda_set_capacity.argtypes = [ctypes.c_size_t]
     library.fake_cuda_set_delays.argtypes = [ctypes.c_uint64]
-    library.fake_cuda_set_fiber_seed.argtypes = [ctypes.c_uint64]
     return module, library
 
 
 @contextmanager
-def posing(*, delays: int = 1, fibers: int = 0) -> Iterator[ctypes.CDLL]:
-    """Inside, CPU tensors are tensors of cuda:0. ``delays``: the seed of random pauses in streams, 0: none; ``fibers``:
-    of the order of a kernel's threads."""
+def posing(*, delays: int = 1) -> Iterator[ctypes.CDLL]:
+    """Inside, CPU tensors are tensors of cuda:0. ``delays``: the seed of random pauses in streams, 0: none."""
     _, library = load()
     library.fake_cuda_set_delays(delays)
-    library.fake_cuda_set_fiber_seed(fibers)
     core.set_posing(True)
     try:
         yield library

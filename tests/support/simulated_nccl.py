@@ -22,7 +22,6 @@ LAUNCH = "fake_cuda_launch_host", "fake_cuda_is_captured"
 # What the script's functions take; see fake_nccl.h.
 ARGUMENTS = {
     "set_launch": [ctypes.c_void_p, ctypes.c_void_p],
-    "set_version": [ctypes.c_int],
     "fail": [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int],
     "in_progress": [ctypes.c_uint64],
     "hang": [ctypes.c_uint64],

@@ -1,4 +1,4 @@
-"""Rows of the Adam kernel: what is stepped, what is left alone, what is refused."""
+"""Rows of the Adam kernel: what is stepped and what is left alone. What is refused: test_adam_refusals.py."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def step_of(
     factors: torch.Tensor | None = None,
     first_row: int = 0,
     last_row: int = -1,
-    noop: torch.Tensor | None = None,
 ) -> None:
-    arguments = core.AdamArguments(steps, used=used, factors=factors, noop=noop)
-    table.step(groups, arguments, first_row, last_row)
+    table.step(groups, core.AdamArguments(steps, used=used, factors=factors), first_row, last_row)
 
 
 def clone(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -122,44 +120,14 @@ def test_each_row_has_its_own_step_use_factor_and_group() -> None:
 
 def test_row_ranges_together_are_one_step() -> None:
     rows = rows_of([10, 0, CHUNK * 2 + 1, 33, 0, 5])
-    expected = one_by_one(rows, step=3)
+    expected = one_by_one(rows, step=3, grad_scale=0.5)
     table = table_of(rows)
     for first, last in itertools.pairwise([0, 2, 2, 3, 5, 6]):
         before = clone(rows)
-        step_of(table, [group()], numbers(rows, 3), None, None, first, last)
+        step_of(table, [group()], numbers(rows, 3), None, torch.tensor([0.5], dtype=torch.float64), first, last)
         outside = [*range(first), *range(last, len(rows))]
         assert_equal([rows[i] for i in outside], [before[i] for i in outside])
     assert_equal(rows, expected)
-
-
-def test_one_factor_for_all_rows() -> None:
-    rows = rows_of([10, 20])
-    expected = one_by_one(rows, grad_scale=0.5)
-    step_of(table_of(rows), [group()], numbers(rows), None, torch.tensor([0.5], dtype=torch.float64))
-    assert_equal(rows, expected)
-
-
-@pytest.mark.parametrize("flag", [1.0, -2.0, float("inf"), float("nan")])
-def test_noop_changes_nothing(flag: float) -> None:
-    rows = rows_of([100, CHUNK + 1])
-    before = clone(rows)
-    count = torch.tensor(4.0)
-    table = table_of(rows)
-    step_of(table, [group()], numbers(rows), noop=torch.tensor(flag))
-    ops.adam_step(*zip(*rows, strict=True), [count, count], lr=LR, noop=torch.tensor([flag]))
-    assert_equal(rows, before)
-    assert count == 4.0
-    assert rows[0][0]._version == before[0][0]._version
-    step_of(table, [group()], numbers(rows), noop=torch.tensor(0.0))
-    assert not torch.equal(rows[1][0], before[1][0])
-    with pytest.raises(ValueError, match="noop has 2 elements"):
-        step_of(table, [group()], numbers(rows), noop=torch.zeros(2))
-
-
-def test_noop_of_a_bool_tensor() -> None:
-    rows = rows_of([8])
-    ops.adam_step(*zip(*rows, strict=True), 1, lr=LR, noop=torch.tensor(True))
-    assert_equal(rows, rows_of([8]))
 
 
 @pytest.mark.parametrize("poses", [False, True], ids=["cpu", "simulated cuda"])
@@ -223,109 +191,6 @@ def test_a_table_keeps_its_tensors_alive() -> None:
     step_of(table, [group(weight_decay=0.0)], numbers([0]))
     torch.testing.assert_close(p, torch.full_like(p, 1 - LR))
     assert all(torch.equal(x, torch.full_like(x, 5.0)) for x in others)
-
-
-def test_step_refuses_what_does_not_fit_the_table() -> None:
-    rows = rows_of([10, 20])
-    before = clone(rows)
-    table = table_of(rows, [0, 1])
-    two = [group(), group()]
-    for message, call in {
-        "steps has 1 entries for 2 rows": lambda: step_of(table, two, numbers([0])),
-        "used has 1 entries for 2 rows": lambda: step_of(table, two, numbers(rows), torch.ones(1, dtype=torch.uint8)),
-        "gscale has 3 entries for 2 rows": lambda: step_of(
-            table, two, numbers(rows), None, torch.ones(3, dtype=torch.float64)
-        ),
-        "row 1 is of group 1 of 1": lambda: step_of(table, [group()], numbers(rows)),
-        "row 0 takes step 0": lambda: step_of(table, two, numbers(rows, 0)),
-        r"rows \[1, 3\) of 2": lambda: step_of(table, two, numbers(rows), None, None, 1, 3),
-        r"rows \[2, 1\) of 2": lambda: step_of(table, two, numbers(rows), None, None, 2, 1),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(TypeError, match="steps is float32, expected int64"):
-        step_of(table, two, torch.ones(2))
-    assert_equal(rows, before)
-
-
-def good() -> dict[str, list[torch.Tensor]]:
-    return dict(
-        zip(
-            ("params", "grads", "exp_avgs", "exp_avg_sqs"),
-            map(list, zip(*rows_of([6, 4, 5]), strict=True)),
-            strict=True,
-        )
-    )
-
-
-BAD = [
-    ("exp_avgs", lambda x: torch.zeros(3), ValueError, r"exp_avgs\[1\] has shape \[3\], params\[1\] has \[4\]"),
-    (
-        "exp_avg_sqs",
-        lambda x: torch.zeros(2, 2),
-        ValueError,
-        r"exp_avg_sqs\[1\] has shape \[2, 2\], params\[1\] has \[4\]",
-    ),
-    ("grads", lambda x: torch.zeros(8)[::2], ValueError, r"grads\[1\] has strides \[2\], params\[1\] has \[1\]"),
-    ("params", lambda x: torch.zeros(8)[::2], ValueError, r"params\[1\] has gaps or overlaps itself"),
-    ("params", lambda x: torch.zeros(1).expand(4), ValueError, r"params\[1\] has gaps or overlaps itself"),
-    ("exp_avgs", lambda x: x.double(), TypeError, r"exp_avgs\[1\] is float64, expected float32 or bfloat16"),
-    ("exp_avg_sqs", lambda x: x.bfloat16(), TypeError, r"exp_avg_sqs\[1\] is bfloat16, expected float32"),
-    ("grads", lambda x: None, TypeError, r"grads\[1\]: expected a torch.Tensor, got NoneType"),
-    ("grads", lambda x: x.to("meta"), TypeError, r"grads\[1\] has no strided memory"),
-    ("exp_avgs", lambda x: x.to_sparse(), TypeError, r"exp_avgs\[1\] has no strided memory"),
-    ("params", lambda x: x.to(torch.complex64), TypeError, r"params\[1\]: unsupported dtype"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "error", "message"), BAD, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD)])
-def test_op_refuses_bad_lists_and_changes_nothing(name, change, error, message) -> None:
-    lists = good()
-    lists[name][1] = change(lists[name][1])
-    count = [torch.tensor(3.0) for _ in range(3)]
-    before = clone(rows_of([6, 4, 5]))
-    with pytest.raises(error, match=message):
-        ops.adam_step(**lists, steps=count, lr=LR)
-    for index in (0, 2):  # the good ones beside it
-        got = [lists[key][index] for key in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
-        assert_equal([got], [before[index]])
-        assert got[0]._version == 0
-    assert [float(c) for c in count] == [3.0] * 3
-
-
-def test_op_refuses_bad_counts_masters_steps_and_overlap() -> None:
-    for key in ("grads", "exp_avgs", "exp_avg_sqs"):
-        lists = good()
-        lists[key].pop()
-        with pytest.raises(ValueError, match=f"{key} has 2 tensors, params has 3"):
-            ops.adam_step(**lists, steps=1, lr=LR)
-    cases = [
-        ({"steps": [1, 2]}, ValueError, "steps has 2 tensors, params has 3"),
-        ({"steps": 0}, ValueError, r"steps\[0\] is 0: steps count from 1"),
-        ({"steps": [1, torch.zeros(2), 1]}, ValueError, r"steps\[1\] has shape \[2\]"),
-        ({"steps": [1, torch.zeros(1, dtype=torch.int32), 1]}, TypeError, r"steps\[1\] is int32"),
-        ({"steps": [1, 1, torch.tensor(-2.0)]}, ValueError, r"steps\[2\] is negative"),
-        (
-            {"master_params": [None, torch.zeros(4), None]},
-            TypeError,
-            r"params\[1\] is float32 and takes no master_params",
-        ),
-        ({"master_params": [None]}, ValueError, "master_params has 1 tensors, params has 3"),
-    ]
-    for change, error, message in cases:
-        lists = good()
-        with pytest.raises(error, match=message):
-            ops.adam_step(**{"steps": 1, **lists, **change}, lr=LR)
-        assert torch.equal(lists["params"][0], good()["params"][0])
-    lists = good()
-    lists["exp_avg_sqs"][2] = lists["exp_avgs"][2]
-    with pytest.raises(ValueError, match=r"exp_avgs\[2\] and exp_avg_sqs\[2\] share memory"):
-        ops.adam_step(**lists, steps=1, lr=LR)
-    whole = torch.zeros(9)
-    lists = good()
-    lists["params"][1], lists["grads"][1] = whole[:4], whole[3:7]
-    with pytest.raises(ValueError, match=r"params\[1\] and grads\[1\] share memory"):
-        ops.adam_step(**lists, steps=1, lr=LR)
 
 
 def test_any_dense_layout_is_stepped_element_by_element() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from bucketwheel.native import cache
-from bucketwheel.native.toolchain import CPU
 from tests.support.requirements import need_root
 from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
 
@@ -101,28 +100,6 @@ def test_waiting_has_an_end_and_says_for_whom(tree: TinyTree) -> None:
     assert len(tree.compiled()) == 3
 
 
-def test_two_trees_build_at_once_and_the_second_to_publish_steps_back(tree: TinyTree, tmp_path: Path) -> None:
-    other = TinyTree(tmp_path / "other")
-    tree.hold_compiler()
-    settings = {"BW_CACHE_DIR": str(tree.cache), "CXX": str(tree.compiler)}
-    builders = [tree.start(), other.start(**settings)]
-    wait_until(lambda: tree.compiled().count("bindings/module.cpp") == 2, "both compile")
-    tree.release_compiler()
-    for builder in builders:
-        out, err = builder.communicate(timeout=60)
-        assert out == "42\n" and "built in" in err, err
-    assert len(tree.entries()) == 1 and list(tree.cache.glob("new-*")) == []
-
-
-def test_another_checkout_compiles_only_what_differs(tree: TinyTree, tmp_path: Path) -> None:
-    tree.run()
-    other = TinyTree(tmp_path / "other")
-    other.write("base/second.cpp", "int second() { return 3; }\n")
-    settings = {"BW_CACHE_DIR": str(tree.cache), "CXX": str(tree.compiler)}
-    assert other.run(**settings)[0] == "42"
-    assert tree.compiled()[3:] == ["base/second.cpp", "link"]
-
-
 # ---- whatever dies ---------------------------------------------------------------------------------------------------
 
 
@@ -171,16 +148,6 @@ def test_a_damaged_entry_is_built_again(tree: TinyTree, damage: str) -> None:
     assert out == "42" and "building" in err
     assert tree.run() == ("42", "")
     assert tree.entries() == [entry]
-
-
-GARBAGE = [b"", b"{", b"null", b'"text"', b"\xff\xfe\x00", b'{"key": 7}', b"[" * 200_000]
-
-
-@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda text: repr(text[:12]))
-def test_a_damaged_manifest_says_nothing(tmp_path: Path, garbage: bytes) -> None:
-    (tmp_path / CPU.file).write_bytes(b"module")
-    (tmp_path / CPU.manifest).write_bytes(garbage)
-    assert cache.checked(tmp_path, CPU, {"key": "7"}) is None and cache.checked(tmp_path, CPU, {}) is None
 
 
 def test_a_module_that_cannot_be_imported_is_not_published(tree: TinyTree) -> None:
@@ -374,23 +341,6 @@ NO_HEADERS = (
 def test_what_is_missing_is_named(tree: TinyTree, before: str, changes: dict[str, str], says: tuple[str, ...]) -> None:
     message = tree.error(before + LOAD, **changes)
     assert all(text in message for text in says) and "BW_NATIVE_DIR=" in message, message
-
-
-def test_a_full_disk_is_told(tree: TinyTree) -> None:
-    full = "import shutil, errno\ndef copy(*_): raise OSError(errno.ENOSPC, 'No space left')\nshutil.copyfile = copy\n"
-    message = tree.error(full + LOAD)
-    assert f"the cache folder {tree.cache} cannot be used" in message and "No space left" in message
-    assert tree.entries() == [] and list(tree.cache.glob("new-*")) == []
-
-
-def test_build_folders_go_when_nobody_has_used_them_for_long(tmp_path: Path) -> None:
-    for name, days in (("cpu-a", 61), ("cpu-b", 59)):
-        (tmp_path / "builds" / name).mkdir(parents=True)
-        (tmp_path / "builds" / name / "builder.txt").touch()
-        then = time.time() - days * 86400
-        os.utime(tmp_path / "builds" / name / "builder.txt", (then, then))
-    cache.prune(tmp_path)
-    assert [path.name for path in (tmp_path / "builds").iterdir()] == ["cpu-b"]
 
 
 # ---- the real package ------------------------------------------------------------------------------------------------

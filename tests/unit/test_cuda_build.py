@@ -36,13 +36,6 @@ def test_the_modules_are_built_once_and_do_not_need_each_other(tree: TinyTree) -
     assert tree.run(LOAD_CUDA, BW_JIT="0") == ("142", "") and len(compiles(tree)) == 2
 
 
-def test_an_edited_header_compiles_its_users_only(tree: TinyTree) -> None:
-    tree.run(LOAD_CUDA)
-    tree.write("base/answer.h", "#define ANSWER 43\n")
-    assert tree.run(LOAD_CUDA)[0] == "143"
-    assert compiles(tree) == ["kernels/answer.cu", "link"] * 2 and tree.compiled() == ["bindings/cuda.cpp"]
-
-
 def test_another_nvcc_or_architecture_gives_another_entry(tree: TinyTree) -> None:
     tree.run(LOAD_CUDA)
     (tree.root / "nvcc_release").write_text("13.1\n")
@@ -102,11 +95,3 @@ def test_a_compile_error_shows_the_error_and_not_ptxas(tree: TinyTree) -> None:
     assert "ptxas info" not in message and "spill" not in message
     assert "BW_CUDA_ARCH_LIST=" in message and "CXX=" in message and "BW_NATIVE_DIR" in message
     assert tree.entries("cuda") == []
-
-
-def test_without_a_gpu_the_default_is_said(tree: TinyTree) -> None:
-    hide = "from bucketwheel.native import toolchain; toolchain.visible_devices = lambda: []\n"
-    _, err = tree.run(hide + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
-    assert "for GPU architectures 9.0 (no GPU is visible: the default, choose with BW_CUDA_ARCH_LIST)" in err
-    _, err = tree.run(hide.replace("[]", "[(8, 6), (12, 0)]") + LOAD_CUDA, BW_CUDA_ARCH_LIST=None)
-    assert "for GPU architectures 8.6;12.0 (the visible GPUs)" in err

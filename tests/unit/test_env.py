@@ -21,9 +21,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import BuildError
 from bucketwheel.native import cache, env, modules, toolchain
 from bucketwheel.native.toolchain import CPU
-from bucketwheel.tools import doctor
 from tests.support.optim_twins import run_local
-from tests.unit.tiny_tree import TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"BW_[A-Z][A-Z_]*")
@@ -52,15 +50,6 @@ def read_by_the_core() -> set[str]:
 def test_all_that_is_read_is_known_and_nothing_else() -> None:
     assert len(read_by_the_core()) >= 6 and "BW_JIT" in read_by_python()
     assert read_by_python() | read_by_the_core() == env.KNOWN - TESTS_OWN
-    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
-    read_by_native = {
-        name
-        for path in (ROOT / "tests" / "native").rglob("*.*")
-        if path.suffix in (".h", ".cpp")
-        for name in re.findall(r'getenv\("(BW_[A-Z_]+)"\)', path.read_text())
-    }
-    assert read_by_native and read_by_native <= TESTS_OWN
-    assert TESTS_OWN <= {name for path in files for name in NAME.findall(path.read_text())}
 
 
 def test_all_that_is_read_is_documented() -> None:
@@ -189,24 +178,3 @@ def test_bad_values_that_the_core_reads(tmp_path: Path) -> None:
     for name, value, message in found:
         assert f"environment variable {name}='{value}': {BY_THE_CORE[name][1]}" in message, message
     assert rings.is_dir()
-
-
-def test_a_bad_time_limit_is_told_before_the_build(tmp_path: Path) -> None:
-    tree = TinyTree(tmp_path)
-    process = tree.start(BW_BUILD_TIMEOUT="soon")
-    _, err = process.communicate(timeout=60)
-    assert "ValueError: environment variable BW_BUILD_TIMEOUT='soon': expected a number" in err
-    assert tree.compiled() == [] and "building" not in err
-
-
-def test_the_doctor_tells_of_bad_values_and_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BW_JIT", "no")
-    assert "BW_JIT='no': expected 0 or 1" in doctor._built(CPU)["error"]
-    monkeypatch.setenv("BW_CASHE_DIR", "/tmp")
-    monkeypatch.setenv("BW_REQUIRE", "")
-    monkeypatch.delenv("BW_JIT")
-    found = {**doctor.facts(), "gpus": {"devices": [], "driver": None, "torch_sees_them": False}}
-    _, concerns = doctor.judge(found)
-    assert [text for text in concerns if "BW_" in text] == [
-        "BW_CASHE_DIR is set, which bucketwheel does not know: docs/building.md has all names"
-    ]

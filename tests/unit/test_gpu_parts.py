@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,6 @@ from tests.gpu import run_all
 from tests.support.requirements import slow_case
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_timing  # noqa: E402
-
 TIMEOUT_S = 200.0
 
 pytestmark = [
@@ -107,55 +102,3 @@ def test_the_benchmarks() -> None:
     for dtype in ("float32", "bfloat16"):  # only the sharded gradients have their sums of squares already
         assert by_config[f"clip {dtype}"]["kernels"]["launch_sumsq"] == 1
         assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
-
-
-class Clocks:
-    """A device and a host with a clock each: what a launch costs them is given."""
-
-    is_simulated = True
-
-    def __init__(self) -> None:
-        self.host_s = 100.0
-        self.device_s = 0.0
-        self.holds_s: list[float] = []
-
-    def launch(self, host_s: float, device_s: float) -> None:
-        self.host_s += host_s
-        self.device_s = max(self.device_s, self.host_s) + device_s
-
-    def hold(self, seconds: float) -> None:
-        self.holds_s.append(seconds)
-        self.launch(0.0, seconds)
-
-    def mark(self) -> float:
-        return max(self.device_s, self.host_s)
-
-    def between_s(self, start: float, end: float) -> float:
-        return end - start
-
-    def synchronize(self) -> None:
-        self.host_s = max(self.host_s, self.device_s)
-
-
-def test_the_hold_is_as_long_as_the_host_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One launch, 100, and 100 that take the host longer than any hold: those are told apart from the device's time."""
-    clocks = Clocks()
-    monkeypatch.setattr(gpu_timing, "DEVICE", clocks)
-    monkeypatch.setattr(gpu_timing.time, "perf_counter", lambda: clocks.host_s)
-    bench = gpu_timing.Bench("any", quick=False, path=tmp_path / "lines", deadline_s=60.0)
-
-    def launching(count: int, host_s: float) -> Callable[[], None]:
-        return lambda: [clocks.launch(host_s, 1e-6) for _ in range(count)][0]
-
-    timings = bench.measure({"one": launching(1, 1e-5), "many": launching(100, 5e-5), "slow": launching(100, 1e-3)})
-    assert timings["one"].median_s == pytest.approx(1e-6)
-    assert timings["many"].median_s == pytest.approx(1e-4)
-    assert [timing.host_bound for timing in timings.values()] == [False, False, True]
-    assert sorted(set(clocks.holds_s)) == pytest.approx([1e-3, 7.5e-3, 0.05])
-
-    bench.add("both", 1, timings["slow"], peer="many", peer_timing=timings["many"])
-    bench.add("both", 1, timings["many"], peer="slow", peer_timing=timings["slow"])
-    bench.add("alone", 1, timings["one"])
-    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    found = [(line.get("host_bound"), line.get("peer_host_bound")) for line in lines]
-    assert found == [(True, None), (None, True), (None, None)]

@@ -43,19 +43,9 @@ def test_chunks_are_added_by_groups_of_64(chunks: int) -> None:
     for begin in range(0, x.numel(), 10 * CHUNK):
         accumulator.consume(x[begin : begin + 10 * CHUNK])
     assert accumulator.result() == (fold(squares), False)
+    assert core.fold(squares) == fold(squares)
     singles = [each[i : i + 1] for i in range(chunks)]
     assert ops.l2_norm(singles).item() == math.sqrt(fold(squares))
-
-
-@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 129, 1000])
-def test_fold(count: int) -> None:
-    summands = (values(count, count).double() ** 2).tolist()
-    assert core.fold(summands) == fold(summands)
-    if count >= 1000:  # the data is such that another order shows
-        plain = 0.0
-        for summand in summands:
-            plain += summand
-        assert fold(summands) != plain
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -190,64 +180,38 @@ def cut(numel: int, block: int) -> list[tuple[int, int]]:
     return [(begin, min(block, numel - begin)) for begin in range(0, numel, block)]
 
 
-@pytest.mark.parametrize("block", [4096, 8192, 40960, 10**6])
+@pytest.mark.parametrize("block", [4096, 40960, 10**6])
 @pytest.mark.parametrize("numel", [3 * CHUNK + 5000, 2**18 + 5000])  # the second is large enough to go past the cache
-def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(block: int, numel: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_shard_filled_by_blocks_has_the_sums_of_its_segments(dtype: torch.dtype, numel: int, block: int) -> None:
+    """float64 is added in float64, the others in float32. It is rounded once a pass; squares are of what was stored."""
     # Segments at any offset: one inside a block, one over many, one empty, gaps before, between and after.
     segments = [(3, 50), (50, 50), (51, 51 + CHUNK), (CHUNK + 2000, CHUNK + 2001), (CHUNK + 2001, numel - 77)]
-    first, second = values(numel, 1), values(numel, 2)
-    shard = torch.full((numel,), 1e9)
+    like = torch.float64 if dtype == torch.float64 else torch.float32
+    first = values(numel, 1).to(like) * (1 + 2.0**-40 if dtype == torch.float64 else 1)
+    second = values(numel, 2).to(like)
+    shard = torch.full((numel,), 1e9, dtype=dtype)
     accumulator = core.ShardAccumulator(shard, segments)
-    for add, source, expected in ((False, first, first), (True, second, first + second)):
+
+    def fill(source: torch.Tensor, *, add: bool) -> None:
         accumulator.start(add)
         for begin, n in cut(numel, block):
             accumulator.consume(begin, source[begin : begin + n])
+
+    for add, source, expected in (
+        (False, first, first.to(dtype)),
+        (True, second, (first.to(dtype) + second).to(dtype)),
+    ):
+        fill(source, add=add)
         assert torch.equal(shard, expected)
         assert accumulator.results() == core.sumsq([expected[a:b] for a, b in segments])
     accumulator.start(False)  # overwrites again, and forgets the sums
     assert accumulator.results() == [(0.0, False)] * len(segments)
     first[60] = float("nan")
     first[0] = float("inf")  # padding: stored, not summed
-    for begin, n in cut(numel, block):
-        accumulator.consume(begin, first[begin : begin + n])
+    fill(first, add=False)
     assert [bad for _, bad in accumulator.results()] == [False, False, True, False, False]
     assert torch.isposinf(shard[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_shard_of_another_dtype_rounds_once_a_pass(dtype: torch.dtype) -> None:
-    """float64 is added in float64; bfloat16 in float32, and the squares are of what was stored."""
-    numel = CHUNK + 5000
-    segments = [(3, 50), (51, CHUNK + 100), (CHUNK + 2001, numel - 77)]
-    like = torch.float64 if dtype == torch.float64 else torch.float32
-    first = values(numel, 1).to(like) * (1 + 2.0**-40 if dtype == torch.float64 else 1)
-    second = values(numel, 2).to(like)
-    shard = torch.full((numel,), 1e9, dtype=dtype)
-    accumulator = core.ShardAccumulator(shard, segments)
-    for add, source, expected in (
-        (False, first, first.to(dtype)),
-        (True, second, (first.to(dtype) + second).to(dtype)),
-    ):
-        accumulator.start(add)
-        for begin, n in cut(numel, 4096):
-            accumulator.consume(begin, source[begin : begin + n])
-        assert torch.equal(shard, expected)
-        assert accumulator.results() == core.sumsq([expected[a:b] for a, b in segments])
-    with pytest.raises(TypeError, match="expected float"):
-        accumulator.consume(numel, torch.zeros(0, dtype=torch.float32 if dtype == torch.float64 else torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_shard_without_segments_is_stored(dtype: torch.dtype) -> None:
-    shard = torch.zeros(100, dtype=dtype)
-    ones = torch.ones(100, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    accumulator = core.ShardAccumulator(shard, [])
-    accumulator.start(False)
-    accumulator.consume(0, ones)
-    accumulator.start(True)
-    accumulator.consume(0, ones)
-    assert torch.equal(shard, torch.full((100,), 2.0, dtype=dtype))
-    assert accumulator.results() == []
 
 
 def test_a_shard_refuses_bad_segments_and_blocks_out_of_order() -> None:

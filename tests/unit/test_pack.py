@@ -73,20 +73,14 @@ def test_bfloat16_rounds_to_nearest_even_at_every_pattern() -> None:
     upper = np.arange(2**16, dtype=np.uint32) << 16
     for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = (upper | np.uint32(lower)).view(np.float32)
-        out = torch.empty(x.size, dtype=torch.bfloat16)
-        core.copy_all([out], [torch.from_numpy(x)])
+        out = copied(torch.from_numpy(x), torch.bfloat16)
         got = out.view(torch.int16).numpy().view(np.uint16)
         assert np.array_equal(got, to_bf16(x)), hex(lower)
         assert (got[np.isnan(x)] == 0x7FC0).all()
         finite = torch.isfinite(torch.from_numpy(x))
         assert torch.equal(out[finite], torch.from_numpy(x).bfloat16()[finite])
-
-
-def test_bfloat16_widens_exactly() -> None:
-    source = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
-    out = torch.empty(2**16)
-    core.copy_all([out], [bf16(source)])
-    assert np.array_equal(out.numpy().view(np.uint32), from_bf16(source).view(np.uint32))
+    every = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    assert np.array_equal(copied(bf16(every), torch.float32).numpy().view(np.uint32), from_bf16(every).view(np.uint32))
 
 
 SIZES = [0, 1, 7, 8, 9, CHUNK - 1, 0, CHUNK, CHUNK + 1, 5 * CHUNK + 3, 0]
@@ -191,12 +185,14 @@ def test_sum_refuses_other_dtypes() -> None:
         core.reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 17])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_past_the_cache_are_whole_and_no_longer(offset: int, dtype: torch.dtype) -> None:
-    numel = (1 << 20) + 5
-    memory = torch.arange(numel + offset + 40).to(dtype)
-    out = torch.full((numel + offset + 40,), -1, dtype=dtype)
-    core.copy_all([out[offset : offset + numel]], [memory[7 : 7 + numel]])
-    assert torch.equal(out[offset : offset + numel], memory[7 : 7 + numel])
-    assert (out[:offset] == -1).all() and (out[offset + numel :] == -1).all()
+def test_copies_past_the_cache_are_whole_and_no_longer() -> None:
+    """Both ends in the middle of cache lines, source and target in different places of a line, and a last chunk (of 32768
+    elements) that ends before the first line begins in it."""
+    source = torch.randint(0, 256, (2**20 + 201,), dtype=torch.uint8)
+    for begin, numel in ((0, 2**20), (1, 2**20), (63, 2**20 + 136), (64, 2**20 + 65), (20, 2**20 + 3)):
+        for further in (0, 1):
+            target, expected = torch.zeros_like(source), torch.zeros_like(source)
+            read = source[begin + further : begin + further + numel]
+            core.copy_all([target[begin : begin + numel]], [read])
+            expected[begin : begin + numel] = read
+            assert torch.equal(target, expected), (begin, numel, further)

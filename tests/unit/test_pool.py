@@ -1,4 +1,5 @@
-"""The pool as Python sees it. Placement, fences and threads are tested in tests/native/test_pool.cpp."""
+"""The pool as Python sees it. Placement, fences and threads: tests/native/test_free_list.cpp and
+test_fences.cpp."""
 
 from __future__ import annotations
 
@@ -8,17 +9,14 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bucketwheel.errors import Error, KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
 from bucketwheel.native import core
-from bucketwheel.pool.pool import Lease, Pool
+from bucketwheel.pool.pool import Pool
 from tests.support.forked_code import run_in_child
 
 UPSTREAMS = ["host", "shm"]
@@ -156,19 +154,6 @@ def test_the_stream_waits_for_the_last_use() -> None:
     assert (pool.stats().waits, pool.stats().reuses) == (1, 1)
 
 
-def test_without_a_stream_the_caller_waits_for_the_last_use() -> None:
-    pool = Pool("host")
-    busy = core.Stream("busy")
-    lease = pool.acquire("first", 100)
-    busy.pause(0.1)
-    used = busy.record()
-    assert not used.query()
-    lease.release(after=busy)
-    pool.acquire("second", 100)
-    assert used.query()
-    assert pool.stats().waits == 1
-
-
 def test_with_ends_the_lease_once() -> None:
     pool = Pool("host")
     with pytest.raises(RuntimeError, match="inside"), pool.acquire("with", 10) as lease:
@@ -177,19 +162,6 @@ def test_with_ends_the_lease_once() -> None:
     with pool.acquire("early", 10) as lease:
         lease.release()
     pool.expect_no_leases()
-
-
-def test_trim_gives_unused_slabs_back() -> None:
-    pool = Pool("shm", min_slab_bytes=1 << 16)
-    kept = pool.acquire("kept", 100)
-    pool.acquire("gone", 1 << 20).release()
-    before = len(os.listdir("/proc/self/fd"))
-    assert pool.stats().slabs == 2
-    gc.collect()
-    assert pool.trim() == 1 << 20
-    assert len(os.listdir("/proc/self/fd")) == before - 1
-    assert (pool.stats().slabs, pool.stats().reserved_bytes) == (1, 1 << 16)
-    assert kept.is_live
 
 
 def test_poison_shows_reads_of_what_was_released() -> None:
@@ -225,50 +197,6 @@ def test_same_calls_give_the_same_places_whatever_the_timing() -> None:
     slow = places(Pool("shm"), 0.0005)
     assert quick == slow
     assert len(set(quick)) < len(quick)  # memory was reused
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 9)), max_size=60))
-def test_live_leases_never_share_a_byte(steps: list[tuple[int, int]]) -> None:
-    pool = Pool("host", min_slab_bytes=1 << 16)
-    live: list[tuple[Lease, torch.Tensor, int]] = []
-    for i, (size, chosen) in enumerate(steps):
-        if chosen < len(live):
-            lease, tensor, value = live.pop(chosen)
-            assert torch.all(tensor == value)
-            lease.release()
-        else:
-            lease = pool.acquire("", size)
-            live.append((lease, lease.tensor(torch.uint8, size).fill_(i + 1), i + 1))
-        pool.check()
-    for _, tensor, value in live:
-        assert torch.all(tensor == value)
-    assert pool.stats().live_leases == len(live)
-    assert pool.stats().live_bytes == sum(max(512, -(-lease.nbytes // 512) * 512) for lease, _, _ in live)
-
-
-def test_threads_share_a_pool() -> None:
-    pool = Pool("host", min_slab_bytes=1 << 16)
-    faults: list[BaseException] = []
-
-    def hammer(number: int) -> None:
-        try:
-            for i in range(300):
-                with pool.acquire(f"{number}/{i % 7}", 100 + 997 * (i % 13)) as lease:
-                    tensor = lease.tensor(torch.uint8, lease.nbytes).fill_(number)
-                    assert torch.all(tensor == number)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=hammer, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not faults and not any(thread.is_alive() for thread in threads)
-    pool.check()
-    pool.expect_no_leases()
-    assert pool.stats().reuses > 1000
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

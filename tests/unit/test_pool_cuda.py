@@ -1,15 +1,13 @@
-"""The pool on a CUDA device, simulated: both upstreams, fences between streams, poison, and no memory left."""
+"""The pool on a CUDA device, simulated: both upstreams, fences between streams, captures, and no memory left."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from bucketwheel.device import keep_as_cache
 from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
@@ -173,17 +171,6 @@ def test_a_capture_cannot_wait_for_the_last_users(pool: Pool, library: Any) -> N
     assert calls.since()["stream_wait_event"] == 1, "the fence is still there"
 
 
-def test_a_capture_and_poison_exclude_each_other(library: Any) -> None:
-    pool = Pool("cuda", poison=True)
-    pool.acquire("x", 4096).release()
-    core.current_stream(0).synchronize()
-    before = pool.stats()
-    with Graph(library), pytest.raises(CaptureError, match="every replay would write the poison again"):
-        pool.acquire("x", 4096)
-    assert pool.stats() == before
-    pool.check()
-
-
 def test_a_lease_is_not_released_in_a_capture_but_after_it(pool: Pool, library: Any) -> None:
     """A captured event would never complete for the next owner."""
     current = core.current_stream(0)
@@ -220,19 +207,6 @@ def test_a_lease_dropped_in_a_capture_stays(pool: Pool, library: Any, capfd: pyt
     other.release()
 
 
-def test_poison_marks_what_is_free_and_finds_writes_past_the_end() -> None:
-    pool = Pool("cuda", poison=True)
-    lease = pool.acquire("x", 1000)
-    whole = lease.tensor(torch.float32, 250)
-    assert torch.isnan(whole).all()
-    lease.release()
-    lease = pool.acquire("x", 1000)
-    pool.check()
-    ctypes.memset(lease.data_ptr + 1000, 3, 1)
-    with pytest.raises(PoolError, match="bytes past its end were written"):
-        lease.release()
-
-
 def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None:
     library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 3 * SLAB)
     hoarder = Pool("cuda")
@@ -249,27 +223,6 @@ def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None
     pool.check()
     lease.release()
     pool.acquire("fits", 2 * SLAB).release()
-
-
-def test_a_cache_that_cannot_give_back_does_not_hide_the_error(library: Any) -> None:
-    class Broken:
-        device = 0
-
-        def trim(self) -> int:
-            raise DeviceError("the trimmer is broken")
-
-    library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 2 * SLAB)
-    broken = Broken()
-    keep_as_cache(broken)
-    hoarder = Pool("cuda")
-    hoarder.acquire("big", 2 * SLAB).release()
-    pool = Pool("cuda")
-    lease = pool.acquire("big", 2 * SLAB)
-    with pytest.raises(
-        PoolError, match=r"out of memory.*pools gave back 0 bytes \(one failed to: the trimmer is broken\)"
-    ):
-        pool.acquire("more", SLAB)
-    lease.release()
 
 
 def test_other_failures_of_an_allocation_are_named() -> None:

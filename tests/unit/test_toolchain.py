@@ -40,19 +40,6 @@ def test_lines_give_sources_and_flags(tmp_path: Path) -> None:
     assert toolchain.read_recipe(tmp_path, "aarch64").sources == recipe.sources[:1]
 
 
-def test_an_unknown_source_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "sources.txt").write_text("\ngone.cpp\n")
-    with pytest.raises(ValueError, match=r"sources\.txt:2: no such source: 'gone\.cpp'"):
-        toolchain.read_recipe(tmp_path)
-
-
-def test_a_source_listed_twice_names_the_line(tmp_path: Path) -> None:
-    write(tmp_path, a_dot_cpp="")
-    (tmp_path / "sources.txt").write_text("a.cpp\n\na.cpp -O1\n")
-    with pytest.raises(ValueError, match=r"sources\.txt:3: listed twice: 'a\.cpp'"):
-        toolchain.read_recipe(tmp_path)
-
-
 def test_every_source_file_is_listed() -> None:
     listed: list[str] = []
     for module in (CPU, CUDA):
@@ -73,30 +60,6 @@ def test_cuda_files_have_flags_and_a_compiler_of_their_own(tmp_path: Path) -> No
     assert " ".join(cpp) == "g++ -O2 -I. -isystem /include -c b.cpp -o out.o"
 
 
-def test_neighbours_of_a_folder_are_compiled_as_one(tmp_path: Path) -> None:
-    names = [
-        "z.cpp",
-        "y.cpp",
-        *(f"a/{number}.cpp" for number in range(9)),
-        "a/fast.cpp",
-        "a/last.cpp",
-        "b/0.cpp",
-        "b/1.cpp",
-    ]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "sources.txt").write_text("\n".join(names).replace("fast.cpp", "fast.cpp -O3"))
-    recipe = toolchain.read_recipe(tmp_path)
-    units = compile.units(recipe)
-    assert [source for unit in units for source in unit] == list(recipe.sources)
-    assert [len(unit) for unit in units] == [1, 1, 7, 2, 1, 1, 2]
-
-    tools = Toolchain(("g++",), ("/include",), "g++ 12")
-    command = compile.command(recipe, tools, *units[3], out=Path("out.o"))
-    assert " ".join(command) == "g++ -I. -isystem /include -include a/7.cpp -c a/8.cpp -o out.o"
-
-
 def test_the_key_holds_what_made_the_binary(tmp_path: Path) -> None:
     write(tmp_path, a_dot_cu="", b_dot_cpp="")
     (tmp_path / "sources_cuda.txt").write_text("nvcc: -O3\nflags: -O2\nlink: -shared\na.cu\nb.cpp\n")
@@ -107,15 +70,6 @@ def test_the_key_holds_what_made_the_binary(tmp_path: Path) -> None:
     changes = [{"identity": "g++ 13"}, {"nvcc": ("nvcc", "-gencode=y")}, {"nvcc_identity": "nvcc 14"}]
     others += [(recipe, replace(tools, **change)) for change in changes]
     assert len({toolchain.build_key(*one) for one in [(recipe, tools), *others]}) == 1 + len(others)
-
-
-def test_the_digest_sees_renames_and_moved_bytes(tmp_path: Path) -> None:
-    digests = set()
-    for files in ({"a": "12", "b": "3"}, {"a": "1", "b": "23"}, {"a": "12", "c": "3"}):
-        folder = tmp_path / str(len(digests))
-        write(folder, **files)
-        digests.add(toolchain.sources_digest(folder))
-    assert len(digests) == 3
 
 
 # ---- nvcc ------------------------------------------------------------------------------------------------------------
@@ -210,16 +164,6 @@ def test_where_nvcc_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(BuildError, match="has no bin/nvcc"):
         toolchain.find_nvcc()
-
-
-def test_without_nvcc_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    with pytest.raises(BuildError) as caught:
-        toolchain.find_nvcc()
-    message = str(caught.value)
-    for remedy in ("CUDA module: nvcc is missing", "CUDA_HOME=", "NVCC=", "BW_AOT=cuda", "BW_NATIVE_DIR", "on the CPU"):
-        assert remedy in message
-    assert len(message.splitlines()) <= 8
 
 
 @pytest.mark.parametrize(("cxx", "ccbin"), [("c++", ["-ccbin", "c++"]), ("env c++ -g -O1", ["-ccbin", "c++"])])

@@ -50,13 +50,9 @@ enum class NcclType : int {
 
 // An ncclRedOp_t is one of these, or what red_op_create_pre_mul_sum returns.
 inline constexpr int kNcclSum = 0;
-inline constexpr int kNcclProd = 1;
-inline constexpr int kNcclMax = 2;
-inline constexpr int kNcclMin = 3;
 inline constexpr int kNcclAvg = 4;
 
-// Where the scalar of red_op_create_pre_mul_sum is, and when it is read: by the kernel, or before the call returns.
-inline constexpr int kNcclScalarDevice = 0;
+// Where the scalar of red_op_create_pre_mul_sum is: read before the call returns.
 inline constexpr int kNcclScalarHostImmediate = 1;
 
 inline constexpr int kNcclUndefined = INT_MIN;  // of an int of NcclConfig: NCCL's own choice
@@ -148,10 +144,7 @@ constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   X(red_op_destroy, ncclRedOpDestroy, int, (int op, NcclCommRef comm))
 
 // Null where the library has none; look at NcclFeatures rather than at them.
-// No communicator calls all_reduce; the fake's tests do.
 #define BW_NCCL_OPTIONAL(X)                                                                                      \
-  X(all_reduce, ncclAllReduce, int,                                                                              \
-    (const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm, void* stream))         \
   X(mem_alloc, ncclMemAlloc, int, (void** data, size_t size_bytes))                                              \
   X(mem_free, ncclMemFree, int, (void* data))                                                                    \
   X(comm_window_register, ncclCommWindowRegister, int,                                                           \

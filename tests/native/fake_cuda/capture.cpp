@@ -179,19 +179,8 @@ __attribute__((visibility("default"))) const char* fake_cuda_capture_error() {
   std::lock_guard lock(capture().mutex);
   return capture().error == cudaSuccess ? nullptr : cudaGetErrorString(capture().error);
 }
-// Replays go in parts, between which somebody else's work is replayed: where a capture is, and the work from there to
-// there, in the order of the calls.
-__attribute__((visibility("default"))) size_t fake_cuda_capture_position() {
-  std::lock_guard lock(capture().mutex);
-  return capture().graph == nullptr ? 0 : capture().graph->nodes.size();
-}
-__attribute__((visibility("default"))) void fake_cuda_replay_range(void* graph, size_t begin, size_t end) {
-  for (size_t i = begin; i < end; ++i) {
-    static_cast<Graph*>(graph)->nodes[i].task();
-  }
-}
 __attribute__((visibility("default"))) void fake_cuda_free_graph(void* graph) { delete static_cast<Graph*>(graph); }
-// The same for work of the default stream: a place in that. A replay runs what has to be done before the place, and the
+// Replays go in parts, between which torch's work is replayed: a place in the default stream's work. A replay runs what has to be done before the place, and the
 // rest as late as it may: what nothing waits for is not done, so a missing edge shows as wrong data.
 __attribute__((visibility("default"))) size_t fake_cuda_capture_mark() {
   std::lock_guard lock(capture().mutex);

@@ -15,7 +15,6 @@
 
 #include "capture.h"
 #include "cuda_runtime_api.h"
-#include "fibers.h"
 
 using fake_cuda::Task;
 using SteadyClock = std::chrono::steady_clock;
@@ -133,7 +132,6 @@ __attribute__((visibility("default"))) void fake_cuda_set_delays(uint64_t seed) 
 __attribute__((visibility("default"))) void fake_cuda_drop_work(int drops) { drops_work = drops != 0; }
 __attribute__((visibility("default"))) void fake_cuda_set_capacity(size_t size_bytes) { capacity_bytes = size_bytes; }
 __attribute__((visibility("default"))) size_t fake_cuda_allocated_bytes() { return allocated_bytes; }
-__attribute__((visibility("default"))) void fake_cuda_set_fiber_seed(uint64_t seed) { fake_cuda::set_seed(seed); }
 // For a library that has no headers of ours: work at the end of a stream, as cudaLaunchHostFunc puts it there.
 __attribute__((visibility("default"))) int fake_cuda_launch_host(void* stream, void (*function)(void*),
                                                                  void* argument) {

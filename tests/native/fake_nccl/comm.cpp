@@ -22,7 +22,7 @@ Registry& registry() {
   return *one;
 }
 
-constexpr const char* kFunctions[] = {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "ncclBroadcast"};
+constexpr const char* kFunctions[] = {"ncclAllGather", "ncclReduceScatter", "ncclBroadcast"};
 
 Notice notice_of(const Operation& operation) {
   return {{static_cast<int64_t>(operation.function), static_cast<int64_t>(operation.type),
@@ -70,7 +70,6 @@ void write_stage(Comm& comm, const Operation& operation, size_t begin, size_t co
       }
       return;
     case Function::kAllGather:
-    case Function::kAllReduce:
       std::memcpy(stage, send + begin * size, count * size);
   }
 }
@@ -82,8 +81,6 @@ void read_stages(Comm& comm, const Operation& operation, size_t begin, size_t co
   for (int rank = 0; rank < comm.world; ++rank) {
     from[rank] = comm.board->stage(rank, 0);
   }
-  const void* const scalar =
-      operation.scalar.device != nullptr ? operation.scalar.device : operation.scalar.immediate.data();
   switch (operation.function) {
     case Function::kAllGather:
       for (size_t rank = 0; rank < static_cast<size_t>(comm.world); ++rank) {
@@ -94,9 +91,8 @@ void read_stages(Comm& comm, const Operation& operation, size_t begin, size_t co
       for (int rank = 0; rank < comm.world; ++rank) {
         from[rank] += static_cast<size_t>(comm.rank) * count * size;
       }
-      [[fallthrough]];
-    case Function::kAllReduce:
-      reduce(operation.type, from, comm.world, operation.reduce, scalar, count, recv + begin * size);
+      reduce(operation.type, from, comm.world, operation.reduce, operation.premul.scalar.data(), count,
+             recv + begin * size);
       return;
     case Function::kBroadcast:
       std::memcpy(recv + begin * size, from[operation.root], count * size);

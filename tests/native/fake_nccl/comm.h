@@ -46,14 +46,13 @@ class Queue {
   std::set<uint64_t> finished_;
 };
 
-// A reduction of ncclRedOpCreatePreMulSum: the scalar, or where the device has it.
+// A reduction of ncclRedOpCreatePreMulSum.
 struct PreMul {
   bucketwheel::NcclType type;
-  std::array<std::byte, 8> immediate;
-  const void* device;
+  std::array<std::byte, 8> scalar;
 };
 
-enum class Function : uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast };
+enum class Function : uint8_t { kAllGather, kReduceScatter, kBroadcast };
 
 struct Operation {
   Function function;
@@ -61,9 +60,9 @@ struct Operation {
   void* recv;
   size_t count;
   bucketwheel::NcclType type;
-  int reduce;  // kNcclSum ... kNcclAvg, kPreMulSum
+  int reduce;  // kNcclSum, kNcclAvg, kPreMulSum
   int root;
-  PreMul scalar;
+  PreMul premul;
   bool hangs;
 };
 

@@ -49,7 +49,6 @@ int complete(const char* name, const Comm& comm, Operation& operation) {
   const auto refuse = [&](const std::string& why) {
     return fail(kNcclInvalidArgument, std::string(name) + ": " + why);
   };
-  const bool reduces = operation.function == Function::kReduceScatter || operation.function == Function::kAllReduce;
   const bool sends = operation.function != Function::kBroadcast || operation.root == comm.rank;
   if (static_cast<int>(operation.type) < 0 || operation.type > NcclType::kBFloat16) {
     return refuse("no type " + std::to_string(static_cast<int>(operation.type)));
@@ -60,7 +59,7 @@ int complete(const char* name, const Comm& comm, Operation& operation) {
   if (operation.root < 0 || operation.root >= comm.world) {
     return refuse("no rank " + std::to_string(operation.root));
   }
-  if (!reduces) {
+  if (operation.function != Function::kReduceScatter) {
     return kNcclSuccess;
   }
   if (operation.reduce > kNcclAvg) {
@@ -68,10 +67,11 @@ int complete(const char* name, const Comm& comm, Operation& operation) {
     if (found == comm.reductions.end() || found->second.type != operation.type) {
       return refuse("the reduction is not of this communicator and type");
     }
-    operation.scalar = found->second;
+    operation.premul = found->second;
     operation.reduce = kPreMulSum;
   }
-  if (operation.reduce < 0 || !can_reduce(operation.type)) {
+  const bool is_known = operation.reduce == kNcclSum || operation.reduce >= kNcclAvg;
+  if (!is_known || !can_reduce(operation.type)) {
     return refuse("no such reduction, or not for this type");
   }
   return kNcclSuccess;
@@ -160,10 +160,6 @@ FAKE_EXPORT int ncclReduceScatter(const void* send, void* recv, size_t recv_coun
   return collective("ncclReduceScatter", comm, stream,
                     {Function::kReduceScatter, send, recv, recv_count, type, op, 0, {}, false});
 }
-FAKE_EXPORT int ncclAllReduce(const void* send, void* recv, size_t count, NcclType type, int op, NcclCommRef comm,
-                              void* stream) {
-  return collective("ncclAllReduce", comm, stream, {Function::kAllReduce, send, recv, count, type, op, 0, {}, false});
-}
 FAKE_EXPORT int ncclBroadcast(const void* send, void* recv, size_t count, NcclType type, int root, NcclCommRef comm,
                               void* stream) {
   return collective("ncclBroadcast", comm, stream,
@@ -175,14 +171,11 @@ FAKE_EXPORT int ncclRedOpCreatePreMulSum(int* op, void* scalar, NcclType type, i
   if (const int error = enter_with("ncclRedOpCreatePreMulSum", handle, &comm)) {
     return error;
   }
-  if (op == nullptr || scalar == nullptr || !can_reduce(type) ||
-      (residence != kNcclScalarDevice && residence != kNcclScalarHostImmediate)) {
+  if (op == nullptr || scalar == nullptr || !can_reduce(type) || residence != kNcclScalarHostImmediate) {
     return fail(kNcclInvalidArgument, "ncclRedOpCreatePreMulSum: null, or no such type or residence");
   }
-  PreMul made{type, {}, residence == kNcclScalarDevice ? scalar : nullptr};
-  if (residence == kNcclScalarHostImmediate) {
-    std::memcpy(made.immediate.data(), scalar, bytes_of(type));
-  }
+  PreMul made{type, {}};
+  std::memcpy(made.scalar.data(), scalar, bytes_of(type));
   *op = comm->next_reduce++;
   comm->reductions[*op] = made;
   return kNcclSuccess;

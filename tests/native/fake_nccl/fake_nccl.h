@@ -8,7 +8,8 @@
 // not promise: ranks that call different things get an error instead of a hang, and use after destruction is refused.
 //
 // Device work runs through the function given to fake_nccl_set_launch(), without one in the calling thread. It ends
-// early when its communicator is aborted; every other wait for a peer has no end, as in NCCL.
+// early when its communicator is aborted; every other wait for a peer has no end, as in NCCL. FAKE_NCCL_VERSION of the
+// environment is what ncclGetVersion says, else 2.30.7.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,6 @@ extern "C" {
 void fake_nccl_set_launch(int (*launch)(void* stream, void (*function)(void*), void* argument),
                           int (*is_capturing)(void* stream));
 
-// What ncclGetVersion says; before the first call FAKE_NCCL_VERSION of the environment, else 2.30.7.
-void fake_nccl_set_version(int version);
 // The countdown-th of the next calls (1: the next) of "ncclAllGather" ... returns `result` and is not made. A group that
 // fails to end is closed, and nothing of it is done.
 void fake_nccl_fail(const char* function, uint64_t countdown, int result);

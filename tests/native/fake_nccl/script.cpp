@@ -194,7 +194,6 @@ FAKE_EXPORT void fake_nccl_set_launch(int (*launch)(void*, void (*)(void*), void
   script().is_capturing = is_capturing;
 }
 FAKE_EXPORT void fake_nccl_count_only(int counts_only) { script().counts_only = counts_only != 0; }
-FAKE_EXPORT void fake_nccl_set_version(int version) { script().version = version; }
 FAKE_EXPORT void fake_nccl_fail(const char* function, uint64_t countdown, int result) {
   std::lock_guard lock(script().mutex);
   script().failures.push_back({function, countdown, result});

@@ -42,7 +42,7 @@ struct Float16 {
   static Stored store(Sum value) { return bucketwheel::round_to_fp16(value); }
 };
 template <class Whole>
-struct Integer {  // sums and products wrap
+struct Integer {  // sums wrap
   using Stored = Whole;
   using Sum = int64_t;
   static Sum load(Stored value) { return value; }
@@ -53,11 +53,6 @@ inline float add(float a, float b) { return a + b; }
 inline double add(double a, double b) { return a + b; }
 inline int64_t add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
-}
-inline float multiply(float a, float b) { return a * b; }
-inline double multiply(double a, double b) { return a * b; }
-inline int64_t multiply(int64_t a, int64_t b) {
-  return static_cast<int64_t>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
 
 template <class Codec>
@@ -70,26 +65,13 @@ void reduce_as(const std::byte* const* from, int world, int op, const void* scal
     return Codec::load(value);
   };
   const Sum factor = op == kPreMulSum ? at(scalar, 0) : Sum{1};
+  const auto of_rank = [&](int rank, size_t i) {
+    return op == kPreMulSum ? at(from[rank], i) * factor : at(from[rank], i);
+  };
   for (size_t i = 0; i < count; ++i) {
-    Sum sum = op == kPreMulSum ? multiply(at(from[0], i), factor) : at(from[0], i);
+    Sum sum = of_rank(0, i);
     for (int rank = 1; rank < world; ++rank) {
-      const Sum next = at(from[rank], i);
-      switch (op) {
-        case bucketwheel::kNcclProd:
-          sum = multiply(sum, next);
-          break;
-        case bucketwheel::kNcclMax:
-          sum = sum < next ? next : sum;
-          break;
-        case bucketwheel::kNcclMin:
-          sum = next < sum ? next : sum;
-          break;
-        case kPreMulSum:
-          sum = add(sum, multiply(next, factor));
-          break;
-        default:
-          sum = add(sum, next);
-      }
+      sum = add(sum, of_rank(rank, i));
     }
     if (op == bucketwheel::kNcclAvg) {
       sum /= static_cast<Sum>(world);

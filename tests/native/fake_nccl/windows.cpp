@@ -19,13 +19,12 @@ struct Registration {
   NcclCommRef comm;
   uintptr_t begin;
   size_t size_bytes;
-  bool is_window;
 };
 struct Memory {
   std::mutex mutex;
   uintptr_t last = 0;
   std::map<uintptr_t, size_t> allocated;
-  std::map<uintptr_t, Registration> registered;  // by handle
+  std::map<uintptr_t, Registration> registered;  // windows by handle
 
   bool holds(uintptr_t begin, size_t size_bytes) const {
     const auto after = allocated.upper_bound(begin);
@@ -55,8 +54,8 @@ size_t whole_pages(size_t size_bytes) {
 }
 
 // The error of what cannot be registered. The real NCCL leaves the second registration of memory undefined.
-int check(const char* function, uintptr_t begin, size_t size_bytes) {
-  const std::string where = std::string(function) + ": ";
+int check(uintptr_t begin, size_t size_bytes) {
+  const std::string where = "ncclCommWindowRegister: ";
   std::lock_guard lock(memory().mutex);
   if (begin == 0 || size_bytes == 0) {
     return fail(kNcclInvalidArgument, where + "no memory");
@@ -79,16 +78,6 @@ uintptr_t add(const Registration& one) {
   memory().registered[handle] = one;
   return handle;
 }
-
-int remove(const char* function, NcclCommRef comm, uintptr_t handle, bool is_window) {
-  std::lock_guard lock(memory().mutex);
-  const auto found = memory().registered.find(handle);
-  if (found == memory().registered.end() || found->second.comm != comm || found->second.is_window != is_window) {
-    return fail(kNcclInvalidArgument, std::string(function) + ": not registered with this communicator");
-  }
-  memory().registered.erase(found);
-  return kNcclSuccess;
-}
 #endif
 
 }  // namespace
@@ -102,11 +91,7 @@ void drop_windows(NcclCommRef comm) {
 
 FAKE_EXPORT uint64_t fake_nccl_live_windows() {
   std::lock_guard lock(fake_nccl::memory().mutex);
-  uint64_t count = 0;
-  for (const auto& [handle, one] : fake_nccl::memory().registered) {
-    count += one.is_window ? 1 : 0;
-  }
-  return count;
+  return fake_nccl::memory().registered.size();
 }
 FAKE_EXPORT uint64_t fake_nccl_live_bytes() {
   std::lock_guard lock(fake_nccl::memory().mutex);
@@ -157,29 +142,6 @@ FAKE_EXPORT int ncclMemFree(void* data) {
   return kNcclSuccess;
 }
 
-FAKE_EXPORT int ncclCommRegister(NcclCommRef handle, void* data, size_t size_bytes, void** registration) {
-  CommPtr comm;
-  if (const int error = enter_with("ncclCommRegister", handle, &comm)) {
-    return error;
-  }
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  if (const int error = check("ncclCommRegister", begin, size_bytes)) {
-    return error;
-  }
-  if (registration == nullptr) {
-    return fail(kNcclInvalidArgument, "ncclCommRegister: handle is null");
-  }
-  *registration = reinterpret_cast<void*>(add({handle, begin, size_bytes, false}));
-  return kNcclSuccess;
-}
-FAKE_EXPORT int ncclCommDeregister(NcclCommRef handle, void* registration) {
-  CommPtr comm;
-  if (const int error = enter_with("ncclCommDeregister", handle, &comm)) {
-    return error;
-  }
-  return remove("ncclCommDeregister", handle, reinterpret_cast<uintptr_t>(registration), false);
-}
-
 FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t size_bytes, NcclWindowRef* window,
                                        int flags) {
   CommPtr comm;
@@ -190,7 +152,7 @@ FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t si
     return error;
   }
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  if (const int error = check("ncclCommWindowRegister", begin, size_bytes)) {
+  if (const int error = check(begin, size_bytes)) {
     return error;
   }
   if (window == nullptr || (flags != kNcclWindowDefault && flags != kNcclWindowSymmetric)) {
@@ -207,8 +169,7 @@ FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t si
                                             std::to_string(other) + " on rank " + std::to_string(rank));
     }
   }
-  auto* const made =
-      are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes, true}));
+  auto* const made = are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes}));
   comm->polls = take_in_progress_polls();
   if (comm->polls == 0) {
     *window = made;
@@ -222,7 +183,13 @@ FAKE_EXPORT int ncclCommWindowDeregister(NcclCommRef handle, NcclWindowRef windo
   if (const int error = enter_with("ncclCommWindowDeregister", handle, &comm)) {
     return error;
   }
-  return remove("ncclCommWindowDeregister", handle, reinterpret_cast<uintptr_t>(window), true);
+  std::lock_guard lock(memory().mutex);
+  const auto found = memory().registered.find(reinterpret_cast<uintptr_t>(window));
+  if (found == memory().registered.end() || found->second.comm != handle) {
+    return fail(kNcclInvalidArgument, "ncclCommWindowDeregister: not registered with this communicator");
+  }
+  memory().registered.erase(found);
+  return kNcclSuccess;
 }
 
 }  // namespace bucketwheel
