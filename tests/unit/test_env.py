@@ -201,11 +201,11 @@ def test_a_bad_time_limit_is_told_before_the_build(tmp_path: Path) -> None:
 
 def test_the_doctor_tells_of_bad_values_and_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BW_JIT", "no")
-    assert "BW_JIT='no': expected 0 or 1" in doctor._built(CPU)["error"]
+    assert "BW_JIT='no': expected 0 or 1" in doctor._state(CPU, is_built=True)["error"]
     monkeypatch.setenv("BW_CASHE_DIR", "/tmp")
     monkeypatch.setenv("BW_REQUIRE", "")
     monkeypatch.delenv("BW_JIT")
-    found = {**doctor.facts(), "gpus": {"devices": [], "driver": None, "torch_sees_them": False}}
+    found = {**doctor.facts(), "gpus": {"devices": [], "torch_sees_them": False}}
     _, concerns = doctor.judge(found)
     assert [text for text in concerns if "BW_" in text] == [
         "BW_CASHE_DIR is set, which bucketwheel does not know: docs/building.md has all names"

@@ -27,7 +27,7 @@ def test_the_stub_is_what_the_module_binds() -> None:
         ("MAX_PAYLOAD_BYTES: int\n", "", ["MAX_PAYLOAD_BYTES"]),
         ("class ShardSink(ReduceSink):", "class ShardSink:", ["ShardSink"]),
         ("    @staticmethod\n    def max_spans", "    def max_spans", ["ShardAccumulatorCuda.max_spans"]),
-        ("    @property\n    def offset_bytes", "    def offset_bytes", ["Lease.offset_bytes"]),
+        ("    offset_bytes: int\n", "    def offset_bytes(self) -> int: ...\n", ["Lease.offset_bytes"]),
     ],
 )
 def test_differences_are_found(old: str, new: str, where: list[str]) -> None:

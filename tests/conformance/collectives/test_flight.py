@@ -109,7 +109,7 @@ def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys, ba
     assert sorted(one["culprits"] for one in shared) == [[0], [0], [1], [1]] and not any(
         one["missing"] for one in shared
     )
-    pids = [tuple(ring["place"] for ring in one["rings"].values()) for one in shared]
+    pids = [tuple(line.split()[0] for line in one["ranks"].values()) for one in shared]
     assert sorted(Counter(pids).values()) == [2, 2] and len({pid for row in pids for pid in row}) == 4
 
 
