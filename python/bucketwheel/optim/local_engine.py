@@ -314,10 +314,10 @@ class LocalEngine:
         return self.infos[index].param.detach()
 
     def memory(self) -> dict[str, int]:
-        return report.memory_of_local(self.infos, self.states, self.steps)
+        return report.memory_of_local(self)
 
     def describe(self) -> str:
-        return report.describe_local(self.infos, self.states, self.precision)
+        return report.describe_local(self)
 
     def abort(self, reason: str) -> None:
         """There is nobody to tell."""

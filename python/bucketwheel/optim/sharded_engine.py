@@ -124,16 +124,16 @@ class ShardedEngine:
         self._comms = [comm] if replicate is None else [comm, replicate]
         self.reducer = reducer_of(comm, replicate)
         self.world = comm.size
-        self.infos: list[ParamInfo] = []  # grows, as `_spaces`, `steps` and `_edits` do, when parameters are added
+        self.infos: list[ParamInfo] = []  # grows, as `spaces`, `steps` and `_edits` do, when parameters are added
         self.options = options
         self.precision = options.precision
-        self._bucket_cap_bytes = bucket_cap_bytes
+        self.bucket_cap_bytes = bucket_cap_bytes
         self._is_debugging = env.flag("BW_DEBUG")
         self._unfrozen = UnfrozenGrads(_weakly(self))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
-        self._spaces: list[Space] = []
+        self.spaces: list[Space] = []
         self._edits = ExternalEdits(options.on_external_update)
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
         _claim(self._comms, infos, self)
@@ -166,7 +166,7 @@ class ShardedEngine:
         self._unfrozen.watch(frozen)
 
     def _options_text(self) -> str:
-        return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}, BW_DEBUG={int(self._is_debugging)}"
+        return f"{self.options}, bucket_cap_bytes={self.bucket_cap_bytes}, BW_DEBUG={int(self._is_debugging)}"
 
     def _take_in(self, infos: Sequence[ParamInfo]) -> None:
         """Moves parameters into flat memory, with states that are new."""
@@ -180,7 +180,7 @@ class ShardedEngine:
         for space in spaces:
             space.read_master(space.indices)
         self.infos += infos
-        self._spaces += spaces
+        self.spaces += spaces
         self._edits.add(infos)
         self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
 
@@ -190,19 +190,19 @@ class ShardedEngine:
             rank=self.comm.rank,
             world=self.world,
             precision=self.options.precision,
-            bucket_cap_bytes=self._bucket_cap_bytes,
+            bucket_cap_bytes=self.bucket_cap_bytes,
             param_pool=self.comm.gathers.pool,
             state_pool=self._state_pool,
         )
 
     def _space_of(self, index: int) -> Space:
-        return next(space for space in self._spaces if index in space)
+        return next(space for space in self.spaces if index in space)
 
     def _assemble(self) -> Assembly:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
         rows = AdamRows(self.steps, self.device, amsgrad=options.precision.amsgrad)
-        cut = cut_buckets(self._spaces, self.comm.rank, self.device, rows)
+        cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows)
         reduced = ReducedGrads(
             self.comm,
             1.0 / self.reducer.size if options.gradient_average else 1.0,
@@ -217,7 +217,7 @@ class ShardedEngine:
             states.append(space.state_of(info.index))
         slots = None
         if self.comm.is_registered:
-            slots = lease_slots(self.comm, self._spaces, cut.buckets, options.max_inflight_buckets)
+            slots = lease_slots(self.comm, self.spaces, cut.buckets, options.max_inflight_buckets)
         kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
         self.reducer.prepare_sums(kinds, options.max_inflight_buckets)
         grads = GradWindow(
@@ -232,7 +232,6 @@ class ShardedEngine:
             is_capturable=options.capturable,
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in cut.buckets])
-        report.warn_of_padding(self._spaces)
         return Assembly(rows, cut.buckets, reduced, grads, states)
 
     def add(self, infos: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
@@ -289,7 +288,7 @@ class ShardedEngine:
     def _find_edits(self) -> Edits:
         """RuntimeError if a parameter was moved that cannot come back: D13."""
         edits = self._edits.find()
-        for space in self._spaces if edits.moved else ():
+        for space in self.spaces if edits.moved else ():
             space.flat.expect_bindable(edits.moved)
         return edits
 
@@ -304,15 +303,15 @@ class ShardedEngine:
             rank, index = self._first_of_any_rank(edits.refused)
             if index >= 0:
                 raise ExternalEdits.refusal(self.infos[index], rank)
-        for space in self._spaces if edits.moved else ():
+        for space in self.spaces if edits.moved else ():
             space.flat.rebind(edits.moved)
-        for space in self._spaces if edits.followed else ():
+        for space in self.spaces if edits.followed else ():
             space.read_master(edits.followed)
 
     def _expect_unedited(self, edits: Edits) -> None:
         """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of them, or
         that they have moved. Collective."""
-        read_again = (i for space in self._spaces for i in edits.followed if space.has_master and i in space)
+        read_again = (i for space in self.spaces for i in edits.followed if space.has_master and i in space)
         rank, index = self._first_of_any_rank(min([*edits.moved, *read_again], default=-1))
         if index >= 0:
             raise CaptureError(
@@ -328,7 +327,7 @@ class ShardedEngine:
     def reload_masters(self) -> None:
         self.param_sync()
         edits, everything = self._find_edits(), frozenset(range(len(self.infos)))
-        for space in self._spaces:
+        for space in self.spaces:
             space.flat.rebind(edits.moved)
             space.read_master(everything, whole=True)
         self._edits.note_written()
@@ -395,23 +394,11 @@ class ShardedEngine:
         """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
         return self._space_of(index).values_of(index)
 
-    def _parts(self) -> report.ShardedParts:
-        return report.ShardedParts(
-            self.comm,
-            self.reducer,
-            self.options,
-            self.infos,
-            self._spaces,
-            self.grads,
-            self.steps,
-            self._bucket_cap_bytes,
-        )
-
     def memory(self) -> dict[str, int]:
-        return report.memory_of(self._parts())
+        return report.memory_of(self)
 
     def describe(self) -> str:
-        return report.describe(self._parts())
+        return report.describe(self)
 
     def abort(self, reason: str) -> None:
         self.reducer.abort(reason)
@@ -424,7 +411,7 @@ class ShardedEngine:
             self.grads.remove()
             self._unfrozen.release()
             self._gathers.detach()
-            for space in self._spaces:
+            for space in self.spaces:
                 space.flat.release()
             self.reducer.release()
             _release(self._comms, self.infos)

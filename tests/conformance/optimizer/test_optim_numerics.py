@@ -144,7 +144,7 @@ def trained(comm: Communicator | None, dtype: torch.dtype, poison: bool = False,
 
 def poison_padding(opt: ShardedAdamW) -> None:
     """NaN wherever no parameter is: in the flat parameters and in every shard."""
-    for space in opt._engine._spaces:
+    for space in opt._engine.spaces:
         is_padding = torch.ones(space.packing.numel, dtype=torch.bool)
         is_shard_padding = torch.ones(space.packing.shard_numel, dtype=torch.bool)
         for packed, begin in enumerate(space.packing.begins):
