@@ -26,6 +26,7 @@ from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
+from bucketwheel.optim.param_groups import OptimizerOptions
 
 __all__ = ["LocalEngine"]
 
@@ -35,24 +36,15 @@ class LocalEngine:
 
     world = 1
 
-    def __init__(
-        self,
-        infos: Sequence[ParamInfo],
-        *,
-        device: torch.device,
-        precision: Precision,
-        is_static: bool = False,
-        is_capturable: bool = False,
-        on_external_update: str = "resync",
-    ) -> None:
-        self.precision = precision
+    def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
+        self.precision = options.precision
         self._torch_device = device
         self._device = device_index(device)
-        self._is_static = is_static
-        self._is_capturable = is_capturable
+        self._is_static = options.static_graph
+        self._is_capturable = options.capturable
         self._uploads = Uploads(self._device)
         self._sums_table = None if self._device == CPU else core.SumsqCudaTable(self._device)
-        self._edits = ExternalEdits(on_external_update)
+        self._edits = ExternalEdits(options.on_external_update)
         self.infos: list[ParamInfo] = []
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)

@@ -27,32 +27,16 @@ from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense
-from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
-from bucketwheel.optim.param_groups import group_texts
+from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import expect_equal_layout, expect_equal_packings
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["ShardedEngine", "ShardedOptions"]
-
-
-@dataclass(frozen=True)
-class ShardedOptions:
-    """What ranks must have alike, as `ShardedAdamW` takes it; `expect_equal_layout` compares its text."""
-
-    gradient_average: bool
-    broadcast_params: bool
-    precision: Precision
-    overlap_grad_sync: bool
-    overlap_param_sync: bool
-    max_inflight_buckets: int
-    static_graph: bool
-    capturable: bool
-    on_external_update: str
+__all__ = ["ShardedEngine"]
 
 
 # --- which live engine has a communicator, and trains a parameter: one at a time --------------------------------------
@@ -116,8 +100,7 @@ class ShardedEngine:
         comm: Communicator,
         infos: Sequence[ParamInfo],
         groups: Sequence[str],
-        options: ShardedOptions,
-        bucket_cap_bytes: int,
+        options: OptimizerOptions,
         replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
@@ -127,7 +110,7 @@ class ShardedEngine:
         self.infos: list[ParamInfo] = []  # grows, as `spaces`, `steps` and `_edits` do, when parameters are added
         self.options = options
         self.precision = options.precision
-        self.bucket_cap_bytes = bucket_cap_bytes
+        self.bucket_cap_bytes = options.bucket_cap_bytes(comm.backend)
         self._is_debugging = env.flag("BW_DEBUG")
         self._unfrozen = UnfrozenGrads(_weakly(self))
         self.device = comm.device
