@@ -252,8 +252,9 @@ def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:
     rounded = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} & _HALF_DTYPES
     if rounded:
         warnings.warn(
-            f"op='avg' of {' and '.join(sorted(map(str, rounded)))} on {comm.size} ranks: NCCL multiplies by 1/{comm.size} "
-            "rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. op='sum' is not",
+            f"op='avg' of {' and '.join(sorted(map(str, rounded)))} on {comm.size} ranks: NCCL multiplies by "
+            f"1/{comm.size} rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. "
+            "op='sum' is not",
             stacklevel=3,
         )
         _warned_of_nccl.add("average")

@@ -81,7 +81,8 @@ class NcclChoices:
             )
         if self.registered and not found.features["windows"]:
             raise ValueError(
-                f"registered=True needs NCCL 2.27 or newer with windows; this is {nccl_library.version_text(found.version)} ({found.path})"
+                "registered=True needs NCCL 2.27 or newer with windows; this is "
+                f"{nccl_library.version_text(found.version)} ({found.path})"
             )
         pool = Pool(device=torch_device(device))
         return core.NcclOptions(config, net_name, self.registered, pool._native, serialises)
@@ -173,9 +174,9 @@ def pair(setup: NcclSetup) -> tuple[tuple[Any, Any], bool]:
     unique_id, without_order = _agree_on_nccl(setup, has_order=_is_launch_order_kept)
     if without_order:
         warnings.warn(
-            f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers and "
-            "reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before CUDA is used and "
-            "before torch.distributed.init_process_group, or set it to 1",
+            f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers "
+            "and reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before CUDA is "
+            "used and before torch.distributed.init_process_group, or set it to 1",
             stacklevel=3,
         )
     with _peers_to_keep(setup) as peers:

@@ -101,8 +101,8 @@ class Replicas:
         for comm in (shard, replicate):
             if comm.is_registered:
                 raise ValueError(
-                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial sums "
-                    "are in plain memory; make it without"
+                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial "
+                    "sums are in plain memory; make it without"
                 )
         self.shard = shard
         self.replicate = replicate
@@ -164,9 +164,9 @@ class Replicas:
             problems.append("ranks of one process_group have replicas in different ones")
         if problems:
             raise ValueError(
-                f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R replicas, "
-                "rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of the replicate_group "
-                "[s, S + s, ..., (R - 1) * S + s]"
+                f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R "
+                "replicas, rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of "
+                "the replicate_group [s, S + s, ..., (R - 1) * S + s]"
             )
 
     def _problem(self, table: _Table, replicas: list[Any]) -> str:
@@ -176,8 +176,8 @@ class Replicas:
         for number, group in enumerate(table):
             if len(group) != self.shard.size:
                 return (
-                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of the "
-                    f"process_group of rank {number} have a replicate_group"
+                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of "
+                    f"the process_group of rank {number} have a replicate_group"
                 )
         tokens = {token for group in table for token, _ in group}
         if [group[s] for group in table] != replicas or len(tokens) != self.size:

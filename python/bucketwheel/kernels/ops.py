@@ -189,8 +189,8 @@ def _warn_of_nearest(beta2: float, exp_avg_sqs: Sequence[torch.Tensor]) -> None:
     if 1 - beta2 >= 2**-8 or not any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
         return
     warnings.warn(
-        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its last "
-        "place. Use state_rounding='stochastic', or float32 states",
+        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its "
+        "last place. Use state_rounding='stochastic', or float32 states",
         stacklevel=3,
     )
     _warned_of.add(beta2)  # not where the warning is an error: nothing has been done then

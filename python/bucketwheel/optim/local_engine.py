@@ -123,8 +123,8 @@ class LocalEngine:
         for info, before, now in zip(self.infos, self._static_used, used, strict=True):
             if before != now:
                 raise RuntimeError(
-                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step and had "
-                    f"{'one' if before else 'none'} in the first"
+                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step "
+                    f"and had {'one' if before else 'none'} in the first"
                 )
 
     def _grad(self, info: ParamInfo) -> Tensor | None:
@@ -259,8 +259,8 @@ class LocalEngine:
             return False
         if clipped._version != version:
             raise RuntimeError(
-                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last backward, right before "
-                "step, and drop gradients by optimizer.zero_grad()"
+                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last "
+                "backward, right before step, and drop gradients by optimizer.zero_grad()"
             )
         return True
 

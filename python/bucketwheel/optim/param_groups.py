@@ -89,13 +89,13 @@ class OptimizerOptions:
             raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
         if comm is not None and comm.backend != "nccl":
             raise ValueError(
-                f"capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA graph; this one "
-                f"is of {comm.backend!r}"
+                "capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA "
+                f"graph; this one is of {comm.backend!r}"
             )
         if comm is not None and self.overlap_param_sync:
             raise ValueError(
-                "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the gathers that a step "
-                "before it has left running"
+                "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the "
+                "gathers that a step before it has left running"
             )
 
 
@@ -136,8 +136,9 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 )
             if param.grad_dtype not in (None, param.dtype):
                 raise ValueError(
-                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder cannot be its p.grad; "
-                    "set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype is what they are summed in)"
+                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder "
+                    "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
+                    "is what they are summed in)"
                 )
             granularity = _granularity(group, param, name)
             index = len(known) + len(infos)
@@ -150,8 +151,8 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     """What ranks must have in common of their groups, for comparison and for messages."""
     return [
         f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
-        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, decoupled_weight_decay "
-        f"{bool(g['decoupled_weight_decay'])}"
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, "
+        f"decoupled_weight_decay {bool(g['decoupled_weight_decay'])}"
         for g in param_groups
     ]
 
@@ -197,7 +198,8 @@ def communicators_for(
         return _communicator_for(process_group, device), None
     if process_group is None:
         raise ValueError(
-            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to replicate only)"
+            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to "
+            "replicate only)"
         )
     if _size_of(process_group) == _size_of(replicate_group) == 1:
         return _communicator_for(process_group, device), None

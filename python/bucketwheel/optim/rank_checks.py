@@ -19,8 +19,8 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     lines = [f"the optimizer's options: {options}"]
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
     lines += [
-        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group {info.group}, "
-        f"granularity {info.granularity}"
+        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group "
+        f"{info.group}, granularity {info.granularity}"
         for info in infos
     ]
     counts = struct.pack("<qq", len(groups), len(infos))
@@ -40,8 +40,8 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     while len({other[at : at + 8] for other in everyone}) == 1:
         at += 8
     raise RuntimeError(
-        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
-        "in the same order, with the same options"
+        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the "
+        "same parameters in the same order, with the same options"
     )
 
 
@@ -50,8 +50,8 @@ def expect_equal_packings(comm: Reducer, packings: Sequence[Packing]) -> None:
     digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
     if len(set(digests)) > 1:
         raise RuntimeError(
-            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
-            "run the same version of bucketwheel?"
+            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do "
+            "all of them run the same version of bucketwheel?"
         )
 
 
@@ -63,7 +63,7 @@ def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -
     digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
     if len(set(digests)) > 1:
         raise RuntimeError(
-            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} (slab, offset): "
-            "all must make the same acquires of the communicators' pools, in one order, before the optimizer is made, and close() "
-            "the one before it"
+            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} "
+            "(slab, offset): all must make the same acquires of the communicators' pools, in one order, before the "
+            "optimizer is made, and close() the one before it"
         )

@@ -294,8 +294,9 @@ class ShardedAdamW(Optimizer):
             norm = float(self._engine.total_norm(indices, float(norm_type)))
             if not math.isfinite(norm):
                 raise RuntimeError(
-                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be clipped. To "
-                    "disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be "
+                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "error_if_nonfinite=False"
                 )
         return self._engine.clip(indices, float(max_norm), float(norm_type))
 

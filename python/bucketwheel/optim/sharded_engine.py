@@ -298,8 +298,9 @@ class ShardedEngine:
         rank, index = self._first_of_any_rank(min([*edits.moved, *read_again], default=-1))
         if index >= 0:
             raise CaptureError(
-                f"parameter {self.infos[index].name!r} was written to on rank {rank} since the last step, and every replay would read "
-                "it again in the place of its master weight: call optimizer.reload_master_params() on all ranks before the capture"
+                f"parameter {self.infos[index].name!r} was written to on rank {rank} since the last step, and every "
+                "replay would read it again in the place of its master weight: call optimizer.reload_master_params() "
+                "on all ranks before the capture"
             )
 
     def _first_of_any_rank(self, index: int) -> tuple[int, int]:
