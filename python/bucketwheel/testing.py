@@ -71,7 +71,8 @@ def run_ranks(
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` fresh processes; return the results by rank.
 
     ``backend`` names the default process group each rank finds initialised (None: none). ``timeout_s`` bounds ``fn``,
-    without the start of the processes. ``forked``: see `RankPool`. Ranks in ``expect_dead`` must die (their result is None); the others go on.
+    without the start of the processes. ``forked``: see `RankPool`. Ranks in ``expect_dead`` must die (their result is
+    None); the others go on.
     """
     with RankPool(world_size, backend=backend, env=env, forked=forked) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, expect_dead=expect_dead)

@@ -127,7 +127,8 @@ def reduce_scatter(
             int64, int32, int16, int8 and uint8, whose sums wrap around.
         inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
-        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.
+        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a
+            `PreMulSum`.
     """
     outs = outputs if type(outputs) is list else listed(outputs)
     ins = inputs if type(inputs) is list else listed(inputs)

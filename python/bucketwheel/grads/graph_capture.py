@@ -141,7 +141,8 @@ class Captures:
         self._has_grads = self._of_kept != 0
 
     def forget(self) -> bool:
-        """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over; forgets it."""
+        """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over;
+        forgets it."""
         is_lost = self._is_lost(core.capture_id(self._device))
         self._of_kept = 0
         if is_lost:

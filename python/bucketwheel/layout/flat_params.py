@@ -114,7 +114,8 @@ class FlatParams:
                 expect_same_memory_kind(info, slot.shape, slot.stride())
 
     def rebind(self, moved: Collection[int]) -> None:
-        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their values: D13."""
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their
+        values: D13."""
         for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
                 slot = self._slots[at]

@@ -285,8 +285,8 @@ class ShardedAdamW(Optimizer):
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
         the next `step`, so it costs no pass over the gradients. The result is a 0-d tensor on the parameters' device,
-        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
-        ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
+        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all
+        ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         self._take_in_unfrozen()
         indices = self._trained.indices(parameters)
@@ -439,7 +439,8 @@ class ShardedAdamW(Optimizer):
         Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
-        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the other ranks.
+        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the
+        other ranks.
         """
         if self._closed.is_set():
             return

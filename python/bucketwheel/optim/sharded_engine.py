@@ -292,8 +292,8 @@ class ShardedEngine:
             space.read_master(edits.followed)
 
     def _expect_unedited(self, edits: Edits) -> None:
-        """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of them, or
-        that they have moved. Collective."""
+        """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of
+        them, or that they have moved. Collective."""
         read_again = (i for space in self.spaces for i in edits.followed if space.has_master and i in space)
         rank, index = self._first_of_any_rank(min([*edits.moved, *read_again], default=-1))
         if index >= 0:
