@@ -99,11 +99,10 @@ def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps
         parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
         buckets.append(GradBucket(number, packing.world * bucket.shard_numel, torch.bfloat16, parts, accumulator))
         for s in plan.segments:
-            views = [
-                t.narrow(0, s.shard_begin, s.numel)
-                for t in (shares.param, shares.grad, shares.exp_avg, shares.exp_avg_sq, shares.master)
-            ]
-            rows.add(count - 1 - s.param, 0, *views, param_begin=s.param_begin)
+            kept = {"exp_avg": shares.exp_avg, "exp_avg_sq": shares.exp_avg_sq, "master_param": shares.master}
+            state = {name: memory.narrow(0, s.shard_begin, s.numel) for name, memory in kept.items()}
+            param, grad = (memory.narrow(0, s.shard_begin, s.numel) for memory in (shares.param, shares.grad))
+            rows.add(count - 1 - s.param, 0, param, grad, state, param_begin=s.param_begin)
     states = []
     for param in reversed(range(count)):
         owned = packing.owned(param, rank)

@@ -79,18 +79,8 @@ class LocalEngine:
         """Makes the rows of the parameters where they are now."""
         self._rows = AdamRows(self.steps, self._device, amsgrad=self.precision.amsgrad)
         self._edits.note_bound()
-        for info, state in ((self.infos[i], self.states[i]) for i in self._order):
-            self._rows.add(
-                info.index,
-                info.group,
-                info.param.detach(),
-                None,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state.get("master_param"),
-                max_exp_avg_sq=state.get("max_exp_avg_sq"),
-                remainder=state.get("remainder"),
-            )
+        for info in (self.infos[i] for i in self._order):
+            self._rows.add(info.index, info.group, info.param.detach(), None, self.states[info.index])
 
     # --- the step ----------------------------------------------------------------------------------------------------
 

@@ -574,28 +574,9 @@ def _refuse_foreign_steps() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
-def _before_any_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if getattr(optimizer, "steps_sharded_grads", False):
-        return None
-    _expect_no_placeholders(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
-
-    @functools.wraps(closure)
-    def checked_closure() -> Any:
-        loss = closure()  # makes its gradients inside of the step
-        _expect_no_placeholders(optimizer)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": checked_closure}
-    return (optimizer, checked_closure, *args[2:]), kwargs
-
-
-def _expect_no_placeholders(optimizer: Optimizer) -> None:
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param.grad, ShardedGrad):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import reducer_of
@@ -41,38 +41,28 @@ __all__ = ["ShardedEngine"]
 
 # --- which live engine has a communicator, and trains a parameter: one at a time --------------------------------------
 
-_engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_engine_of_param: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_engines = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
 
 
-def _claim(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: Any) -> None:
-    """ValueError if a live optimizer has one of the communicators or a parameter.
+def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+    """ValueError if a live optimizer has one of the communicators or parameters ``things``, which have names.
 
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
     """
-    for comm in comms:
-        if _is_alive(_engine_of_comm.get(comm)):
-            raise ValueError(
-                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-            )
-    for info in infos:
-        if _is_alive(_engine_of_param.get(info.param)):
-            raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    for comm in comms:
-        _engine_of_comm[comm] = weakref.ref(engine)
-    for info in infos:
-        _engine_of_param[info.param] = weakref.ref(engine)
+    for thing, name in things:
+        if (owner := _engines.get(thing)) is not None and owner() is not None:
+            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
+    for thing, _ in things:
+        _engines[thing] = weakref.ref(engine)
 
 
-def _is_alive(engine: weakref.ref[Any] | None) -> bool:
-    return engine is not None and engine() is not None
+def _named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
+    return [(info.param, f"parameter {info.name!r}") for info in infos]
 
 
-def _release(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
-    for comm in comms:
-        _engine_of_comm.pop(comm, None)
-    for info in infos:
-        _engine_of_param.pop(info.param, None)
+def _release(things: Sequence[tuple[Any, str]]) -> None:
+    for thing, _ in things:
+        _engines.pop(thing, None)
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -104,7 +94,8 @@ class ShardedEngine:
         replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
-        self._comms = [comm] if replicate is None else [comm, replicate]
+        given = [comm] if replicate is None else [comm, replicate]
+        self._comms = [(each, f"communicator {each.name!r}") for each in given]
         self.reducer = reducer_of(comm, replicate)
         self.world = comm.size
         self.infos: list[ParamInfo] = []  # grows, as `spaces`, `steps` and `_edits` do, when parameters are added
@@ -119,7 +110,7 @@ class ShardedEngine:
         self.spaces: list[Space] = []
         self._edits = ExternalEdits(options.on_external_update)
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
-        _claim(self._comms, infos, self)
+        _claim([*self._comms, *_named(infos)], self)
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
             expect_dense(infos)
@@ -127,7 +118,7 @@ class ShardedEngine:
             self._assembly = self._assemble()
         except BaseException:  # whose traceback keeps this object alive
             self.reducer.release()
-            _release(self._comms, infos)
+            _release([*self._comms, *_named(infos)])
             raise
 
     @property
@@ -229,7 +220,7 @@ class ShardedEngine:
         self.param_sync()
         expect_equal_layout(self.reducer, infos, groups, self._options_text())
         expect_dense(infos)
-        _claim([], infos, self)
+        _claim(_named(infos), self)
         self._unfrozen.release([info.param for info in infos])
         old.grads.remove()
         self._take_in(infos)
@@ -398,7 +389,7 @@ class ShardedEngine:
             for space in self.spaces:
                 space.flat.release()
             self.reducer.release()
-            _release(self._comms, self.infos)
+            _release([*self._comms, *_named(self.infos)])
 
 
 def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:

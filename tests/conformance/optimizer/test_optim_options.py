@@ -329,7 +329,7 @@ def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
         with pytest.raises(ValueError, match="communicator .* belongs to another optimizer"):
             ShardedAdamW([Parameter(torch.zeros(3))], process_group=comm)
         with Communicator(others[0].rank(comm.rank), timeout_s=20) as other:
-            with pytest.raises(ValueError, match="parameter .*0'? is trained by another"):
+            with pytest.raises(ValueError, match="parameter .*0'? belongs to another"):
                 ShardedAdamW(params, process_group=other)
             first.close()
             second = ShardedAdamW(params, process_group=other)
