@@ -82,7 +82,6 @@ def make_shares(numel: int, make: Any) -> Shares:
 def make_plan(numels: list[int], world: int, rank: int) -> tuple[Packing, list[BucketPlan]]:
     items = [PackItem(numel) for numel in reversed(numels)]
     packing = pack(items, world=world, bucket_numel=BUCKET_BYTES // ELEMENT_BYTES)
-    packing.digest()
     return packing, plan_buckets([packing], [list(reversed(range(len(numels))))], rank)
 
 

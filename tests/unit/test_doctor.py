@@ -54,7 +54,7 @@ def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
     assert found["errors"] == found["warnings"] == [] and found["status"] == 0
     assert found["torch"] == {"version": torch.__version__, "cuda": torch.version.cuda, "dlpack": True}
     assert found["python"]["path"] == sys.executable
-    assert found["tools"]["nvcc"] == f"release 13.0 ({tree.nvcc})"
+    assert found["tools"]["nvcc"] == f"nvcc: release 13.0 ({tree.nvcc})"
     assert str(tree.compiler) in found["tools"]["compiler"]
     assert found["environment"]["BW_CACHE_DIR"] == str(tree.cache) and "PATH" not in found["environment"]
 

@@ -107,40 +107,26 @@ def adam_step(
         raise ValueError(f"betas is {betas!r}, expected two numbers") from None
     if not stochastic and beta2 not in _warned_of:
         _warn_of_nearest(beta2, exp_avg_sqs)
+    is_noop_here = noop is not None and (device == CPU or index_of(noop) == CPU)  # known now, and not when the step runs
+    skip = is_noop_here and bool(noop.item() != 0)  # type: ignore[union-attr]
     optional = (max_exp_avg_sqs, master_params, remainders)
-    if device != CPU:
-        _adam_step_cuda(
-            device,
-            (params, grads, exp_avgs, exp_avg_sqs, *optional),
-            steps,
-            lr=lr,
-            betas=(beta1, beta2),
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_scale=grad_scale,
-            noop=noop,
-            param_ids=param_ids,
-            decoupled=decoupled,
-            maximize=maximize,
-            stochastic=stochastic,
-            stochastic_param=stochastic_param,
-            seed=seed,
-        )
-    else:  # by position throughout: for small tensors the call is what takes the time
-        module.use_torch_threads(torch.get_num_threads())
-        skip = noop is not None and bool(noop.item() != 0)
-        lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
-        try:
+    lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
+    try:
+        options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
+        if device == CPU:  # by position throughout: for small tensors the call is what takes the time
+            module.use_torch_threads(torch.get_num_threads())
             group = _native_group(float(lr), beta1, beta2, eps, weight_decay)
-            options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
             module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
-        except (TypeError, ValueError) as error:
-            _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-            if "incompatible" in str(error) or "unhashable" in str(error):
-                _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
-            raise
-        if skip:
-            return
+        elif not skip:
+            hyper, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
+            _adam_step_cuda(device, lists, steps, lr, hyper, grad_scale, flag, param_ids, options)
+    except (TypeError, ValueError) as error:
+        _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+        if "incompatible" in str(error) or "unhashable" in str(error):
+            _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
+        raise
+    if skip:
+        return
     written = [*params, *exp_avgs, *exp_avg_sqs]
     for tensors in optional:
         if tensors is not None:
@@ -264,50 +250,35 @@ def _adam_step_cuda(
     device: int,
     lists: Sequence[Sequence[torch.Tensor | None] | None],
     steps: int | Sequence[int | torch.Tensor],
-    *,
     lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    hyper: tuple[float, float, float, float],
     grad_scale: float | torch.Tensor,
     noop: torch.Tensor | None,
     param_ids: Sequence[int] | None,
-    seed: int,
-    **flags: Any,
+    options: core.AdamOptions,
 ) -> None:
-    """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order."""
+    """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order. ``hyper``:
+    betas, eps and weight decay. ``noop`` is on a device."""
     params = lists[0]
     assert params is not None
     count = _StepCounts(steps, len(params), device)
-    if noop is not None and index_of(noop) == CPU:
-        if noop.item() != 0:
-            return
-        noop = None
-    on_device: torch.Tensor | None = None
     if noop is not None:
         if count.on_host:
             raise ValueError("steps on the cpu cannot follow a noop that is on the device: put them on the device too")
-        on_device = (noop != 0).to(torch.float32).reshape(1)
-    factors = None
-    average = 1.0
+        noop = (noop != 0).to(torch.float32).reshape(1)
+    factors, average = None, 1.0
     if isinstance(grad_scale, torch.Tensor):
-        factors = (
-            grad_scale.detach().to(torch_device(device), torch.float64).reshape(1).expand(len(params)).contiguous()
-        )
+        factor = grad_scale.detach().to(torch_device(device), torch.float64).reshape(1)
+        factors = factor.expand(len(params)).contiguous()
     else:
         average = grad_scale
-    lr_on_device = isinstance(lr, torch.Tensor) and index_of(lr) == device
-    group = core.AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
-    arguments = core.AdamArguments(
-        count.taken,
-        average,
-        core.AdamOptions(**flags, seed=seed),
-        factors=factors,
-        noop=on_device,
-        lr=[lr.detach().to(torch.float32).reshape(1)] if isinstance(lr, torch.Tensor) and lr_on_device else None,
-    )
+    read_late = None  # the learning rate, when the step runs
+    if isinstance(lr, torch.Tensor) and index_of(lr) == device:
+        read_late = [lr.detach().to(torch.float32).reshape(1)]
+    group = core.AdamGroup(0.0 if read_late else float(lr), *hyper)
+    arguments = core.AdamArguments(count.taken, average, options, factors=factors, noop=noop, lr=read_late)
     core.adam_step_cuda(device, lists, group, param_ids, arguments)
-    count.advance(on_device)
+    count.advance(noop)
 
 
 class _StepCounts:

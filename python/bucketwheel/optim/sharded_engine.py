@@ -32,7 +32,7 @@ from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
-from bucketwheel.optim.rank_checks import expect_equal_layout, expect_equal_packings
+from bucketwheel.optim.rank_checks import expect_equal_layout
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.pool.pool import Pool
 
@@ -146,7 +146,6 @@ class ShardedEngine:
         """Moves parameters into flat memory, with states that are new."""
         dtypes = dict.fromkeys(info.dtype for info in infos)
         spaces = [self._make_space([info for info in infos if info.dtype == dtype]) for dtype in dtypes]
-        expect_equal_packings(self.reducer, [space.packing for space in spaces])
         if self.options.broadcast_params:
             for space in spaces:
                 self.reducer.broadcast_into(space.flat.flat, 0).wait()

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +88,21 @@ def facts(build: Sequence[str] = ()) -> Facts:
 def _tools() -> dict[str, str]:
     """What each tool says of itself, or "missing: ..." with the reason."""
 
-    def nvcc() -> str:
-        argv = toolchain.find_nvcc()
-        release = re.search(r"release .*", toolchain.version_of(argv, CUDA))
-        return f"{release[0] if release else 'unknown release'} ({' '.join(argv)})"
+    def version(argv: Sequence[str], module: Module) -> str:
+        line = re.search(r".*\d\.\d.*", toolchain.version_of(argv, module))
+        return f"{line[0] if line else 'unknown version'} ({' '.join(argv)})"
 
-    def compiler() -> str:
-        argv = toolchain.find_compiler()
-        return f"{toolchain.version_of(argv, CPU).splitlines()[0]} ({' '.join(argv)})"
-
-    def pybind11() -> str:
-        import pybind11
-
-        return f"{pybind11.__version__} ({pybind11.get_include()})"
-
+    looks: dict[str, Callable[[], str]] = {
+        "compiler": lambda: version(toolchain.find_compiler(), CPU),
+        "nvcc": lambda: version(toolchain.find_nvcc(), CUDA),
+        "ninja": compile.find_ninja,
+        "pybind11": lambda: metadata.version("pybind11"),
+    }
     found = {}
-    for look in (compiler, nvcc, compile.find_ninja, pybind11):
-        name = look.__name__.removeprefix("find_")
+    for name, look in looks.items():
         try:
             found[name] = look()
-        except (BuildError, ImportError, IndexError) as error:
+        except (BuildError, ImportError) as error:
             found[name] = f"missing: {str(error).splitlines()[0].partition(': ')[2] or error}"
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.layout.packing import Packing
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local, share
@@ -59,12 +57,3 @@ def test_bitwise_equal_at_any_world_bucket_overlap_and_accumulation(world: int, 
         options = dict(bucket_cap_mb=bucket_cap_mb, overlap_grad_sync=overlap, overlap_param_sync=late_params)
         for rank, params in enumerate(run_local(world, functools.partial(train, how=how, clip=None, **options))):
             assert_bitwise_equal(params, expected, f"rank {rank} of {world}, {how}, {options}")
-
-
-def test_ranks_that_pack_differently_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def construct(comm: Communicator) -> None:
-        monkeypatch.setattr(Packing, "digest", lambda self: threading.current_thread().name)
-        with pytest.raises(RuntimeError, match="packed the same parameters differently"):
-            ShardedAdamW(make_params(), process_group=comm)
-
-    run_local(2, construct)
