@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/memfd.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "comm/comm.h"
