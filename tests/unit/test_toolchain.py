@@ -40,19 +40,6 @@ def test_lines_give_sources_and_flags(tmp_path: Path) -> None:
     assert toolchain.read_recipe(tmp_path, "aarch64").sources == recipe.sources[:1]
 
 
-def test_an_unknown_source_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "sources.txt").write_text("\ngone.cpp\n")
-    with pytest.raises(ValueError, match=r"sources\.txt:2: no such source: 'gone\.cpp'"):
-        toolchain.read_recipe(tmp_path)
-
-
-def test_a_source_listed_twice_names_the_line(tmp_path: Path) -> None:
-    write(tmp_path, a_dot_cpp="")
-    (tmp_path / "sources.txt").write_text("a.cpp\n\na.cpp -O1\n")
-    with pytest.raises(ValueError, match=r"sources\.txt:3: listed twice: 'a\.cpp'"):
-        toolchain.read_recipe(tmp_path)
-
-
 def test_every_source_file_is_listed() -> None:
     listed: list[str] = []
     for module in (CPU, CUDA):
