@@ -321,10 +321,6 @@ class Communicator:
     # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
 
     @property
-    def comms(self) -> list[Communicator]:
-        return [self]
-
-    @property
     def replicate(self) -> Communicator | None:
         return None
 

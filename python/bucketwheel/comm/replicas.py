@@ -54,8 +54,6 @@ class Reducer(Protocol):
     @property
     def device(self) -> int: ...
     @property
-    def backend(self) -> str: ...
-    @property
     def sees_peers(self) -> bool: ...
     @property
     def max_payload_bytes(self) -> int: ...
@@ -64,11 +62,9 @@ class Reducer(Protocol):
         """Where the buckets of `reduce_scatter_into` lie."""
 
     @property
-    def comms(self) -> list[Communicator]:
-        """The communicator that gradients are sharded over, then that of the replicas if there are any."""
+    def replicate(self) -> Communicator | None:
+        """The communicator of the replicas, beside the one that gradients are sharded over."""
 
-    @property
-    def replicate(self) -> Communicator | None: ...
     @property
     def partial_bytes(self) -> int:
         """Memory for partial sums."""
@@ -106,7 +102,6 @@ class Replicas:
                 )
         self.shard = shard
         self.replicate = replicate
-        self.comms = [shard, replicate]
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
@@ -117,7 +112,7 @@ class Replicas:
         self._last: Handle | None = None  # the last operation issued, for _takes_turns; None in a new graph
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
-        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in self.comms)
+        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
         self._tie: Any = None  # core.Tie from the end of the checks until release
         with self._failing_as_one():
             # NCCL may start the kernels of the two in another order than that of the calls on some rank.
@@ -185,11 +180,6 @@ class Replicas:
         return ""
 
     # --- as one communicator would -----------------------------------------------------------------------------------
-
-    @property
-    def backend(self) -> str:
-        """That of the shard group, which takes the gradients."""
-        return self.shard.backend
 
     @property
     def sees_peers(self) -> bool:

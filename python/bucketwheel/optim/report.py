@@ -47,7 +47,8 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
     found.update(launcher.memory())
     found["partial_sums"] = engine.reducer.partial_bytes
     # Two of one pair have one pool, unless each registers its own.
-    comms = [each for comm in engine.reducer.comms for each in (comm, comm.gathers)]
+    given = (engine.comm, engine.reducer.replicate)
+    comms = [each for comm in given if comm is not None for each in (comm, comm.gathers)]
     pools = {pool._native: pool for pool in (launcher.pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
     found["bookkeeping"] = engine.steps.nbytes + engine.reduced.bookkeeping_bytes
