@@ -424,9 +424,7 @@ def _assert_equal_bits(actual: Any, expected: Any, label: str) -> None:
         return
     first = tuple(differs.nonzero()[0].tolist())
     digits = 2 * a.element_size()
-    shown = [
-        f"{x[first].item()!r} (0x{int(x.view(bits)[first]) & ((1 << 4 * digits) - 1):0{digits}x})" for x in (a, e)
-    ]
+    shown = [f"{x[first].item()!r} (0x{int(x.view(bits)[first]) & ((1 << 4 * digits) - 1):0{digits}x})" for x in (a, e)]
     raise AssertionError(
         f"{label}: {int(differs.sum())} of {a.numel()} elements differ, the first at {list(first)}: "
         f"actual {shown[0]}, expected {shown[1]}, {a.dtype}; "

@@ -263,9 +263,7 @@ def _agree_on_nccl(setup: NcclSetup, *, has_order: bool) -> tuple[bytes, list[in
             facts["id"] = nccl_library.unique_id().hex()
 
     error = rendezvous.attempt(look)
-    everyone = rendezvous.exchange(
-        {**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)}
-    )
+    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")

@@ -107,7 +107,8 @@ def adam_step(
         raise ValueError(f"betas is {betas!r}, expected two numbers") from None
     if not stochastic and beta2 not in _warned_of:
         _warn_of_nearest(beta2, exp_avg_sqs)
-    is_noop_here = noop is not None and (device == CPU or index_of(noop) == CPU)  # known now, and not when the step runs
+    # Whether the host knows now what it says; else the device does when the step runs.
+    is_noop_here = noop is not None and (device == CPU or index_of(noop) == CPU)
     skip = is_noop_here and bool(noop.item() != 0)  # type: ignore[union-attr]
     optional = (max_exp_avg_sqs, master_params, remainders)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)

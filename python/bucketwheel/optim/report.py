@@ -139,8 +139,8 @@ def describe_local(engine: LocalEngine) -> str:
         chosen = [info for info in engine.infos if info.dtype == dtype]
         kept = sum(_bytes_of(engine.states[info.index].values()) for info in chosen)
         params = [info.param for info in chosen]
-        numel = sum(param.numel() for param in params)
-        rows.append((_name(dtype), str(len(chosen)), f"{numel:,}", f"{_bytes_of(params):,}", f"{kept:,}", _ends(chosen)))
+        numbers = (sum(param.numel() for param in params), _bytes_of(params), kept)
+        rows.append((_name(dtype), str(len(chosen)), *(f"{number:,}" for number in numbers), _ends(chosen)))
     now = memory_of_local(engine)
     total = 2 * now["params"] + now["states"]
     lines = [

@@ -540,9 +540,7 @@ def _make_engine(
     """The engine for the parameters, and the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
     comm, replicate = communicators_for(process_group, replicate_group, trained.device)
-    owned = [
-        made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)
-    ]
+    owned = [made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)]
     try:
         options.expect_capturable_on(trained.device, comm)
         if comm is None:

@@ -200,7 +200,9 @@ def render(verdicts: Iterable[Verdict], broken: Mapping[str, str]) -> str:
     """One line for each rank, and below each communicator who stopped first."""
     lines = [f"{name} cannot be read: {why}" for name, why in broken.items()]
     for verdict in verdicts:
-        lines += ["", f"communicator '{verdict['comm']}' ({verdict['id']}), {verdict['world']} ranks, {verdict['backend']}"]
+        lines.append(
+            f"\ncommunicator '{verdict['comm']}' ({verdict['id']}), {verdict['world']} ranks, {verdict['backend']}"
+        )
         for rank in range(verdict["world"]):
             nothing = "wrote nothing" if rank in verdict["missing"] else "cannot be read"
             lines.append(f"  rank {rank}  {verdict['ranks'].get(rank, nothing)}")
