@@ -217,13 +217,15 @@ def l2_norm(
     """
     device = _device_of(tensors)
     if device != CPU:
-        each, total = _sums_of_squares_cuda(device, tensors)
+        like: Any = {"dtype": torch.float64, "device": torch_device(device)}
+        each, total = torch.empty(len(tensors), **like), torch.zeros(1, **like)
+        core.sumsq_cuda(device, tensors, each, total)
         squared = each if per_tensor else total[0]
         norm = squared.sqrt()
         return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
     core.use_torch_threads(torch.get_num_threads())
     sums = [sumsq for sumsq, _ in core.sumsq(tensors)]
-    like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
+    like = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
     if per_tensor:
         norm = torch.tensor([math.sqrt(x) for x in sums], **like)
     else:
@@ -237,14 +239,6 @@ def l2_norm(
 def _device_of(tensors: Sequence[Any]) -> int:
     """The native device of the first tensor of a list; the CPU's for an empty list, and for what is no tensor."""
     return index_of(tensors[0]) if len(tensors) and isinstance(tensors[0], torch.Tensor) else CPU
-
-
-def _sums_of_squares_cuda(device: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of squares of each tensor (float64, [n]) and of all (float64, [1])."""
-    options: Any = {"dtype": torch.float64, "device": torch_device(device)}
-    sums, total = torch.empty(len(tensors), **options), torch.zeros(1, **options)
-    core.sumsq_cuda(device, tensors, sums, total)
-    return sums, total
 
 
 def _adam_step_cuda(

@@ -450,10 +450,6 @@ class ShardedAdamW(Optimizer):
         finally:
             _close_all(self._owned)
 
-    def _abort(self, reason: str) -> None:
-        if not self._closed.is_set():
-            self._made_engine.abort(reason)
-
     def __enter__(self: _Self) -> _Self:
         return self
 
@@ -463,7 +459,8 @@ class ShardedAdamW(Optimizer):
         if kind is None:
             self.close()
             return
-        self._abort(f"{kind.__name__}: {error}")
+        if not self._closed.is_set():
+            self._made_engine.abort(f"{kind.__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
             self.close()
 
