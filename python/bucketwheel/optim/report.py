@@ -110,7 +110,7 @@ def describe(engine: ShardedEngine) -> str:
     said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(engine.bucket_cap_bytes)}"]
     if comm.is_registered:
         said.append("registered memory")
-    rows = [("bucket", "wire", "MiB", "params", "padding", "shard bytes", "from, to")]
+    rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "shard bytes", "from, to")]
     for bucket in engine.grads.buckets:
         mib, used = f"{bucket.nbytes / 2**20:.3f}", sum(part.numel for part in bucket.parts.values())
         numbers = (str(len(bucket.parts)), f"{1 - used / bucket.numel:.1%}", f"{bucket.nbytes // comm.size:,}")
@@ -134,7 +134,7 @@ def describe(engine: ShardedEngine) -> str:
 
 def describe_local(engine: LocalEngine) -> str:
     """`ShardedAdamW.describe` of an optimizer of one process."""
-    rows = [("dtype", "params", "elements", "param bytes", "state bytes", "from, to")]
+    rows: list[Sequence[str]] = [("dtype", "params", "elements", "param bytes", "state bytes", "from, to")]
     for dtype in dict.fromkeys(info.dtype for info in engine.infos):
         chosen = [info for info in engine.infos if info.dtype == dtype]
         kept = sum(_bytes_of(engine.states[info.index].values()) for info in chosen)
