@@ -87,7 +87,6 @@ def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[
 
 NO_MEMFDS = r"CommError: cannot make shared memory \(memfd_create\) of \d+ bytes: Function not implemented"
 NO_SOCKETS = r"OSError: \[Errno 97\] Address family not supported by protocol"
-NO_SEALS = "memfds cannot be sealed, as on other ranks"
 TOO_LARGE = r"CommError: cannot make shared memory \(ftruncate\) of \d{7,} bytes: File too large"
 
 
@@ -97,8 +96,6 @@ TOO_LARGE = r"CommError: cannot make shared memory \(ftruncate\) of \d{7,} bytes
         ("memfd_create", [1], NO_MEMFDS),
         ("unix sockets", [1], NO_SOCKETS),
         ("unix sockets", [0, 1, 2], NO_SOCKETS),
-        ("sealing", [0], NO_SEALS),
-        ("sealing", [1], NO_SEALS),
         ("large files", [0, 1, 2], TOO_LARGE),
     ],
 )
