@@ -113,7 +113,11 @@ def describe(engine: ShardedEngine) -> str:
     rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "shard bytes", "from, to")]
     for bucket in engine.grads.buckets:
         mib, used = f"{bucket.nbytes / 2**20:.3f}", sum(part.numel for part in bucket.parts.values())
-        numbers = (str(len(bucket.parts)), f"{1 - used / bucket.numel:.1%}", f"{bucket.nbytes // comm.size:,}")
+        numbers = (
+            str(len(bucket.parts)),
+            f"{100 * (1 - used / bucket.numel):.1f} %",
+            f"{bucket.nbytes // comm.size:,}",
+        )
         names = _ends(engine.infos[index] for index in bucket.parts)
         rows.append((str(bucket.index), _name(bucket.dtype), mib, *numbers, names))
     numel = sum(space.packing.numel for space in engine.spaces)
@@ -125,7 +129,7 @@ def describe(engine: ShardedEngine) -> str:
         _precision_line(engine.infos, options.precision),
         ", ".join(said),
         *_table(rows),
-        f"total: {len(engine.infos)} parameters, {numel - padding:,} elements, {padding / max(numel, 1):.1%} padding, "
+        f"total: {len(engine.infos)} parameters, {numel - padding:,} elements, {100 * padding / max(numel, 1):.1f} % padding, "
         f"{len(engine.grads.buckets)} buckets",
         f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds})",
     ]

@@ -31,10 +31,10 @@ sharded over 2 ranks (local)
 parameters: bfloat16, float32; reduce_dtype=float32; master_weights='bf16_remainder'; amsgrad
 overlap_param_sync=True, max_inflight_buckets=3, buckets of 128.00 KiB
 bucket     wire    MiB  params  padding  shard bytes  from, to
-     0  float32  0.125       8     0.0%       65,536  layers.15.weight, layers.8.weight
-     1  float32  0.004      16     6.2%        2,048  layers.15.norm, layers.0.norm
-     2  float32  0.125       8     0.0%       65,536  layers.7.weight, layers.0.weight
-total: 32 parameters, 66,496 elements, 0.1% padding, 3 buckets
+     0  float32  0.125       8    0.0 %       65,536  layers.15.weight, layers.8.weight
+     1  float32  0.004      16    6.2 %        2,048  layers.15.norm, layers.0.norm
+     2  float32  0.125       8    0.0 %       65,536  layers.7.weight, layers.0.weight
+total: 32 parameters, 66,496 elements, 0.1 % padding, 3 buckets
 expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB)"""
 
 
