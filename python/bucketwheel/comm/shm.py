@@ -61,7 +61,8 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
             listener.listen()
             listeners.append(listener)
 
-        if failures := rendezvous.failures(rendezvous.attempt(prepare)):
+        failures, _ = rendezvous.outcome(rendezvous.attempt(prepare))
+        if failures:
             raise NoSharedMemory(failures)
         return _Links(rendezvous, listeners[0]).connect(name, timeout_s)
 
