@@ -37,7 +37,7 @@ LONG = (
     *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults")),
     *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "examples")),
     *(f"tests/conformance/optimizer/test_{name}.py" for name in ("optim_growth", "suite")),
-    *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "exit", "lifetime")),
+    *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "lifetime")),
     "tests/test_layering.py",
 )
 

@@ -14,6 +14,7 @@ could not be run says why, and is a failure but for ``--allow-unrun``. The table
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -177,23 +178,19 @@ class Cell:
 
     def train(self) -> None:
         command = [self.bin / "torchrun", "--standalone", "--nproc-per-node", "2"]
-        try:
+        self.result.example = "failed"
+        with contextlib.suppress(StepFailed):
             self.step("training", *command, self.source.tree / "examples" / "train_gpt.py", *EXAMPLE)
             self.result.example = "passed"
-        except StepFailed:
-            self.result.example = "failed"
 
     def test(self) -> None:
         report = self.folder / "report.xml"
-        command = ["-m", "pytest", *WORKERS, "-m", "not slow", f"--junitxml={report}", *TESTS]
+        command = ["-m", "pytest", *WORKERS, "-m", "not slow", f"--junitxml={report}", "-p", "no:cacheprovider", *TESTS]
         try:
-            self.step(
-                "testing", self.bin / "python", *command, "-p", "no:cacheprovider", cwd=self.source.tree, timeout_s=1200
-            )
-        except StepFailed as error:
-            self.result.why = str(error)
-        if report.is_file():
-            count(report, self.result)
+            self.step("testing", self.bin / "python", *command, cwd=self.source.tree, timeout_s=1200)
+        finally:
+            if report.is_file():
+                count(report, self.result)
 
     def pip(self, *what: str) -> None:
         self.step("installing", self.bin / "python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *what)
@@ -238,12 +235,9 @@ class Cell:
 
 def telling(*output: str) -> str:
     """The line that says most about a failure: pytest's of a crash, pip's of an error, else the last one."""
-    lines = [line.strip() for text in output for line in text.splitlines() if not line.startswith("WARNING: ")]
-    lines = [line for line in lines if line]
-    for begin in ("worker '", "ERROR: ", "FAILED ", "Fatal Python error: "):
-        if found := [line for line in lines if line.startswith(begin)]:
-            return found[0]
-    return lines[-1] if lines else ""
+    lines = [line.strip() for text in output for line in text.splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith(("worker '", "ERROR: ", "FAILED ", "Fatal Python error: "))]
+    return [*found, *lines[-1:], ""][0]
 
 
 def count(report: Path, result: Result) -> None:
@@ -311,18 +305,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "matrix", help="logs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    pairs = [(python, torch) for python in PYTHONS for torch in TORCHES]
-    if options.cell:
-        pairs = [tuple(text.split(":", 1)) for text in options.cell]
-        if wrong := [pair for pair in pairs if len(pair) != 2]:
-            parser.error(f"--cell is PYTHON:TORCH, as 3.10:2.10.0, 3.13:2.15.0 or 3.12:none; found {wrong[0][0]!r}")
+    cells = options.cell or [f"{python}:{torch}" for python in PYTHONS for torch in TORCHES]
     # Not in build/, where pytest looks for no tests.
     with tempfile.TemporaryDirectory(prefix="bucketwheel-matrix-") as name:
         folder = Path(name)
         tree = copy_tree(folder / "tree")
         source = Source(tree, make_sdist(tree, folder), commit())
         ran = []
-        for python, torch in pairs:
+        for python, _, torch in (text.partition(":") for text in cells):
             print(f"{datetime.datetime.now():%H:%M:%S} Python {python}, torch {torch}", flush=True)
             cell = Cell(python, torch, source, options.out.resolve(), cuda_builds=options.cuda_builds)
             ran.append(cell.run())

@@ -457,12 +457,7 @@ inline void bind_adam(py::module_& m) {
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay) {
              return AdamGroup{lr, beta1, beta2, eps, weight_decay};
            }),
-           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"))
-      .def_readwrite("lr", &AdamGroup::lr)
-      .def_readwrite("beta1", &AdamGroup::beta1)
-      .def_readwrite("beta2", &AdamGroup::beta2)
-      .def_readwrite("eps", &AdamGroup::eps)
-      .def_readwrite("weight_decay", &AdamGroup::weight_decay);
+           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"));
   py::class_<AdamOptions>(m, "AdamOptions")
       .def(
           py::init([](bool decoupled, bool maximize, bool stochastic, bool stochastic_param, uint64_t seed, bool noop) {

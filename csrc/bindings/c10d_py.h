@@ -5,7 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <span>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -28,8 +28,14 @@ class PythonProcessGroup final : public ProcessGroup {
         wait_(held_function(group.attr("wait"))),
         abandon_(held_function(group.attr("abandon"))) {}
 
-  void start(size_t room, std::span<const size_t> sent, std::span<const size_t> received) override {
-    call(*start_, room, std::vector(sent.begin(), sent.end()), std::vector(received.begin(), received.end()));
+  void start(const AllToAll& what) override {
+    const py::gil_scoped_acquire locked;
+    py::object from = py::none();
+    if (what.from != nullptr) {
+      const auto bytes = static_cast<int64_t>(std::accumulate(what.sent.begin(), what.sent.end(), size_t{0}));
+      from = dlpack::make_tensor(const_cast<std::byte*>(what.from), DType::kUInt8, {bytes}, {}, what.owner);
+    }
+    call(*start_, what.room, from, what.into, what.sent, what.received);
   }
   bool wait(size_t room) override { return call(*wait_, room); }
   void abandon() noexcept override {  // NOLINT(bugprone-exception-escape): no thread state to be had is the end

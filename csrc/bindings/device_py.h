@@ -53,15 +53,6 @@ inline StreamRef current_stream(DeviceId device) {
   return CudaDevice::at(device.index).borrow(dlpack::current_cuda_stream(device.index));
 }
 
-inline CudaCall cuda_call_named(const std::string& name) {
-  for (size_t i = 0; i < kCudaCallCount; ++i) {
-    if (name == name_of(static_cast<CudaCall>(i))) {
-      return static_cast<CudaCall>(i);
-    }
-  }
-  throw ValueError("no CUDA call is named '" + name + "'");
-}
-
 // Writes bytes of the host into a contiguous tensor on a CUDA device; never blocks.
 inline void upload_bytes(py::handle to, std::string_view values) {
   const dlpack::Described tensor = dlpack::describe(to);
@@ -100,21 +91,6 @@ inline void bind_cuda(py::module_& m) {
   m.def(
       "set_posed_stream", [](uintptr_t native) { set_posed_stream(reinterpret_cast<void*>(native)); },
       py::arg("native"));
-  m.def("cuda_calls", [] {
-    py::dict counts;
-    for (size_t i = 0; i < kCudaCallCount; ++i) {
-      counts[name_of(static_cast<CudaCall>(i))] = cuda_calls(static_cast<CudaCall>(i));
-    }
-    return counts;
-  });
-  m.def(
-      "plan_cuda_fault",
-      [](const std::string& call, uint64_t countdown, int error, int64_t delay_us) {
-        plan_cuda_fault({cuda_call_named(call), countdown, error, delay_us});
-      },
-      py::arg("call"), py::arg("countdown") = 1, py::arg("error") = 0, py::arg("delay_us") = 0);
-  m.def("clear_cuda_faults", &clear_cuda_faults);
-  m.def("device_of", [](py::handle tensor) { return index_of(dlpack::describe(tensor).device); }, py::arg("tensor"));
   m.def("current_stream", [](int device) { return current_stream(device_at(device).id()); }, py::arg("device"));
   // Of the current stream; 0 and false on the CPU.
   m.def(

@@ -116,7 +116,6 @@ inline void bind_store_peers(py::module_& m) {
       .def_property_readonly("is_open", [](Link& self) { return self.look() == Link::State::kOpen; });
   py::class_<Bell, std::shared_ptr<Bell>>(m, "Bell")
       .def(py::init<>())
-      .def("ring", &Bell::ring, Unlocked())
       .def("wait", [](Bell& self, double timeout) { self.wait(deadline_of(timeout)); }, py::arg("timeout"), Unlocked());
   py::class_<StorePeers, Peers, std::shared_ptr<StorePeers>>(m, "StorePeers")
       .def(py::init([](std::string name, int rank, int world, double timeout_s, std::string id, const py::object& post,

@@ -22,10 +22,10 @@ Chunks::Chunks(const Operation& op, size_t window_bytes) {
         used_bytes = 0;
         continue;
       }
-      pieces_.push_back({i, begin, numel, used_bytes});
+      const size_t size_bytes = static_cast<size_t>(numel) * element_bytes;
+      pieces_.push_back({i, begin, numel, static_cast<size_t>(begin) * element_bytes, size_bytes, used_bytes});
       begin += numel;
-      const size_t end_bytes = used_bytes + static_cast<size_t>(numel) * element_bytes;
-      used_bytes = std::min(window_bytes, (end_bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes);
+      used_bytes = std::min(window_bytes, round_up(used_bytes + size_bytes, kCacheLineBytes));
     }
   }
   if (first_.back() != pieces_.size()) {

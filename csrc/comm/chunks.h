@@ -18,6 +18,8 @@ struct Piece {
   size_t segment;
   int64_t begin;  // element of the shard
   int64_t numel;
+  size_t begin_bytes;  // the same two in bytes
+  size_t size_bytes;
   size_t offset_bytes;  // in the window
 };
 

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "comm/operation.h"
+#include "comm/peers.h"
 
 namespace bucketwheel {
 
@@ -34,6 +35,16 @@ HandleRef Comm::reduce_scatter(std::vector<Segment> segments, Reduction reductio
 HandleRef Comm::broadcast(const View& tensor, int root, IssueOptions options) {
   expect_usable();
   return issue(checked({Collective::kBroadcast, {}, root}, {{tensor, tensor}}, nullptr), std::move(options));
+}
+
+void Comm::post(std::span<const std::byte> payload) {
+  expect_usable();
+  peers().post(payload);
+}
+
+std::vector<std::vector<std::byte>> Comm::collect(Deadline deadline, const std::function<void()>& poll) {
+  expect_usable();
+  return peers().collect(deadline, poll);
 }
 
 HandleRef Request::start(IssueOptions options) const {

@@ -119,9 +119,8 @@ class Comm {
   // timeout; CommTimeout at an earlier `deadline` leaves the round open, and so does what `poll` throws, which is
   // called every 100 ms of waiting.
   static constexpr size_t kMaxPayloadBytes = size_t{1} << 20;
-  virtual void post(std::span<const std::byte> payload) = 0;
-  virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {},
-                                                      const std::function<void()>& poll = {}) = 0;
+  virtual void post(std::span<const std::byte> payload);
+  virtual std::vector<std::vector<std::byte>> collect(Deadline deadline = {}, const std::function<void()>& poll = {});
 
   // Fails the communicator on every rank: the next wait throws with `reason`, here CommError, on the others PeerError.
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -42,12 +42,18 @@ struct Operation : OperationKind {
   std::shared_ptr<ReduceSink> sink;
   // By segment: the shard of an all-gather, the full buffer of a reduce-scatter, the tensor of a broadcast.
   std::vector<const std::byte*> inputs;
-  size_t size_bytes = 0;   // of the full buffers
-  uint64_t signature = 0;  // equal on all ranks
+  std::shared_ptr<void> owner;  // of the inputs, where somebody may read them after its end
+  size_t size_bytes = 0;        // of the full buffers
+  uint64_t signature = 0;       // equal on all ranks
   uint64_t seq = 0;
 
-  const View& input_of(size_t segment) const {
-    return collective == Collective::kReduceScatter ? segments[segment].full : segments[segment].shard;
+  bool reduces() const { return collective == Collective::kReduceScatter; }
+  bool has_input(int rank) const { return collective != Collective::kBroadcast || rank == root; }
+  const View& input_of(size_t segment) const { return reduces() ? segments[segment].full : segments[segment].shard; }
+  // Where the output of what is gathered, or broadcast, holds the input of `rank`.
+  std::byte* place_of(int rank, size_t segment) const {
+    const auto part = collective == Collective::kBroadcast ? size_t{0} : static_cast<size_t>(rank);
+    return static_cast<std::byte*>(segments[segment].full.data) + part * segments[segment].shard.size_bytes();
   }
   Description description() const;
 };

@@ -1,11 +1,7 @@
 #include "device/cuda_api.h"
 
 #include <atomic>
-#include <chrono>
 #include <iterator>
-#include <mutex>
-#include <thread>
-#include <vector>
 
 #include "base/error.h"
 
@@ -21,15 +17,6 @@ constexpr const char* kNames[] = {
 std::atomic<const CudaApi*> installed{nullptr};
 std::atomic<bool> poses_as_cuda{false};
 thread_local void* current_posed_stream = nullptr;
-std::atomic<uint64_t> counts[kCudaCallCount];
-
-std::atomic<bool> has_faults{false};
-std::mutex faults_mutex;
-// By pointer and never freed: calls may come while the process ends.
-std::vector<CudaFault>& faults() {
-  static auto* const list = new std::vector<CudaFault>();
-  return *list;
-}
 
 }  // namespace
 
@@ -65,44 +52,6 @@ void set_posing(bool poses) {
 void* posed_stream() { return current_posed_stream; }
 
 void set_posed_stream(void* native) { current_posed_stream = native; }
-
-uint64_t cuda_calls(CudaCall call) { return counts[static_cast<size_t>(call)].load(std::memory_order_relaxed); }
-
-void plan_cuda_fault(const CudaFault& fault) {
-  std::lock_guard lock(faults_mutex);
-  faults().push_back(fault);
-  has_faults = true;
-}
-
-void clear_cuda_faults() {
-  std::lock_guard lock(faults_mutex);
-  faults().clear();
-  has_faults = false;
-}
-
-int before_cuda_call(CudaCall call) {
-  counts[static_cast<size_t>(call)].fetch_add(1, std::memory_order_relaxed);
-  if (!has_faults.load(std::memory_order_relaxed)) {
-    return kCudaSuccess;
-  }
-  int error = kCudaSuccess;
-  int64_t delay_us = 0;
-  {
-    std::lock_guard lock(faults_mutex);
-    for (auto it = faults().begin(); it != faults().end();) {
-      if (it->call == call && --it->countdown == 0) {
-        error = it->error;
-        delay_us += it->delay_us;
-        it = faults().erase(it);
-      } else {
-        ++it;
-      }
-    }
-    has_faults = !faults().empty();
-  }
-  std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-  return error;
-}
 
 void expect_success(CudaCall call, int error) {
   if (error != kCudaSuccess) {

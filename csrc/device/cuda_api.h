@@ -1,8 +1,7 @@
 // The CUDA runtime and our CUDA kernels as one replaceable table of functions.
 //
 // bucketwheel._cpu is compiled without CUDA. bucketwheel._cuda (nvcc, static cudart) fills a CudaApi and hands it over
-// in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table, by
-// BW_CUDA_TRY, which counts it, and makes it fail or wait if a test has asked for that.
+// in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table.
 //
 // Types are those of the C ABI: an int is a cudaError_t (0: success, 600: not ready), a void* stream is a cudaStream_t
 // (null: the legacy default stream), a void* event is a cudaEvent_t.
@@ -114,34 +113,12 @@ inline constexpr size_t kCudaCallCount = 0
 #undef BW_CUDA_ONE
 const char* name_of(CudaCall call);
 
-// ---- counting, failing, delaying
-
-uint64_t cuda_calls(CudaCall call);  // made through BW_CUDA_TRY and call_cuda since the process began
-// For tests. The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made; with error
-// 0 it is made, after a pause.
-struct CudaFault {
-  CudaCall call;
-  uint64_t countdown;
-  int error;
-  int64_t delay_us;
-};
-void plan_cuda_fault(const CudaFault& fault);
-void clear_cuda_faults();
-int before_cuda_call(CudaCall call);
-
 // DeviceError naming the call unless it succeeded.
 void expect_success(CudaCall call, int error);
-
-template <class Function, class... Args>
-int call_cuda(CudaCall call, Function* function, Args&&... args) {
-  const int fault = before_cuda_call(call);
-  return fault != kCudaSuccess ? fault : function(static_cast<Args&&>(args)...);
-}
 
 }  // namespace bucketwheel
 
 // The error code of a call through the installed table; BW_CUDA_TRY throws it.
-#define BW_CUDA_CALL(name, ...) \
-  ::bucketwheel::call_cuda(::bucketwheel::CudaCall::name, ::bucketwheel::cuda_api().name, __VA_ARGS__)
+#define BW_CUDA_CALL(name, ...) ::bucketwheel::cuda_api().name(__VA_ARGS__)
 #define BW_CUDA_TRY(name, ...) \
   ::bucketwheel::expect_success(::bucketwheel::CudaCall::name, BW_CUDA_CALL(name, __VA_ARGS__))

@@ -20,14 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout, Error, PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -63,7 +60,6 @@ class Plan:
     trains: bool  # beside the operations
     churns: bool  # where the victim acts the others make many slabs and give them back
     folder: str
-    meets: bool = False  # "... at a time": while it meets the others to make the communicator
 
     @classmethod
     def random(cls, seed: int, folder: str) -> Plan:
@@ -166,10 +162,9 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
     act = _action_of(plan, story) if rank == plan.victim else None
     was_hit = threading.Event()
     signal.signal(signal.SIGALRM, functools.partial(_raise_oops, was_hit))
-    if act and plan.is_timed and not plan.meets:
+    if act and plan.is_timed:
         threading.Timer(plan.delay_s, act).start()
-    rendezvous = _acting_while_it_meets(act) if act and plan.meets else contextlib.nullcontext()
-    with rendezvous, _closing(plan, story) as (comm, train):
+    with _closing(plan, story) as (comm, train):
         for number in range(CALLS):
             if act and number == plan.at and not plan.is_timed:
                 if plan.in_flight:
@@ -199,22 +194,6 @@ def _run(rank: int, plan: Plan, story: Story) -> None:
 def _raise_oops(was_hit: threading.Event, *_: object) -> None:
     was_hit.set()
     raise Oops("by a signal")
-
-
-@contextlib.contextmanager
-def _acting_while_it_meets(act: Callable[[], None]) -> Iterator[None]:
-    """In the thread that asks the Store, before that hears of this rank; the main one waits for it."""
-    exchange = Rendezvous._exchange
-    actions = [act]
-
-    def acting(self: Rendezvous, number: int, mine: Any, until: float, given_up: threading.Event) -> Any:
-        if actions:
-            actions.pop()()
-            given_up.wait(0.5)  # set where the main thread has raised
-        return None if given_up.is_set() else exchange(self, number, mine, until, given_up)
-
-    with mock.patch.object(Rendezvous, "_exchange", acting):
-        yield
 
 
 @contextlib.contextmanager

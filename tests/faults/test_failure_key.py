@@ -21,7 +21,6 @@ from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from bucketwheel.native import core
 from bucketwheel.testing import run_threads
-from tests.support.failure_cases import SOON_S
 
 pytestmark = pytest.mark.dist
 
@@ -104,18 +103,6 @@ def test_the_failure_of_a_rank_that_leaves_at_once_is_told():
     one.rounds.end.assert_called_once()
 
 
-def test_who_leaves_waits_for_its_failure_to_be_told_and_no_longer():
-    (one,) = ranks_of(1)
-    one.fail("nobody carries this")
-    begin = time.monotonic()
-    one.native.leave(0.3)
-    assert 0.25 < time.monotonic() - begin < SOON_S
-    (two,) = ranks_of(1)
-    begin = time.monotonic()
-    two.native.leave(5.0)  # nothing to tell
-    assert time.monotonic() - begin < 1.0
-
-
 def test_without_a_store_whoever_waits_fails_in_the_end():
     one, _ = ranks_of(2)
     one.followed._store = mock.Mock(check=goes)
@@ -125,44 +112,11 @@ def test_without_a_store_whoever_waits_fails_in_the_end():
     assert "the Store of the process group is gone" in one.native.trouble()
 
 
-# ------------------------------------------------------------------------------------------------------------- progress
-
-
-def test_who_times_out_reads_how_far_all_have_come():
-    ranks = ranks_of(3, timeout_s=0.2)
-    ranks[1].followed._peers = mock.Mock(progress=lambda: [0, 0, 5], rank=1, asks=False)
-    time.sleep(0.1)
-    for one in ranks:
-        one.followed._talk(one.followed._store, None)
-    assert ranks[0].native.late_in_round(5) is None
-    ranks[0].look()
-    assert ranks[0].native.late_in_round(5) == ". Not arrived: rank 0 (last posted 0), rank 2 (last posted 0)"
-
-
-@pytest.mark.parametrize("has_store", [True, False])
-def test_where_nobody_answers_all_are_unknown(has_store):
-    """Without a Store at once; with one that keeps the thread, after kPatience.answer."""
+def test_where_nobody_answers_all_are_unknown():
     one, _ = ranks_of(2)
     assert one.native.late_in_round(1) is None
-    if has_store:
-        time.sleep(3.1)
-    else:
-        one.followed._store = mock.Mock(check=goes)
-        one.look()
+    time.sleep(3.1)  # kPatience.answer
     assert "Unknown (no answer): rank 1" in one.native.late_in_round(1)
-
-
-def test_progress_is_written_when_it_has_changed_and_once_a_second():
-    (one,) = ranks_of(1)
-    writes = []
-    counts = iter(range(1, 1000))
-    one.followed._peers = mock.Mock(progress=lambda: [0, 0, next(counts)], rank=0, asks=False)
-    store = mock.Mock(set=lambda key, _: writes.append(key), **{"check.return_value": False})
-    until = time.monotonic() + 2.2
-    while time.monotonic() < until:
-        one.followed._talk(store, None)
-        time.sleep(0.02)
-    assert 1 <= len(writes) <= 3 and set(writes) == {"progress/0"}
 
 
 # ------------------------------------------------------------------------------------------------------------ 64 ranks

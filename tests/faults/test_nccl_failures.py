@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
 import time
 from typing import Any
@@ -11,92 +11,26 @@ import pytest
 import torch
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.comm_cases import check_usable, data_of, expected_reduce
-from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
-from tests.support.nccl_failure_cases import Facts, deaths, expect_death_told, expect_gathered, facts_of, nccl_comm
+from tests.support.failure_cases import (
+    SOON_S,
+    Error,
+    Facts,
+    error_of,
+    expect_prefix,
+    facts_of,
+    gather,
+    hosts_apart,
+    nccl_comm,
+    script,
+)
+from tests.support.simulated_cuda import posing
 
 pytestmark = pytest.mark.dist
 SYSTEM_ERROR, REMOTE_ERROR = 2, 6
-COLLECTIVES = (b"ncclAllGather", b"ncclReduceScatter", b"ncclBroadcast", b"ncclGroupStart")
-
-
-def calls_of(script: ctypes.CDLL) -> int:
-    return sum(script.fake_nccl_calls(name) for name in COLLECTIVES)
-
-
-# ------------------------------------------------------------------------------------------ what fails nothing
-
-
-def bad_arguments(rank: int, size: int) -> None:
-    full, shard = torch.zeros(size * 6), torch.zeros(6)
-    bad: list[tuple[type[Exception], str, Any, Any]] = [
-        (ValueError, rf"outputs\[0\] has shape \[{size * 6}\], .* inputs\[0\], shape \[7\]", full, torch.zeros(7)),
-        (TypeError, r"outputs\[0\] .*meta", full.to("meta"), shard),
-        (TypeError, r"inputs\[0\] .*meta", full, shard.to("meta")),
-        (ValueError, "2 .*1|1 .*2", [full, full], [shard]),
-        (TypeError, "bfloat16", full, shard.bfloat16()),
-        (ValueError, "contiguous", torch.zeros(size * 6, 2)[:, 0], shard),
-        (ValueError, "overlap", full, full[3:9] if size > 1 else full[:0]),
-        (TypeError, "", full, 5),
-    ]
-    with nccl_comm("bad") as (comm, script):
-        check_usable(comm)
-        before = calls_of(script)
-        for kind, text, outputs, inputs in bad:
-            if size == 1 and text == "overlap":
-                continue
-            with pytest.raises(kind, match=text):
-                all_gather(outputs, inputs, comm)
-        with pytest.raises(TypeError, match="unsupported dtype"):
-            reduce_scatter(shard.bool(), full.bool(), comm)
-        with pytest.raises(ValueError, match="'max'"):
-            reduce_scatter(shard, full, comm, op="max")
-        with pytest.raises(ValueError, match=f"broadcast from rank {size} in a world of {size}"):
-            comm.broadcast_into(full, size)
-        with pytest.raises(ValueError, match="nothing is posted"):
-            comm.collect()
-        core.set_posing(False)
-        with pytest.raises((ValueError, TypeError), match=r"outputs\[0\].*cpu"):
-            all_gather(full, shard, comm)
-        core.set_posing(True)
-        assert calls_of(script) == before
-        assert gather(comm)[1].seq == 3, "a call with bad arguments got a number"
-        check_usable(comm)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bad_arguments_enqueue_nothing_and_fail_nothing(world, rank_pool):
-    rank_pool(world).run(bad_arguments, timeout_s=25)
-
-
-def nothing_to_move(rank: int, size: int) -> None:
-    with nccl_comm("empty") as (comm, script):
-        before = calls_of(script)
-        empty = torch.empty(0)
-        handles = [
-            all_gather([], [], comm),
-            reduce_scatter([], [], comm, op="avg"),
-            all_gather([empty, empty], [empty, empty], comm),
-            reduce_scatter(empty, empty, comm, op=PreMulSum(0.5)),
-            comm.broadcast_into(empty, 0),
-        ]
-        for handle in handles:
-            assert handle.wait().synchronize().query()
-        assert calls_of(script) == before
-        # An empty tensor among others is left out.
-        full = torch.empty(size)
-        all_gather([empty, full, empty], [empty, torch.tensor([float(rank)]), empty], comm).synchronize()
-        expect_gathered(comm, full)
-        assert calls_of(script) == before + 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_nothing_to_move_is_complete_and_calls_nothing(world, rank_pool):
-    rank_pool(world).run(nothing_to_move, timeout_s=25)
 
 
 # ------------------------------------------------------------------------------------------------ a call of NCCL fails
@@ -143,13 +77,11 @@ def one_call_fails(rank: int, size: int, function: str, countdown: int, kind: st
 
 FAILING = [
     ("ncclAllGather", 1, "one"),
-    ("ncclAllGather", 1, "gather"),
     ("ncclAllGather", 3, "gather"),
     ("ncclGroupStart", 1, "gather"),
     ("ncclGroupEnd", 1, "gather"),
     ("ncclReduceScatter", 2, "reduce"),
     ("ncclBroadcast", 1, "broadcast"),
-    ("ncclRedOpCreatePreMulSum", 1, "factor"),
     ("ncclRedOpCreatePreMulSum", 2, "factor"),
 ]
 
@@ -212,33 +144,8 @@ def in_progress(rank: int, size: int) -> None:
         check_usable(comm)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_calls_that_go_on_in_the_background(world, rank_pool):
-    rank_pool(world).run(in_progress, timeout_s=25)
-
-
-def in_progress_for_ever(rank: int, size: int, ends_by: str) -> tuple[Error, float]:
-    with nccl_comm("endless", options={"blocking": 0}, timeout_s=1.0 if ends_by == "timeout" else 30.0) as (
-        comm,
-        script,
-    ):
-        comm.exchange(b"")
-        begin = time.monotonic()
-        if rank == 0:
-            script.fake_nccl_in_progress(1 << 40)
-        elif ends_by == "abort":
-            time.sleep(0.2)
-            comm.abort("enough")
-        error = error_of(lambda: issue(comm, "gather").synchronize())
-        return error, time.monotonic() - begin
-
-
-@pytest.mark.parametrize(("ends_by", "world"), [("timeout", 1), ("abort", 2)])
-def test_a_call_that_is_in_progress_for_ever(ends_by, world, rank_pool):
-    for error, took_s in rank_pool(world).run(in_progress_for_ever, ends_by, timeout_s=25):
-        assert took_s < 2 + SOON_S
-        assert error[0] == "CommTimeout" if ends_by == "timeout" else error[0] in ("CommError", "PeerError")
-        assert ("in progress" in error[1] or "timeout" in error[1]) if ends_by == "timeout" else "enough" in error[1]
+def test_calls_that_go_on_in_the_background(rank_pool):
+    rank_pool(3).run(in_progress, timeout_s=25)
 
 
 def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, Facts, float]:
@@ -263,152 +170,96 @@ def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, Facts,
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_error_in_the_background(world, is_idle, rank_pool):
-    for rank, (error, facts, took_s) in enumerate(rank_pool(world).run(background_error, is_idle, timeout_s=25)):
+def test_an_error_in_the_background(is_idle, rank_pool):
+    for rank, (error, facts, took_s) in enumerate(rank_pool(3).run(background_error, is_idle, timeout_s=25)):
         assert error[0] == "CommError" and took_s < SOON_S
         assert (facts["rank"], facts["nccl_code"]) == (1, REMOTE_ERROR)
         assert (facts["op"], facts["seq"]) == (("", 0) if is_idle else ("all_gather", 1))
-        expect_prefix(error[1], rank, world, "network")
+        expect_prefix(error[1], rank, 3, "network")
         assert f"{REMOTE_ERROR} " in error[1] and (rank == 1 or "rank 1" in error[1])
 
 
-# --------------------------------------------------------------------------------------------------- ranks that are late
-
+# ------------------------------------------------------------------------------------------------------ what never ends
 
 LATE_S = 1.5  # the time limit, which making the communicator has too
 
 
-def never_completes(rank: int, size: int) -> tuple[Error, float]:
-    with nccl_comm("stuck", timeout_s=LATE_S) as (comm, script):
-        gather(comm)[1].synchronize()
-        if rank == 0:
-            script.fake_nccl_hang(1)
-        begin = time.monotonic()
-        _, handle = gather(comm)
-        with pytest.raises(CommTimeout, match="still running") as early:
-            handle.synchronize(0.05)
-        assert (early.value.op, early.value.seq, early.value.last_seqs) == ("all_gather", 2, ())
-        assert not handle.query()
-        error, took_s = error_of(handle.synchronize), time.monotonic() - begin
-        for later in (handle.query, lambda: gather(comm)):
-            with pytest.raises(CommTimeout) as late:
-                later()
-            assert (late.value.op, late.value.seq, late.value.last_seqs) == ("all_gather", 2, (2,) * size)
-        return error, took_s
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_operation_that_never_completes(world, rank_pool):
-    for rank, (error, took_s) in enumerate(rank_pool(world).run(never_completes, timeout_s=25)):
-        assert error[0] == "CommTimeout" and LATE_S - 0.1 < took_s < LATE_S + 1.5
-        expect_prefix(error[1], rank, world, "stuck")
-        assert "timeout in all_gather of 1 tensor" in error[1] and "which all ranks have issued" in error[1]
-
-
-def never_issues(rank: int, size: int) -> tuple[Error, Facts, float]:
-    with nccl_comm("lonely", timeout_s=LATE_S) as (comm, _):
-        gather(comm)[1].synchronize()
-        begin = time.monotonic()
-        if rank == size - 1:
-            time.sleep(LATE_S + 0.7)
-            return error_of(lambda: gather(comm)), facts_of(lambda: gather(comm)), LATE_S
-        error, took_s = error_of(gather(comm)[1].synchronize), time.monotonic() - begin
-        return error, facts_of(lambda: gather(comm)), took_s
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_never_issues(world, rank_pool):
-    for rank, (error, facts, took_s) in enumerate(rank_pool(world).run(never_issues, timeout_s=25)):
-        assert error[0] == "CommTimeout" and LATE_S - 0.1 < took_s < LATE_S + 1.5
-        assert facts["last_seqs"] == (2,) * (world - 1) + (1,) and facts["rank"] == -1
-        expect_prefix(error[1], rank, world, "lonely")
-        assert f"Not arrived: rank {world - 1} (pid" in error[1] and "last issued 1)" in error[1]
-
-
-# ----------------------------------------------------------------------------------------------------------- dead ranks
-
-
-@deaths
-def test_a_killed_rank_is_told_to_every_other_soon(world, victim, moment):
-    expect_death_told(nccl_comm, world, victim, moment, rf"rank {victim} \(pid .* died")
-
-
-# --------------------------------------------------------------------------------------------------------------- abort
-
-
-def one_aborts(rank: int, size: int, moment: str) -> tuple[Error, float]:
-    with nccl_comm("aborted") as (comm, script):
-        full, done = gather(comm)
-        done.synchronize()
+def never_ends(rank: int, size: int, where: str, ends_by: str) -> tuple[Error, Facts, float]:
+    """On rank 0: on the device, inside NCCL, or NCCL says for ever that the call goes on. The last rank may abort."""
+    options = {"blocking": 0} if where == "in progress" else {}
+    limit_s = LATE_S if ends_by == "timeout" else 30.0
+    with nccl_comm("stuck", timeout_s=limit_s, options=options) as (comm, script):
         comm.exchange(b"")
         begin = time.monotonic()
-        if rank == 1:
-            time.sleep(0.1)
-            comm.abort("the data ran out")
-            error = error_of(lambda: gather(comm))
-        elif moment == "in flight":
-            error = error_of(gather(comm)[1].synchronize)
-        elif moment == "inside":
+        if rank == 0 and where == "inside":
             script.fake_nccl_hang_call(b"ncclAllGather")
-            # NCCL may have been aborted just before it is called, which makes it the handle that fails.
-            error = error_of(lambda: gather(comm)[1].synchronize())
-        else:
-            time.sleep(0.5)
-            begin = time.monotonic()
-            error = error_of(lambda: gather(comm)[1].synchronize())
-        took_s = time.monotonic() - begin
-        assert done.query()
-        expect_gathered(comm, full)
-        again = error_of(lambda: comm.exchange(b""))
-        assert again == error, (again, error)
-        return error, took_s
+        elif rank == 0:
+            script.fake_nccl_hang(1) if where == "device" else script.fake_nccl_in_progress(1 << 40)
+        elif ends_by == "abort":
+            time.sleep(0.2)
+            comm.abort("enough")
+        error = error_of(lambda: issue(comm, "gather").synchronize())
+        return error, facts_of(lambda: gather(comm)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("moment", ["in flight", "inside", "idle"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_abort_reaches_every_rank_with_its_reason(world, moment, rank_pool):
-    for rank, (error, took_s) in enumerate(rank_pool(world).run(one_aborts, moment, timeout_s=25)):
-        # A rank that is inside NCCL is given a second to come out by itself.
-        assert (error[0], error[2]) == ("CommError" if rank == 1 else "PeerError", 1) and took_s < SOON_S
-        expect_prefix(error[1], rank, world, "aborted")
-        assert "aborted by rank 1: the data ran out" in error[1]
+@pytest.mark.parametrize(
+    ("where", "ends_by", "world"),
+    [
+        *(("device", "timeout", world) for world in (1, 3)),
+        *(("inside", "timeout", world) for world in (1, 2)),
+        ("in progress", "timeout", 1),
+        *((where, "abort", 2) for where in ("inside", "in progress")),
+    ],
+)
+def test_an_operation_that_never_ends(where, ends_by, world, rank_pool):
+    results = rank_pool(world).run(never_ends, where, ends_by, timeout_s=25)
+    for rank, ((kind, text, _), facts, took_s) in enumerate(results):
+        expect_prefix(text, rank, world, "stuck")
+        if ends_by == "abort":
+            assert kind in ("CommError", "PeerError") and "enough" in text, text
+            assert took_s < 2 + SOON_S  # a rank that is inside NCCL is given a second to come out by itself
+            continue
+        assert kind == "CommTimeout" and took_s < LATE_S + 2.5, (kind, text, took_s)
+        assert "timeout in all_gather" in text or (where == "in progress" and where in text), text
+        if where == "device":
+            assert "which all ranks have issued" in text and facts["last_seqs"] == (1,) * world
 
 
-def stuck_inside(rank: int, size: int) -> tuple[Error, float]:
-    with nccl_comm("inside", timeout_s=LATE_S) as (comm, script):
-        comm.exchange(b"")
-        if rank == 0:
-            script.fake_nccl_hang_call(b"ncclAllGather")
-        begin = time.monotonic()
-        return error_of(lambda: gather(comm)[1].synchronize()), time.monotonic() - begin
+def one_of_a_pair(rank: int, size: int) -> Facts:
+    script()
+    with posing(), hosts_apart():
+        gathers, reduces = Communicator.pair(timeout_s=LATE_S, name="two")
+        with contextlib.suppress(CommError), gathers, reduces:
+            for _ in range(3):
+                gather(gathers)[1].synchronize()
+            reduce_scatter(torch.zeros(4), torch.zeros(size * 4), reduces).synchronize()
+            if rank == 0:
+                error_of(gather(gathers)[1].synchronize)
+            else:
+                time.sleep(LATE_S + 1.0)
+            facts = facts_of(lambda: gather(gathers))
+            assert facts_of(lambda: gather(reduces)) == facts
+    return facts
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_rank_that_stays_inside_nccl_times_out(world, rank_pool):
-    for error, took_s in rank_pool(world).run(stuck_inside, timeout_s=25):
-        assert error[0] == "CommTimeout" and took_s < LATE_S + 2.5, (error, took_s)
-        assert "timeout in all_gather" in error[1]
+def test_the_two_of_a_pair_are_counted_apart(rank_pool):
+    for facts in rank_pool(2).run(one_of_a_pair, timeout_s=30):
+        assert (facts["kind"], facts["last_seqs"]) == ("CommTimeout", (4, 3)), facts
 
 
-def aborts_while_it_closes(rank: int, size: int) -> float:
-    with nccl_comm("closing") as (comm, script):
+def aborts_while_it_closes(rank: int, size: int) -> None:
+    with nccl_comm("closing") as (comm, _):
         if rank == 0:
             handle = gather(comm)[1]
             threading.Timer(0.2, comm.abort, ["never mind"]).start()
             begin = time.monotonic()
             comm.close()
-            took_s = time.monotonic() - begin
+            assert time.monotonic() - begin < SOON_S
             assert "never mind" in error_of(handle.query)[1]
-            comm_error = ""
         else:
             time.sleep(0.6)
-            begin = time.monotonic()
-            comm_error = error_of(lambda: gather(comm))[1]
-            took_s = 0.0
-            assert "aborted by rank 0: never mind" in comm_error
-        return took_s
+            assert "aborted by rank 0: never mind" in error_of(lambda: gather(comm))[1]
 
 
 def test_abort_ends_a_close_that_waits(rank_pool):
-    assert rank_pool(2).run(aborts_while_it_closes, timeout_s=25)[0] < SOON_S
+    rank_pool(2).run(aborts_while_it_closes, timeout_s=25)

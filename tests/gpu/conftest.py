@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bucketwheel.native import core
 from tests.gpu.device import DEVICE, Tell, need_device
+from tests.support.counted_cuda import clear_cuda_faults
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -39,4 +39,4 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
 @pytest.fixture(autouse=True)
 def _no_faults_left(_device: None) -> Iterator[None]:
     yield
-    core.clear_cuda_faults()
+    clear_cuda_faults()

@@ -19,8 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bucketwheel.native import core
+from bucketwheel.device import install
+from bucketwheel.native import core, modules
 from tests.support import simulated_nccl
+from tests.support.counted_cuda import counted
 from tests.support.requirements import unmet
 from tests.support.simulated_cuda import Calls, Graph, load, posing
 
@@ -45,6 +47,7 @@ class Device:
 
     def opened(self) -> AbstractContextManager[Any]:
         """Around everything that uses the device."""
+        install(counted(modules.cuda().api))
         return nullcontext()
 
     def cpu(self) -> AbstractContextManager[None]:

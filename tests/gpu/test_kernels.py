@@ -19,6 +19,7 @@ from bucketwheel.kernels import ops
 from bucketwheel.native import core
 from bucketwheel.testing import run_threads
 from tests.gpu.device import DEVICE
+from tests.support.counted_cuda import cuda_calls
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import Rounding, Row
 from tests.unit.test_adam_matrix import KINDS, assert_same, ids, make, run_op, run_table
@@ -121,9 +122,9 @@ def test_many_tensors(count: int, numel: int) -> None:
         lists = [[part.tensors()[k] for part in parts] for k in (0, 1, 2, 3, 5)]
         ops.adam_step(*lists[:4], steps, lr=1e-2, weight_decay=0.1, master_params=lists[4])
 
-    calls = core.cuda_calls()["launch_adam"]
+    calls = cuda_calls()["launch_adam"]
     step(theirs)
-    assert core.cuda_calls()["launch_adam"] - calls <= 2
+    assert cuda_calls()["launch_adam"] - calls <= 2
     with DEVICE.cpu():
         step(whole)
     assert_same(on_cpu(theirs), whole)

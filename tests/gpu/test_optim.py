@@ -14,10 +14,10 @@ from torch import Tensor
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PoolError
-from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 from tests.gpu.device import DEVICE
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
+from tests.support.counted_cuda import plan_cuda_fault
 
 F32, BF16 = torch.float32, torch.bfloat16
 OUT_OF_MEMORY = 2
@@ -348,7 +348,7 @@ def test_torchs_accounting_sees_the_pool() -> None:
 def test_a_failed_allocation_is_tried_once_more(failures: int) -> None:
     pool = Pool("cuda")
     for nth in range(1, failures + 1):
-        core.plan_cuda_fault("malloc_device", countdown=nth, error=OUT_OF_MEMORY)
+        plan_cuda_fault("malloc_device", countdown=nth, error=OUT_OF_MEMORY)
     if failures == 1:
         with pool.acquire("x", 1 << 20) as lease:
             assert lease.nbytes == 1 << 20
@@ -396,7 +396,7 @@ def test_training_goes_on_after_a_launch_that_failed() -> None:
     opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
     before = [p.detach().clone() for p in model.parameters()]
     model(model.draw_here(1)).backward()
-    core.plan_cuda_fault("launch_adam", error=719)
+    plan_cuda_fault("launch_adam", error=719)
     with pytest.raises(bw.Error, match="launch_adam"):
         opt.step()
     for p, old in zip(model.parameters(), before, strict=True):

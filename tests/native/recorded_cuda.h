@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "counted_cuda.h"
 #include "device/device_cuda.h"
 #include "kernels/adam_cuda.h"
 #include "kernels/norm_cuda.h"
@@ -88,7 +89,7 @@ inline void install() {
     made.launch_fold = [](const FoldLaunch&, void* stream) { return note(stream, "launch_fold"); };
     return made;
   }();
-  install_cuda_api(&api);
+  install_cuda_api(&counted(api));
 }
 
 }  // namespace recorded_cuda

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.h"
-#include "comm/host/shm_links.h"
+#include "comm/host/shm.h"
 #include "comm/host/team.h"
 
 namespace bucketwheel {

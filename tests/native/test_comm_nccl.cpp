@@ -19,6 +19,7 @@
 #include "check.h"
 #include "comm/host/host_comm.h"
 #include "comm/host/local.h"
+#include "counted_cuda.h"
 #include "fake_nccl/fake_nccl.h"
 
 using namespace bucketwheel;
@@ -86,7 +87,7 @@ void expect_gone() {
 void on_ranks(int world, std::chrono::nanoseconds timeout,
               const std::function<void(int, const PeersRef&, const NcclUniqueId&)>& body) {
   static const bool is_set_up = [] {
-    install_cuda_api(&two_devices());
+    install_cuda_api(&counted(two_devices()));
     fake_nccl_set_launch(fake_cuda_launch_host, fake_cuda_is_captured);
     return true;
   }();

@@ -23,7 +23,6 @@
 #include "base/mapping.h"
 #include "check.h"
 #include "comm/host/shm.h"
-#include "comm/host/shm_links.h"
 #include "comm/host/team.h"
 #include "shm_link.h"
 

@@ -18,7 +18,7 @@
 
 #include "base/deadline.h"
 #include "check.h"
-#include "comm/host/shm_links.h"
+#include "comm/host/shm.h"
 #include "pool/upstream.h"
 #include "shm_link.h"
 

@@ -51,55 +51,64 @@ struct RoomMemory {
   }
 };
 
-// What is sent is read from its room as late as may be: when the receiver waits for it.
+// What is sent is read as late as may be: when the receiver waits for it.
 class ThreadGroup final : private RoomMemory, public ProcessGroup {
  public:
   ThreadGroup(std::shared_ptr<Switchboard> board, int rank)
       : ProcessGroup(RoomMemory::rooms(), kBytes), board_(std::move(board)), rank_(rank) {}
 
-  void start(size_t room, std::span<const size_t> sent, std::span<const size_t> received) override {
+  void start(const AllToAll& what) override {
     std::lock_guard lock(board_->mutex);
-    Call& call = calls_.at(room);
-    CHECK(call.is_over);
-    call = {calls_started_++, false, {received.begin(), received.end()}, std::vector<bool>(received.size())};
-    CHECK(std::accumulate(received.begin(), received.end(), size_t{0}) <= room_bytes());
-    const std::byte* data = this->room(room).sent;
-    for (int to = 0; to < static_cast<int>(sent.size()); ++to) {
-      const size_t bytes = sent[static_cast<size_t>(to)];
+    Call call{calls_started_++, this->room(what.room).received + what.into, what.received, what.owner,
+              std::vector<bool>(what.received.size())};
+    CHECK(what.into + std::accumulate(what.received.begin(), what.received.end(), size_t{0}) <= room_bytes());
+    const std::byte* data = what.from != nullptr ? what.from : this->room(what.room).sent;
+    CHECK(what.from == nullptr || what.owner != nullptr);
+    for (int to = 0; to < static_cast<int>(what.sent.size()); ++to) {
+      const size_t bytes = what.sent[static_cast<size_t>(to)];
       if (bytes != 0) {
         board_->messages[{call.number, rank_, to}] = {data, bytes};
       }
       data += bytes;
       board_->sent_bytes += bytes;
     }
+    calls_.at(what.room).push_back(std::move(call));
     board_->changed.notify_all();
   }
 
   bool wait(size_t room) override {
     std::unique_lock lock(board_->mutex);
-    Call& call = calls_.at(room);
-    call.is_over = board_->changed.wait_for(lock, std::chrono::milliseconds(20), [&] {
+    std::vector<Call>& calls = calls_.at(room);
+    const bool are_over = board_->changed.wait_for(lock, std::chrono::milliseconds(20), [&] {
       if (board_->is_broken) {
         throw AllToAllFailed{"cut"};
       }
-      return receive(room, call) && is_received(call);
+      bool have_all = true;
+      for (Call& call : calls) {
+        have_all = receive(call) && is_received(call) && have_all;
+      }
+      return have_all;
     });
-    return call.is_over;
+    if (are_over) {
+      calls.clear();
+    }
+    return are_over;
   }
 
   void abandon() noexcept override { board_->break_all(); }
 
  private:
   struct Call {
-    size_t number = 0;
-    bool is_over = true;
+    size_t number;
+    std::byte* into;
     std::vector<size_t> received;  // bytes by rank
+    std::shared_ptr<void> owner;   // of what is sent
     std::vector<bool> has_come;    // by rank
   };
 
-  bool receive(size_t room, Call& call) {
+  bool receive(Call& call) {
     bool has_all = true;
-    std::byte* into = this->room(room).received;
+    std::byte* into = call.into;
     for (size_t from = 0; from < call.received.size(); ++from) {
       const size_t bytes = call.received[from];
       const auto message = board_->messages.find({call.number, static_cast<int>(from), rank_});
@@ -124,7 +133,7 @@ class ThreadGroup final : private RoomMemory, public ProcessGroup {
   const std::shared_ptr<Switchboard> board_;
   const int rank_;
   size_t calls_started_ = 0;
-  std::array<Call, kRooms> calls_;
+  std::array<std::vector<Call>, kRooms> calls_;  // not over
 };
 
 }  // namespace bucketwheel

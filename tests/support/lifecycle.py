@@ -1,7 +1,7 @@
 """What tests/faults/test_lifecycle.py starts: whole processes that train and end, as users' scripts do.
 
     python -m torch.distributed.run ... tests/support/lifecycle.py train BACKEND FOLDER     # resumes; see `train`
-    python tests/support/lifecycle.py exits BACKEND NAME ...                                # of `EXITS`
+    python tests/support/lifecycle.py exits BACKEND NAME ...                                # of `EXITS`, over any backend
     python tests/support/lifecycle.py workers BACKEND CONTEXT ...                           # two ranks that load data
     python tests/support/lifecycle.py starts BACKEND METHOD ...                             # two ranks by torch.multiprocessing
 
@@ -32,6 +32,7 @@ from bucketwheel import ShardedAdamW
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
+from bucketwheel.native import core
 
 STEPS = 8
 KILLED_AT = 5  # the step in which the last rank dies, once
@@ -137,6 +138,22 @@ def raises(comm: Communicator) -> None:
     raise AssertionError("it was not told")
 
 
+def peer_dies(comm: Communicator) -> None:
+    """With parameters in flight."""
+    model = make_model()
+    opt = ShardedAdamW(model.parameters(), process_group=comm, overlap_param_sync=True)
+    rows = torch.ones(2, 40)
+    step(model, opt, rows)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept.extend([model, opt, comm])
+    try:
+        while True:
+            step(model, opt, rows)
+    except PeerError as error:
+        assert error.rank == 1, error
+
+
 def backward_alone(comm: Communicator) -> None:
     model = make_model()
     opt = ShardedAdamW(model.parameters(), process_group=comm)
@@ -186,6 +203,7 @@ EXITS: dict[str, Callable[[Communicator], None]] = {
         never_met,
         exits_inside,
         raises,
+        peer_dies,
         backward_alone,
         params_in_flight,
         group_goes_first,
@@ -195,6 +213,14 @@ EXITS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
+def make_comm(backend: str) -> Communicator:
+    if backend != "nccl":
+        return Communicator(backend=backend, timeout_s=60)
+    importlib.import_module("tests.support.simulated_nccl").install()
+    core.set_posing(True)
+    return Communicator(backend="nccl", device="cuda", timeout_s=60)
+
+
 def exits(backend: str, names: list[str]) -> None:
     """For each the ranks' exit codes, and what they wrote to stderr."""
     for name in names:
@@ -202,7 +228,7 @@ def exits(backend: str, names: list[str]) -> None:
         def end(rank: int, folder: str, function: Callable[[Communicator], None] = EXITS[name]) -> None:
             os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
             join(rank, folder)
-            function(Communicator(backend=backend, timeout_s=60))
+            function(make_comm(backend))
 
         folder = tempfile.mkdtemp()
         codes = fork_ranks(end, folder, EXIT_S)

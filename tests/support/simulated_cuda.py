@@ -31,6 +31,7 @@ from bucketwheel.device import install
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
 from tests.native.cmake import built
+from tests.support.counted_cuda import clear_cuda_faults, counted, cuda_calls
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
 BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device")
@@ -49,7 +50,7 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     loader = importlib.machinery.ExtensionFileLoader("_cuda", path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda", loader))
     loader.exec_module(module)
-    install(module.api)
+    install(counted(module.api))
     library = ctypes.CDLL(path)
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
     library.fake_cuda_capture_position.restype = library.fake_cuda_capture_mark.restype = ctypes.c_size_t
@@ -77,7 +78,7 @@ def posing(*, delays: int = 1, fibers: int = 0) -> Iterator[ctypes.CDLL]:
     try:
         yield library
     finally:
-        core.clear_cuda_faults()
+        clear_cuda_faults()
         gc.collect()  # what still holds device memory goes while tensors pose
         core.set_posing(False)
 
@@ -86,10 +87,10 @@ class Calls:
     """Counts CUDA calls from its making on."""
 
     def __init__(self) -> None:
-        self._before = core.cuda_calls()
+        self._before = cuda_calls()
 
     def since(self) -> dict[str, int]:
-        now: dict[str, int] = core.cuda_calls()
+        now: dict[str, int] = cuda_calls()
         return {name: now[name] - self._before[name] for name in now if now[name] != self._before[name]}
 
     def expect_free_running(self, *, may_get_ahead: bool = False) -> None:

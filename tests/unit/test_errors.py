@@ -44,19 +44,14 @@ def test_what_is_not_known_has_its_default() -> None:
         assert vars(error) == (unknown | {"last_seqs": ()} if kind is CommTimeout else unknown)
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-@pytest.mark.parametrize("kind", COMM_ERRORS)
-def test_copies_and_pickles_carry_everything(kind: type[CommError], again: Any) -> None:
-    facts = FACTS | {"last_seqs": (7, None, 6)} if kind is CommTimeout else FACTS
-    error = again(kind("what happened", **facts))
-    assert type(error) is kind and str(error) == "what happened"
-    assert vars(error) == facts
-
-
-@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {kind.__name__ for kind in COMM_ERRORS}))
-def test_the_others_can_be_pickled(name: str) -> None:
-    error = pickle.loads(pickle.dumps(getattr(errors, name)("what happened")))
-    assert type(error) is getattr(errors, name) and str(error) == "what happened"
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_copies_and_pickles_carry_everything(again: Any) -> None:
+    for kind in (getattr(errors, name) for name in errors.__all__):
+        facts = FACTS if issubclass(kind, CommError) else {}
+        facts = facts | {"last_seqs": (7, None, 6)} if kind is CommTimeout else facts
+        error = again(kind("what happened", **facts))
+        assert type(error) is kind and str(error) == "what happened"
+        assert vars(error) == facts
 
 
 @pytest.mark.parametrize("pad", ["", "x"])
@@ -90,15 +85,3 @@ def test_an_interrupt_during_a_call_that_fails_is_not_lost() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         handle.synchronize()
-
-
-def test_a_deadline_of_the_caller_says_of_what() -> None:
-    with Communicator(backend="local", name="slow") as comm:
-        comm.stream.pause(0.3)
-        handle = all_gather(torch.empty(4), torch.ones(4), comm)
-        with pytest.raises(CommTimeout) as caught:
-            handle.synchronize(0.01)
-        error = caught.value
-        assert str(error) == "[bucketwheel rank 0/1 comm 'slow' seq 1] " + error.reason
-        assert error.reason == "all_gather of 16 bytes was still running at the deadline given to synchronize()"
-        assert (error.op, error.seq, error.last_seqs) == ("all_gather", 1, ())

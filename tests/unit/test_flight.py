@@ -137,13 +137,6 @@ CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
         2,
         "late",
     ),
-    # On the local CUDA backend an operation is enqueued by whoever comes last.
-    "one waits before it begins": (
-        [Rank(0, 2, "timeout").done(GATHER).issued(REDUCE, 5.0), Rank(1, 2, NOBODY_KNOWS).done(GATHER)],
-        [1],
-        2,
-        "late",
-    ),
     # Its device hangs in an operation that is over elsewhere.
     "it is left behind": (
         [Rank(0, 2).done(GATHER, GATHER).running(REDUCE, 60.0), Rank(1, 2).done(GATHER).running(GATHER, 60.2)],
@@ -174,12 +167,6 @@ CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
         2,
         "called something else than most",
     ),
-    "without a majority": (
-        [Rank(0, 2, "x").failed(REDUCE, 0.1), Rank(1, 2, "x").failed(GATHER, 0.1)],
-        [0, 1],
-        1,
-        "called something else than most",
-    ),
     # The dtype is in the reason alone.
     "another dtype": (
         [
@@ -202,15 +189,6 @@ CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
         [2],
         2,
         "aborted",
-    ),
-    "an error of one rank": (
-        [
-            Rank(0, 2, "rank 1 failed first: the sink is full").failed(REDUCE, 1.0),
-            Rank(1, 2, "the sink is full").failed(REDUCE, 1.0),
-        ],
-        [1],
-        1,
-        "failed",
     ),
     "it is missing from a round of agreement": (
         [
@@ -244,31 +222,9 @@ def test_who_stopped_first(flight, case):
     assert (one["culprits"], one["stopped_at"], one["why"]) == (culprits, stopped_at, why)
     assert status == (1 if culprits else 0)
     assert f"ranks {culprits} stopped first" in text or not culprits
-
-
-def test_calls_that_differ_are_shown(flight):
-    _, text, found = flight(*CASES["another dtype"][0])
-    assert sorted(the_one(found)["mismatch"].values()) == [[0, 3], [1]]
-    assert "=> all_gather of 1 tensor, 8 bytes: int64[1]: ranks [1]" in text
-
-
-def test_several_communicators(flight):
-    """Each has its verdict, also where two have one name."""
-    status, text, found = flight(
-        Rank(0, 2, "timeout", comm="b/c").running(GATHER, 3.0),
-        Rank(1, 2, NOBODY_KNOWS, comm="b/c"),
-        Rank(0, 1, "timeout", comm="a", id="cafe").done(GATHER),
-        Rank(1, 3, "timeout", comm="a", id="beef").done(GATHER),
-    )
-    assert status == 1
-    culprits = {(one["comm"], one["world"]): one["culprits"] for one in found["communicators"]}
-    assert culprits == {("a", 1): [], ("a", 3): [0, 2], ("b/c", 2): [1]}
-    headings = [line for line in text.splitlines() if line.startswith("communicator")]
-    assert headings == [
-        "communicator 'a' (beef), 3 ranks, shm",
-        "communicator 'a' (cafe), 1 ranks, shm",
-        "communicator 'b/c' (5eed), 2 ranks, shm",
-    ]
+    if case == "another dtype":
+        assert sorted(one["mismatch"].values()) == [[0, 3], [1]]
+        assert "=> all_gather of 1 tensor, 8 bytes: int64[1]: ranks [1]" in text
 
 
 def test_communicators_of_one_name(flight, tmp_path):
@@ -276,7 +232,7 @@ def test_communicators_of_one_name(flight, tmp_path):
     other.
     """
     (tmp_path / "row-b0-rank2.json").write_text("{")
-    status, _, found = flight(
+    status, text, found = flight(
         Rank(0, 3, "timeout", comm="row", id="a0").done(GATHER).running(REDUCE, 9.0),
         Rank(1, 3, NOBODY_KNOWS, comm="row", id="a0").done(GATHER),
         Rank(0, 3, "timeout", comm="row", id="b0").done(REDUCE),
@@ -286,6 +242,7 @@ def test_communicators_of_one_name(flight, tmp_path):
     assert status == 1 and (first["id"], second["id"]) == ("a0", "b0")
     assert (first["culprits"], first["missing"]) == ([2], [2])
     assert (second["culprits"], second["missing"], second["mismatch"]) == ([], [], {})
+    assert "communicator 'row' (a0), 3 ranks, shm" in text.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -301,12 +258,6 @@ def test_a_broken_file(flight, tmp_path, content):
     assert "box-5eed-rank1.json cannot be read: " in text
     assert re.search(r"^  rank 1  cannot be read$", text, re.MULTILINE)
     assert the_one(found)["missing"] == []
-
-
-def test_long_reasons_keep_to_a_line(flight):
-    _, text, _ = flight(Rank(0, 2, "x" * 500 + "\nmore").done(GATHER), Rank(1, 2, "y").done(GATHER))
-    lines = text.splitlines()
-    assert len(lines[1]) < 200 and lines[1].endswith("xxx...")
 
 
 def test_directories_without_rings(tmp_path, capsys):

@@ -76,54 +76,6 @@ def test_a_sanitizer_that_refuses_the_device_is_left_out(tmp_path: Path) -> None
     assert run_all.run_part(found, tmp_path / "log", 30.0).outcome == "failed"
 
 
-@pytest.mark.parametrize(("lib", "missing"), [("", True), ("/nccl/libnccl.so.2", False)])
-def test_ranks_that_share_a_gpu_openly_need_another_nccl(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lib: str, missing: bool
-) -> None:
-    """Left out with the reason where BW_NCCL_LIB names none, and where what it names is too old, as the part says."""
-    monkeypatch.setenv("BW_NCCL_LIB", lib)
-    parts = {part.name: part for part in run_all.all_parts()}
-    multi = parts["nccl multi"]
-    assert bool(multi.missing) == missing and dict(multi.variables)["BW_GPU_RANKS"] == "multi"
-    refusal = f"SKIPPED [22] tests/gpu/test_nccl_ranks.py:1: {run_all.MULTI_RANK_UNFIT}; {lib} is 2.28.9"
-    for code, expected in [("", "left out"), ("raise SystemExit(1)", "failed")]:
-        part = replace(multi, missing="", argv=(sys.executable, "-c", f"print({refusal!r}, flush=True); {code}"))
-        assert run_all.run_part(part, tmp_path / "log", 30.0).outcome == expected, "the skipped test is not all of it"
-    for name in ("nccl one", "bench nccl"):
-        assert dict(parts[name].variables)["BW_NCCL_LIB"] == "", "torch's own"
-
-
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [
-        ('print(\'{"status": 1, "warnings": ["the cache is far away"]}\'); raise SystemExit(1)', "ok"),
-        ('print(\'{"status": 2, "warnings": []}\'); raise SystemExit(2)', "failed"),
-        ("raise RuntimeError('no verdict')", "failed"),
-    ],
-)
-def test_a_build_with_warnings_is_no_failure(tmp_path: Path, code: str, outcome: str) -> None:
-    """The doctor says 1 of itself then; a crash ends with 1 and says nothing."""
-    part = replace(run_all.all_parts()[0], argv=(sys.executable, "-c", code))
-    assert run_all.run_part(part, tmp_path / "log", 30.0).outcome == outcome
-
-
-def test_the_overall_limit_cuts_the_last_parts_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_all, "GRACE_S", 0.5)
-    monkeypatch.setattr(run_all, "LEAST_S", 1.0)
-    parts = [python(name, "import time; time.sleep(100)", timeout_s=2.0) for name in "abc"]
-    start = time.monotonic()
-    outcomes = run_all.run_all(parts, tmp_path, limit_s=4.0)
-    assert time.monotonic() - start < 20
-    assert [outcome.outcome for outcome in outcomes] == ["timed out", "timed out", "no time"]
-
-
-def test_parts_run_from_the_source_tree_with_everything_required(tmp_path: Path) -> None:
-    code = "import json, os; print(json.dumps({key: os.environ.get(key) for key in ('BW_REQUIRE', 'PYTHONPATH')}))"
-    run_all.run_part(python("sees", code), tmp_path / "log", 60.0)
-    (found,) = run_all.results_of("sees", tmp_path / "log")
-    assert found["BW_REQUIRE"] == "gpu,nvcc" and found["PYTHONPATH"].startswith(str(ROOT / "python"))
-
-
 def test_every_part_has_its_file_and_its_name() -> None:
     parts = run_all.all_parts()
     assert len({part.name for part in parts}) == len(parts) and run_all.LIMIT_S <= 480

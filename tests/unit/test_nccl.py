@@ -13,11 +13,11 @@ import pytest
 from bucketwheel.comm import nccl_library
 from tests.support import simulated_nccl
 from tests.support.forked_code import run_code
-from tests.support.requirements import need_nccl, slow_case
+from tests.support.requirements import need_nccl
 
+pytestmark = pytest.mark.timeout_s(300)
 LIBRARY = "lib/libnccl.so.2"
 PRINT = "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
-EMPTY = "int nothing;\n"
 NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl" / "api.h"
 
 
@@ -54,7 +54,7 @@ def nothing_loaded() -> None:
 @pytest.fixture
 def not_nccl(tmp_path: Path) -> Path:
     """A library named like NCCL, without any of its functions."""
-    (tmp_path / "empty.cpp").write_text(EMPTY)
+    (tmp_path / "empty.cpp").write_text("int nothing;\n")
     path = tmp_path / "libnccl.so.2"
     compiler = os.environ.get("CXX", "c++").split()
     argv = [*compiler, "-shared", "-fPIC", str(tmp_path / "empty.cpp"), "-Wl,-soname,libnccl.so.2", "-o", str(path)]
@@ -89,29 +89,22 @@ def test_versions_are_told_as_nccl_tells_them() -> None:
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_a_package_is_found(folder: Path) -> None:
+@pytest.mark.parametrize("how", ["a Python package", "loaded already", "BW_NCCL_LIB", "the system"])
+def test_where_it_is_found(folder: Path, tmp_path: Path, how: str) -> None:
+    """What is loaded already comes before packages, the variable before that, and the system last."""
     assert str(folder / "lib") in nccl_library.folders()
-    how, path, version = found_by()
-    assert how == "a Python package"
-    assert path == str(folder / LIBRARY)
-    assert int(version) == version_of(folder)
-
-
-@pytest.mark.usefixtures("nothing_loaded")
-def test_what_is_loaded_already_comes_before_packages(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "libnccl.so.2"
-    shutil.copy(folder / LIBRARY, other)
-    how, path, _ = found_by(f"import ctypes; ctypes.CDLL({str(other)!r}); {PRINT}")
-    assert (how, path) == ("loaded already", str(other))
-
-
-def test_the_variable_comes_first(folder: Path, tmp_path: Path) -> None:
-    """Another copy than the loaded one."""
-    other = tmp_path / "libnccl.so.2"
-    shutil.copy(folder / LIBRARY, other)
-    code = f"import ctypes; ctypes.CDLL({str(folder / LIBRARY)!r}); {PRINT}"
-    how, path, _ = found_by(code, BW_NCCL_LIB=str(other))
-    assert (how, path) == ("BW_NCCL_LIB", str(other))
+    package, other = folder / LIBRARY, tmp_path / "libnccl.so.2"
+    shutil.copy(package, other)
+    load = "import ctypes; ctypes.CDLL({!r})".format
+    without = f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: [{str(tmp_path / 'none')!r}]"
+    code, changes, path = {
+        "a Python package": ("", {}, package),
+        "loaded already": (load(str(other)), {}, other),
+        "BW_NCCL_LIB": (load(str(package)), {"BW_NCCL_LIB": str(other)}, other),
+        "the system": (without, {"LD_LIBRARY_PATH": str(folder / "lib")}, package),
+    }[how]
+    found, where, version = found_by(f"{code}\n{PRINT}", **changes)
+    assert (found, where, int(version)) == (how, str(path), version_of(folder))
 
 
 ONE = """
@@ -154,22 +147,6 @@ def test_what_the_variable_names_finds_its_own_functions_first(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_the_system_comes_last(folder: Path) -> None:
-    code = f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: []; {PRINT}"
-    how, path, _ = found_by(code, LD_LIBRARY_PATH=str(folder / "lib"))
-    assert (how, path) == ("the system", str(folder / LIBRARY))
-
-
-@pytest.mark.usefixtures("nothing_loaded")
-def test_folders_without_it_are_passed_over(folder: Path, tmp_path: Path) -> None:
-    folders = [str(tmp_path), str(folder / "lib")]
-    how, path, _ = found_by(
-        f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: {folders!r}; {PRINT}"
-    )
-    assert (how, path) == ("a Python package", str(folder / LIBRARY))
-
-
-@pytest.mark.usefixtures("nothing_loaded")
 def test_none_anywhere(tmp_path: Path) -> None:
     code = f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: [{str(tmp_path)!r}]; {PRINT}"
     if (done := run(code)).returncode == 0:
@@ -178,24 +155,15 @@ def test_none_anywhere(tmp_path: Path) -> None:
     assert error.startswith("bucketwheel.errors.DeviceError: NCCL: no libnccl.so.2 is loaded, and none was found in ")
     assert str(tmp_path) in error
     assert "install the package nvidia-nccl-cu13" in error
-    twice = (
-        f"from bucketwheel.comm import nccl_library as nccl; nccl.folders = lambda: []\n"
-        f"from bucketwheel.errors import DeviceError\ntry: nccl.info()\nexcept DeviceError: pass\n{PRINT}"
-    )
-    assert "DeviceError: NCCL: no libnccl.so.2" in error_of(twice)
 
 
-def test_a_relative_path_is_refused() -> None:
+def test_a_bad_path_is_named(tmp_path: Path) -> None:
     error = error_of(BW_NCCL_LIB="libnccl.so.2")
     assert error == "ValueError: environment variable BW_NCCL_LIB='libnccl.so.2': expected an absolute path"
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "libnccl.so.2"
     error = error_of(BW_NCCL_LIB=str(path))
     assert error.startswith(f"bucketwheel.errors.DeviceError: NCCL: {path} (BW_NCCL_LIB) cannot be used: ")
-    assert "No such file" in error
-    assert "BW_NCCL_LIB to the absolute path" in error
+    assert "No such file" in error and "BW_NCCL_LIB to the absolute path" in error
 
 
 @pytest.mark.usefixtures("nothing_loaded")
@@ -216,36 +184,22 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
 # ---- the fake --------------------------------------------------------------------------------------------------------
 
 FEATURES = "from bucketwheel.comm import nccl_library as nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
-OF_2_27 = "windows"
-OF_2_28 = "windows zero_cta"
-OF_2_30 = "symmetric_avg windows zero_cta"
+OF_VERSION = {"22799": "windows", "22800": "windows zero_cta", "23000": "symmetric_avg windows zero_cta"}
 
 
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(
-    ("version", "features"),
-    [
-        slow_case("22700", OF_2_27),
-        slow_case("22799", OF_2_27),
-        ("22800", OF_2_28),
-        slow_case("22907", OF_2_28),
-        ("23000", OF_2_30),
-    ],
-)
-def test_features_follow_the_version(version: str, features: str) -> None:
+@pytest.mark.parametrize("version", OF_VERSION)
+def test_features_follow_the_version(version: str) -> None:
     env = {"BW_NCCL_LIB": str(simulated_nccl.build()), "FAKE_NCCL_VERSION": version}
-    assert found_by(FEATURES, **env) == [features]
+    assert found_by(FEATURES, **env) == [OF_VERSION[version]]
 
 
 @pytest.mark.slow  # compiles the fake once more
-@pytest.mark.timeout_s(300)
 def test_features_need_their_functions() -> None:
     """A version may promise what a build of it does not have."""
     path = str(simulated_nccl.build("_WITHOUT_OPTIONAL"))
     assert found_by(FEATURES, BW_NCCL_LIB=path, FAKE_NCCL_VERSION="23000") == [""]
 
 
-@pytest.mark.timeout_s(300)
 def test_an_old_library_is_refused() -> None:
     path = str(simulated_nccl.build())
     error = error_of(BW_NCCL_LIB=path, FAKE_NCCL_VERSION="22609")
@@ -256,7 +210,6 @@ def test_an_old_library_is_refused() -> None:
 
 
 @pytest.mark.slow  # compiles the fake once more
-@pytest.mark.timeout_s(300)
 def test_a_missing_function_is_named() -> None:
     path = str(simulated_nccl.build("_WITHOUT_ALL_GATHER"))
     error = error_of(BW_NCCL_LIB=path)
@@ -265,7 +218,6 @@ def test_a_missing_function_is_named() -> None:
     assert "it is version 2.18.3" in error_of(BW_NCCL_LIB=path, FAKE_NCCL_VERSION="21803")
 
 
-@pytest.mark.timeout_s(300)
 def test_a_failed_call_says_what_nccl_says() -> None:
     code = (
         "from tests.support import simulated_nccl; script = simulated_nccl.install()\n"
@@ -276,9 +228,3 @@ def test_a_failed_call_says_what_nccl_says() -> None:
     assert error == (
         "bucketwheel.errors.CommError: ncclGetUniqueId: 3 internal error; the script lets ncclGetUniqueId fail"
     )
-
-
-@pytest.mark.timeout_s(300)
-def test_the_fake_says_when_it_comes_too_late(folder: Path) -> None:
-    code = f"{PRINT}; from tests.support import simulated_nccl; simulated_nccl.install()"
-    assert "RuntimeError: too late: the native module uses " in error_of(code)

@@ -13,6 +13,7 @@ from bucketwheel.device import keep_as_cache
 from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
+from tests.support.counted_cuda import plan_cuda_fault
 from tests.support.simulated_cuda import Calls, Graph, posing
 
 SLAB = 8 << 20
@@ -273,7 +274,7 @@ def test_a_cache_that_cannot_give_back_does_not_hide_the_error(library: Any) -> 
 
 def test_other_failures_of_an_allocation_are_named() -> None:
     pool = Pool("cuda")
-    core.plan_cuda_fault("malloc_device", error=719)
+    plan_cuda_fault("malloc_device", error=719)
     with pytest.raises(DeviceError, match="malloc_device failed: unspecified launch failure"):
         pool.acquire("x", 100)
     pool.acquire("x", 100).release()

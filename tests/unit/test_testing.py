@@ -1,7 +1,6 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
 import atexit
-import gc
 import os
 import signal
 import subprocess
@@ -38,12 +37,6 @@ def raise_on_rank(rank, world_size, bad):
     return rank
 
 
-def wait_for_peers_after(rank, world_size, bad):
-    if rank == bad:
-        raise ValueError("planted")
-    planted_wait(300)
-
-
 def planted_wait(seconds):
     time.sleep(seconds)
 
@@ -61,25 +54,14 @@ def die_on_rank(rank, world_size, bad, signum):
     return "alive"
 
 
-def start_a_child(rank, world_size, directory, wait_s):
+def start_a_child_and_hang(rank, world_size, directory):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     Path(directory, f"child-{rank}").write_text(str(child.pid))
-    planted_wait(wait_s)
+    planted_wait(300)
 
 
 def exit_badly(rank, world_size):
     atexit.register(os._exit, 7)
-
-
-def kill_the_parent(rank, world_size):
-    if rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    planted_wait(300)
-
-
-def what_it_is(rank, world_size):
-    planted = os.environ.get("BW_PLANTED"), os.environ.get("PLANTED"), os.environ.get("PYTEST_PLANTED")
-    return os.getppid(), planted, torch.get_num_threads(), os.getsid(0)
 
 
 def is_alive(pid: int) -> bool:
@@ -113,17 +95,8 @@ def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_results():
     assert caught.value.results == {0: 0, 2: 2}
 
 
-def test_ranks_waiting_for_a_failed_one_are_killed_after_a_grace():
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match="after rank 0 had failed") as caught:
-        run_ranks(wait_for_peers_after, 2, 0, timeout_s=200, backend=None, forked=True)
-    assert time.monotonic() - start < 60
-    assert sorted(caught.value.failures) == [0, 1]
-
-
-@both_ways
-def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown(forked):
-    with RankPool(2, backend=None, forked=forked) as pool:
+def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_shown():
+    with RankPool(2, backend=None, forked=True) as pool:
         pids = [pid for pid, _ in pool.run(identity_of)]
         with pytest.raises(RankFailed, match=r"within 1 s(.|\n)*planted_wait") as caught:
             pool.run(hang_on_rank, 1, timeout_s=1)
@@ -156,34 +129,25 @@ def test_the_pool_reuses_its_processes_with_one_seed_until_one_dies():
         assert not {pid for pid, _ in first} & {pid for pid, _ in third}
 
 
-@pytest.fixture
-def short_path():
-    """The fork server has a socket in its temporary folder: 107 bytes, of which a worker's `tmp_path` takes most."""
-    with tempfile.TemporaryDirectory(prefix="bw-") as folder:
-        yield Path(folder)
-
-
-@both_ways
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("ending", ["timeout", "killed runner", "no close"])
-def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, short_path, ending, forked):
-    temporary, pids = short_path, tmp_path
-    limit_s = 3 if ending == "timeout" else 100
-    wait_s = 0 if ending == "no close" else 300
+@pytest.mark.parametrize("ending", ["timeout", "killed runner"])
+def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, ending):
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom bucketwheel.testing import RankPool\n"
-    code += f"from {__name__} import start_a_child\npool = RankPool(2, backend=None, forked={forked})\n"
-    code += f"pool.run(start_a_child, {str(pids)!r}, {wait_s}, timeout_s={limit_s})\n"
-    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)})
-    if ending == "killed runner":
-        assert wait_until(lambda: len(list(pids.iterdir())) == 2, 100)
-        runner.kill()
-    runner.wait(100)
-    children = [int(path.read_text()) for path in pids.iterdir()]
-    if ending != "killed runner":  # one cannot remove its folder, nor end what its ranks have started
-        left = {path.name for path in temporary.iterdir()}
-        assert not {name for name in left if not name.startswith("torchinductor_")}, left  # torch's, of its import
-        assert wait_until(lambda: not any(map(is_alive, children)))
-    assert wait_until(lambda: not processes_with(str(temporary)))
+    code += f"from {__name__} import start_a_child_and_hang as hang\n"
+    limit_s = 3 if ending == "timeout" else 100
+    code += f"RankPool(2, backend=None, forked=True).run(hang, {str(tmp_path)!r}, timeout_s={limit_s})"
+    # The fork server has a socket in its temporary folder: 107 bytes, of which `tmp_path` takes most.
+    with tempfile.TemporaryDirectory(prefix="bw-") as temporary:
+        runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": temporary})
+        if ending == "killed runner":
+            assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 100)
+            runner.kill()
+        runner.wait(100)
+        if ending == "timeout":  # a killed runner cannot remove its folder, nor end what its ranks have started
+            left = {path.name for path in Path(temporary).iterdir()}
+            assert not {name for name in left if not name.startswith("torchinductor_")}, left  # torch's, of its import
+            children = [int(path.read_text()) for path in tmp_path.iterdir()]
+            assert wait_until(lambda: not any(map(is_alive, children)))
+        assert wait_until(lambda: not processes_with(temporary))
 
 
 def processes_with(word):
@@ -196,78 +160,6 @@ def processes_with(word):
         except OSError:
             continue
     return found
-
-
-def test_forked_ranks_have_their_own_environment_and_a_common_parent(monkeypatch):
-    """Unless it has what was read before they were forked: then they are started."""
-    monkeypatch.setenv("PYTEST_PLANTED", "here")
-    first = run_ranks(what_it_is, 2, backend=None, env={"BW_PLANTED": "one"}, forked=True)
-    second = run_ranks(what_it_is, 1, backend=None, env={"BW_PLANTED": "other"}, forked=True)
-    started = run_ranks(what_it_is, 1, backend=None, env={"PLANTED": "other"}, forked=True)
-    assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
-    assert [planted for _, planted, *_ in first + second] == [(n, None, "here") for n in ("one", "one", "other")]
-    assert started[0][:2] == (os.getpid(), (None, "other", "here"))
-    assert {threads for *_, threads, _ in [*first, *second, *started]} == {1}
-    assert len({*(session for *_, session in first), os.getsid(0)}) == 3
-
-
-SERVER_DIES = """
-import os
-from bucketwheel.testing import RankFailed, RankPool
-from tests.unit.test_testing import kill_the_parent, what_it_is
-
-with RankPool(2, backend=None, forked=True) as pool:
-    server = pool.run(what_it_is)[0][0]
-    try:
-        pool.run(kill_the_parent)
-    except RankFailed as error:
-        assert "died" in str(error), error
-    assert pool.run(what_it_is)[0][0] not in (server, os.getpid())
-    print("has another")
-"""
-
-
-def test_where_the_fork_server_dies_its_ranks_are_dead_and_the_next_ones_have_another():
-    """In a process of its own: the ranks of all pools of a process have one server."""
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.check_output([sys.executable, "-c", SERVER_DIES], cwd=root, timeout=100) == b"has another\n"
-
-
-def test_a_rank_that_dies_between_two_runs_fails_the_next_one_and_is_new_in_the_one_after():
-    with RankPool(2, backend=None, forked=True) as pool:
-        (first, _), (second, _) = pool.run(identity_of)
-        os.kill(second, signal.SIGKILL)
-        assert wait_until(lambda: not is_alive(second))
-        with pytest.raises(RankFailed, match="rank 1/2: died: SIGKILL"):
-            pool.run(identity_of)
-        assert not {first, second} & {pid for pid, _ in pool.run(identity_of)}
-
-
-def collectable(rank, world_size):
-    return len(gc.get_objects())  # without those that are frozen
-
-
-@both_ways
-def test_a_rank_looks_for_garbage_in_what_its_calls_have_made_only(forked):
-    everything = len(gc.get_objects()) + gc.get_freeze_count()
-    with RankPool(1, backend=None, forked=forked) as pool:
-        for _ in range(3):
-            [left] = pool.run(collectable)
-    assert left < 0.1 * everything, (left, everything)
-
-
-@pytest.mark.slow
-def test_a_function_of_the_main_script_runs(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from bucketwheel.testing import run_ranks\n"
-        "def double(rank, world_size): return 2 * rank\n"
-        "if __name__ == '__main__':\n"
-        "    for forked in (True, False): print(run_ranks(double, 2, backend=None, forked=forked))\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.splitlines() == ["[0, 2]"] * 2, done.stderr
 
 
 def test_threads_return_results_and_report_failures_and_hangs():

@@ -1,23 +1,18 @@
 #include "comm/c10d/comm.h"
 
 #include <chrono>
-#include <new>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "comm/c10d/exchange.h"
+#include "comm/peers/patience.h"
 
 namespace bucketwheel {
 namespace {
 
-// A rank that has waited so long for an all_to_all takes a peer that is dead, or has left, for its cause. Sooner, a peer that
-// has finished first and gone would look like one.
-constexpr std::chrono::milliseconds kPatience{800};
-// An all_to_all fails when a rank dies, or gives up because it has failed: for so long the others wait to hear why.
-constexpr std::chrono::milliseconds kNewsPatience{2000};
 constexpr std::chrono::milliseconds kNewsPeriod{5};
-constexpr std::chrono::seconds kLastGrace{5};
 
 }  // namespace
 
@@ -36,15 +31,13 @@ C10dComm::C10dComm(PeersRef peers, std::unique_ptr<ProcessGroup> group, PoolRef 
 
 C10dComm::~C10dComm() {
   if (peers_->health().is_forked()) {
-    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
-    (void)group_.release();                                        // as may those of the group
+    (void)group_.release();  // its threads may hold locks, in the parent
     return;
   }
   try {
-    close(Clock::now() + kLastGrace);
+    close(Clock::now() + kPatience.destructor);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
   }
-  watch_->stop();
 }
 
 void C10dComm::expect_usable() const {
@@ -57,17 +50,8 @@ void C10dComm::expect_usable() const {
 
 HandleRef C10dComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   expect_usable();
+  op->owner = std::make_shared<std::vector<Handle::Keepalive>>(options.keepalive);
   return order_.issue(std::move(op), std::move(options));
-}
-
-void C10dComm::post(std::span<const std::byte> payload) {
-  expect_usable();
-  peers_->post(payload);
-}
-
-std::vector<std::vector<std::byte>> C10dComm::collect(Deadline deadline, const std::function<void()>& poll) {
-  expect_usable();
-  return peers_->collect(deadline, poll);
 }
 
 std::exception_ptr C10dComm::execute(const Operation& op, const char* name) {
@@ -115,7 +99,7 @@ void C10dComm::set_waits_since(std::optional<Clock::time_point> since) {
 }
 
 std::exception_ptr C10dComm::lost(const AllToAllFailed& failed, const Operation& op, const char* name) {
-  const Clock::time_point until = Clock::now() + kNewsPatience;
+  const Clock::time_point until = Clock::now() + kPatience.goodbye;
   const std::string what = text_of(op.description());
   do {
     if (peers_->health().has_failed()) {
@@ -164,7 +148,7 @@ void C10dComm::expect_progress() {
       name = name_of(running_->op->collective);
       seq = running_->op->seq;
       is_late = now - running_->since > peers_->timeout();
-      needs_peers = running_->waits_since && now - *running_->waits_since > kPatience;
+      needs_peers = running_->waits_since && now - *running_->waits_since > kPatience.peer;
     }
   }
   if (auto failure = peers_->trouble(0, [&](int) { return needs_peers; }, what.c_str())) {

@@ -13,7 +13,7 @@
 #include "comm/comm.h"
 #include "comm/flight.h"
 #include "comm/issue_order.h"
-#include "comm/peers/peers.h"
+#include "comm/peers.h"
 #include "comm/peers/watchdog.h"
 
 namespace bucketwheel {
@@ -35,8 +35,6 @@ class C10dComm final : public Comm {
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override;
   Peers& peers() override { return *peers_; }
-  void post(std::span<const std::byte> payload) override;
-  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& reason) noexcept override;
   void close(Deadline deadline) override;
 

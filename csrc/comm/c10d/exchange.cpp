@@ -22,6 +22,9 @@ struct Call {
 };
 static_assert(std::is_trivially_copyable_v<Call>);
 
+// From here on copying costs more than an all_to_all for each peer does.
+constexpr size_t kInPlaceBytes = size_t{256} << 10;
+
 size_t window_bytes_of(const ProcessGroup& group, int world) {
   const size_t peers = static_cast<size_t>(std::max(world - 1, 1));
   return group.room_bytes() / peers / kCacheLineBytes * kCacheLineBytes;
@@ -57,7 +60,7 @@ void C10dExchange::run() {
     }
     take(chunk);
   }
-  if (op_.sink && copies()) {
+  if (op_.sink && !op_.reduces()) {
     feed_gathered(op_);
   }
 }
@@ -70,7 +73,7 @@ void C10dExchange::compare_calls() {
     std::memcpy(room.sent + i * sizeof(Call), &own, sizeof(Call));
   }
   const std::vector<size_t> sizes = for_each_peer(sizeof(Call));
-  group_.start(kRoom, sizes, sizes);
+  group_.start({.room = kRoom, .sent = sizes, .received = sizes});
   await_(kRoom);
   std::vector<Call> calls(static_cast<size_t>(world_ - 1), own);
   std::memcpy(calls.data(), room.received, calls.size() * sizeof(Call));
@@ -84,20 +87,41 @@ void C10dExchange::compare_calls() {
 }
 
 void C10dExchange::start(uint64_t chunk) {
+  const Piece* const first = chunks_.begin(chunk);
+  const bool is_one = first + 1 == chunks_.end(chunk) && (world_ == 2 || first->size_bytes >= kInPlaceBytes);
+  is_one ? start_in_place(chunk) : start_packed(chunk);
+}
+
+void C10dExchange::start_packed(uint64_t chunk) {
+  const size_t room = room_of(chunk);
   const size_t bytes = bytes_of(chunk);
-  for (int peer = 0; has_input(rank_) && peer < world_; ++peer) {
+  for (int peer = 0; op_.has_input(rank_) && peer < world_; ++peer) {
+    std::byte* const to = group_.room(room).sent + place_of(peer) * bytes;
     for (const Piece* piece = chunks_.begin(chunk); peer != rank_ && piece != chunks_.end(chunk); ++piece) {
-      std::memcpy(sent_to(peer, room_of(chunk), bytes) + piece->offset_bytes, input_for(peer, *piece),
-                  bytes_of(*piece));
+      std::memcpy(to + piece->offset_bytes, input_for(peer, *piece), piece->size_bytes);
     }
   }
   std::vector<size_t> received = for_each_peer(bytes);
   for (int peer = 0; peer < world_; ++peer) {
-    if (!has_input(peer)) {
+    if (!op_.has_input(peer)) {
       received[static_cast<size_t>(peer)] = 0;
     }
   }
-  group_.start(room_of(chunk), for_each_peer(has_input(rank_) ? bytes : 0), received);
+  group_.start({.room = room, .sent = for_each_peer(op_.has_input(rank_) ? bytes : 0), .received = received});
+}
+
+void C10dExchange::start_in_place(uint64_t chunk) {
+  const Piece& piece = *chunks_.begin(chunk);
+  for (int step = 1; step < world_; ++step) {
+    const int to = (rank_ + step) % world_;
+    const int from = (rank_ + world_ - step) % world_;
+    group_.start({.room = room_of(chunk),
+                  .from = input_for(to, piece),
+                  .owner = op_.owner,
+                  .into = received_at(from, bytes_of(chunk)),
+                  .sent = for_one(to, op_.has_input(rank_) ? piece.size_bytes : 0),
+                  .received = for_one(from, op_.has_input(from) ? piece.size_bytes : 0)});
+  }
 }
 
 std::vector<size_t> C10dExchange::for_each_peer(size_t bytes) const {
@@ -106,67 +130,57 @@ std::vector<size_t> C10dExchange::for_each_peer(size_t bytes) const {
   return sizes;
 }
 
+std::vector<size_t> C10dExchange::for_one(int peer, size_t bytes) const {
+  std::vector<size_t> sizes(static_cast<size_t>(world_));
+  sizes[static_cast<size_t>(peer)] = bytes;
+  return sizes;
+}
+
 void C10dExchange::take(uint64_t chunk) {
-  if (!copies()) {
+  if (op_.reduces()) {
     reduce(chunk);
     return;
   }
   for (int peer = 0; peer < world_; ++peer) {
-    if (peer != rank_ && has_input(peer)) {
+    if (peer != rank_ && op_.has_input(peer)) {
       scatter(chunk, peer);
     }
   }
 }
 
 void C10dExchange::scatter(uint64_t chunk, int from) {
-  const std::byte* const data = received_from(from, room_of(chunk), bytes_of(chunk));
+  const std::byte* const data = group_.room(room_of(chunk)).received + received_at(from, bytes_of(chunk));
   for (const Piece* piece = chunks_.begin(chunk); piece != chunks_.end(chunk); ++piece) {
-    put_gathered(op_, piece->segment, output_from(from, *piece), data + piece->offset_bytes, bytes_of(*piece));
+    put_gathered(op_, piece->segment, op_.place_of(from, piece->segment) + piece->begin_bytes,
+                 data + piece->offset_bytes, piece->size_bytes);
   }
 }
 
 void C10dExchange::reduce(uint64_t chunk) {
   std::vector<const std::byte*> sources(static_cast<size_t>(world_));
+  const std::byte* const data = group_.room(room_of(chunk)).received;
   for (const Piece* piece = chunks_.begin(chunk); piece != chunks_.end(chunk); ++piece) {
     for (int r = 0; r < world_; ++r) {
       sources[static_cast<size_t>(r)] =
-          r == rank_ ? input_for(r, *piece) : received_from(r, room_of(chunk), bytes_of(chunk)) + piece->offset_bytes;
+          r == rank_ ? input_for(r, *piece) : data + received_at(r, bytes_of(chunk)) + piece->offset_bytes;
     }
     store_sums(op_, piece->segment, piece->begin, piece->numel, sources);
   }
 }
 
 const std::byte* C10dExchange::input_for(int peer, const Piece& piece) const {
-  const View& shard = op_.segments[piece.segment].shard;
-  const size_t part = copies() ? 0 : static_cast<size_t>(peer);
-  return op_.inputs[piece.segment] + part * shard.size_bytes() +
-         static_cast<size_t>(piece.begin) * size_of(shard.dtype);
+  const size_t part = op_.reduces() ? static_cast<size_t>(peer) : 0;
+  return op_.inputs[piece.segment] + part * op_.segments[piece.segment].shard.size_bytes() + piece.begin_bytes;
 }
 
-std::byte* C10dExchange::output_from(int peer, const Piece& piece) const {
-  const Segment& segment = op_.segments[piece.segment];
-  const size_t part = op_.collective == Collective::kBroadcast ? 0 : static_cast<size_t>(peer);
-  return static_cast<std::byte*>(segment.full.data) + part * segment.shard.size_bytes() +
-         static_cast<size_t>(piece.begin) * size_of(segment.shard.dtype);
-}
-
-std::byte* C10dExchange::sent_to(int peer, size_t room, size_t bytes) const {
-  return group_.room(room).sent + static_cast<size_t>(peer < rank_ ? peer : peer - 1) * bytes;
-}
-
-const std::byte* C10dExchange::received_from(int peer, size_t room, size_t bytes) const {
-  const bool is_only = op_.collective == Collective::kBroadcast;
-  return group_.room(room).received + (is_only ? 0 : static_cast<size_t>(peer < rank_ ? peer : peer - 1) * bytes);
-}
-
-size_t C10dExchange::bytes_of(const Piece& piece) const {
-  return static_cast<size_t>(piece.numel) * size_of(op_.segments[piece.segment].shard.dtype);
+size_t C10dExchange::received_at(int peer, size_t bytes) const {
+  return op_.collective == Collective::kBroadcast ? 0 : place_of(peer) * bytes;
 }
 
 // Whole cache lines, so that what lies behind it is aligned.
 size_t C10dExchange::bytes_of(uint64_t chunk) const {
   const Piece& last = *(chunks_.end(chunk) - 1);
-  return (last.offset_bytes + bytes_of(last) + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+  return round_up(last.offset_bytes + last.size_bytes, kCacheLineBytes);
 }
 
 }  // namespace bucketwheel

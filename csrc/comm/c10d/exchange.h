@@ -3,9 +3,10 @@
 // [Note: all_to_all] First the ranks tell each other what they are about to do, so that no all_to_all begins whose sizes
 // differ between ranks. Then the data goes in chunks through the rooms of the group: of a gather, every peer gets this
 // rank's shard; of a reduce-scatter, what it sums. Sums are made here, as on every backend ([Note: sums]): the group's
-// own reductions would add in the tensors' dtype, in an order of their own. Inputs and outputs are copied into and out of
-// the rooms, so the group never touches a tensor of the caller's, whatever it does after a failure. The copies take
-// 5 to 15 % of the time that the sockets of gloo take.
+// own reductions would add in the tensors' dtype, in an order of their own. What is received lies in the rooms first, so the
+// group never writes into a tensor of the caller's, whatever it does after a failure. What is sent is copied into them
+// where a chunk has several pieces; a large one is sent from where it lies, to one peer after the other, for an all_to_all
+// sends from one place.
 #pragma once
 
 #include <cstdint>
@@ -33,16 +34,14 @@ class C10dExchange {
   void scatter(uint64_t chunk, int from);
   void reduce(uint64_t chunk);
 
-  bool copies() const { return op_.collective != Collective::kReduceScatter; }
-  bool has_input(int rank) const { return op_.collective != Collective::kBroadcast || rank == op_.root; }
+  void start_packed(uint64_t chunk);
+  void start_in_place(uint64_t chunk);
   std::vector<size_t> for_each_peer(size_t bytes) const;  // by rank, none for the own one
-  // What `peer` gets of a piece of ours, and where a piece of its goes in our output.
-  const std::byte* input_for(int peer, const Piece& piece) const;
-  std::byte* output_from(int peer, const Piece& piece) const;
+  std::vector<size_t> for_one(int peer, size_t bytes) const;
+  const std::byte* input_for(int peer, const Piece& piece) const;  // what `peer` gets of a piece of ours
   // Where in the rooms.
-  std::byte* sent_to(int peer, size_t room, size_t bytes) const;
-  const std::byte* received_from(int peer, size_t room, size_t bytes) const;
-  size_t bytes_of(const Piece& piece) const;
+  size_t place_of(int peer) const { return static_cast<size_t>(peer < rank_ ? peer : peer - 1); }
+  size_t received_at(int peer, size_t bytes) const;
   size_t bytes_of(uint64_t chunk) const;  // for each peer
 
   ProcessGroup& group_;

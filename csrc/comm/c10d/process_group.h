@@ -3,8 +3,9 @@
 
 #include <array>
 #include <cstddef>
-#include <span>
+#include <memory>
 #include <string>
+#include <vector>
 
 namespace bucketwheel {
 
@@ -16,10 +17,9 @@ struct AllToAllFailed {
 // Called by one thread.
 class ProcessGroup {
  public:
-  // One all_to_all at a time in each: the next one travels while what the last one has brought is summed.
+  // One chunk at a time in each: the next one travels while what the last one has brought is summed.
   static constexpr size_t kRooms = 2;
-  // Memory of the group's own, which it keeps until nothing of an all_to_all that was given up writes there any more. What
-  // is for, or from, each rank lies in rank order without gaps.
+  // Memory of the group's own, which it keeps until nothing of an all_to_all that was given up writes there any more.
   struct Room {
     std::byte* sent;
     std::byte* received;
@@ -31,9 +31,19 @@ class ProcessGroup {
   const Room& room(size_t index) const { return rooms_[index]; }
   size_t room_bytes() const { return room_bytes_; }
 
-  // Bytes by rank, none for the own one. Returns before the data has travelled. Throws AllToAllFailed.
-  virtual void start(size_t room, std::span<const size_t> sent, std::span<const size_t> received) = 0;
-  // Waits some milliseconds for the all_to_all in `room`; whether it is over. Throws AllToAllFailed.
+  struct AllToAll {
+    size_t room = 0;
+    // What is sent, by rank without gaps: this, which lives as long as `owner` does, or what `room` has to send.
+    const std::byte* from = nullptr;
+    std::shared_ptr<void> owner{};
+    size_t into = 0;  // where in what `room` receives it comes, by rank without gaps
+    // Bytes by rank, none for the own one.
+    std::vector<size_t> sent{};
+    std::vector<size_t> received{};
+  };
+  // Returns before the data has travelled. Throws AllToAllFailed.
+  virtual void start(const AllToAll& what) = 0;
+  // Waits some milliseconds for all that was started in `room`; whether it is over. Throws AllToAllFailed.
   virtual bool wait(size_t room) = 0;
   // The communicator has failed: nothing is started or waited for any more. What is under way ends on all ranks.
   virtual void abandon() noexcept = 0;

@@ -39,11 +39,11 @@ void Exchange::run() {
   const bool has_staged_peer = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return !p.is_direct; });
   if (is_staged_ || has_staged_peer) {
     pass_chunks();
-  } else if (!copies()) {
+  } else if (op_.reduces()) {
     reduce_all();
   }
   finish();
-  if (op_.sink && copies()) {
+  if (op_.sink && !op_.reduces()) {
     feed_gathered(op_);  // peers need nothing of ours any more
   }
 }
@@ -52,7 +52,7 @@ void Exchange::enter() {
   RankRecord& own = team_.own();
   Peer& self = peers_[static_cast<size_t>(team_.rank())];
   self = {true, true, {op_.inputs, {}}};  // we read our own inputs where they are
-  is_staged_ = team_.world() > 1 && has_input(team_.rank()) && !team_.transport().describe_inputs(op_, own);
+  is_staged_ = team_.world() > 1 && op_.has_input(team_.rank()) && !team_.transport().describe_inputs(op_, own);
   own.is_direct = !is_staged_;
   own.signature = op_.signature;
   own.description = op_.description();
@@ -84,7 +84,7 @@ void Exchange::meet_peers() {
         },
         [&](int r) { return !peers_[static_cast<size_t>(r)].has_arrived; });
     meet(next);
-    if (copies() && has_input(next) && peers_[static_cast<size_t>(next)].is_direct) {
+    if (!op_.reduces() && op_.has_input(next) && peers_[static_cast<size_t>(next)].is_direct) {
       gather_direct(next);
     }
   }
@@ -99,7 +99,7 @@ void Exchange::meet(int rank) {
   }
   team_.expect_not_failed(wait(), rank);  // [Note: failing with readers]
   peer.is_direct = theirs.is_direct != 0;
-  if (peer.is_direct && has_input(rank)) {
+  if (peer.is_direct && op_.has_input(rank)) {
     team_.await(
         wait(), [&] { return team_.transport().find_inputs(rank, theirs, op_, peer.inputs); },
         [&](int r) { return r == rank; });
@@ -159,11 +159,11 @@ void Exchange::pass_chunks() {
         continue;
       }
       team_.await(wait(), [&] { return has_reached(&RankRecord::staged, r, next); }, [&](int q) { return q == r; });
-      if (copies()) {
+      if (!op_.reduces()) {
         gather_staged(r, chunk);
       }
     }
-    if (!copies()) {
+    if (op_.reduces()) {
       reduce_chunk(chunk);
     }
     own.taken = chunk_word(op_.seq, next);
@@ -186,18 +186,16 @@ void Exchange::stage(uint64_t chunk) {
   const int own_rank = team_.rank();
   std::byte* slot = team_.control().staging(own_rank, static_cast<int>(chunk % Control::kStagingSlots));
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
-    const View& shard = op_.segments[piece->segment].shard;
-    const size_t element_bytes = size_of(shard.dtype);
-    const std::byte* from = op_.inputs[piece->segment] + static_cast<size_t>(piece->begin) * element_bytes;
-    const size_t bytes = static_cast<size_t>(piece->numel) * element_bytes;
-    if (copies()) {
-      std::memcpy(slot + piece->offset_bytes, from, bytes);
+    const std::byte* from = op_.inputs[piece->segment] + piece->begin_bytes;
+    if (!op_.reduces()) {
+      std::memcpy(slot + piece->offset_bytes, from, piece->size_bytes);
       continue;
     }
+    const size_t shard_bytes = op_.segments[piece->segment].shard.size_bytes();
     for (int r = 0; r < team_.world(); ++r) {
       if (r != own_rank) {
-        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes,
-                    from + static_cast<size_t>(r) * shard.size_bytes(), bytes);
+        std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes, from + static_cast<size_t>(r) * shard_bytes,
+                    piece->size_bytes);
       }
     }
   }
@@ -209,7 +207,7 @@ void Exchange::gather_direct(int rank) {
   for (size_t i = 0; i < op_.segments.size(); ++i) {
     const size_t bytes = op_.segments[i].shard.size_bytes();
     if (bytes != 0) {
-      put_gathered(op_, i, place_of(rank, i), inputs.begins[i], bytes);
+      put_gathered(op_, i, op_.place_of(rank, i), inputs.begins[i], bytes);
     }
   }
 }
@@ -217,17 +215,9 @@ void Exchange::gather_direct(int rank) {
 void Exchange::gather_staged(int rank, uint64_t chunk) {
   const std::byte* slot = team_.control().staging(rank, static_cast<int>(chunk % Control::kStagingSlots));
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
-    const Segment& segment = op_.segments[piece->segment];
-    const size_t element_bytes = size_of(segment.shard.dtype);
-    std::byte* to = place_of(rank, piece->segment) + static_cast<size_t>(piece->begin) * element_bytes;
-    const size_t bytes = static_cast<size_t>(piece->numel) * element_bytes;
-    put_gathered(op_, piece->segment, to, slot + piece->offset_bytes, bytes);
+    put_gathered(op_, piece->segment, op_.place_of(rank, piece->segment) + piece->begin_bytes,
+                 slot + piece->offset_bytes, piece->size_bytes);
   }
-}
-
-std::byte* Exchange::place_of(int rank, size_t segment) const {
-  const size_t part = op_.collective == Collective::kBroadcast ? 0 : static_cast<size_t>(rank);
-  return static_cast<std::byte*>(op_.segments[segment].full.data) + part * op_.segments[segment].shard.size_bytes();
 }
 
 const std::byte* Exchange::part_of(int rank, size_t segment) const {
@@ -252,11 +242,10 @@ void Exchange::reduce_all() {
 
 void Exchange::reduce_chunk(uint64_t chunk) {
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
-    const size_t begin_bytes = static_cast<size_t>(piece->begin) * size_of(op_.segments[piece->segment].shard.dtype);
     for (int r = 0; r < team_.world(); ++r) {
       const std::byte* slot = team_.control().staging(r, static_cast<int>(chunk % Control::kStagingSlots));
       sources_[static_cast<size_t>(r)] = peers_[static_cast<size_t>(r)].is_direct
-                                             ? part_of(r, piece->segment) + begin_bytes
+                                             ? part_of(r, piece->segment) + piece->begin_bytes
                                              : slot + window_of(r, team_.rank()) + piece->offset_bytes;
     }
     store_sums(op_, piece->segment, piece->begin, piece->numel, sources_);

@@ -41,9 +41,6 @@ class Exchange {
   void reduce_all();
   void reduce_chunk(uint64_t chunk);
 
-  bool copies() const { return op_.collective != Collective::kReduceScatter; }
-  bool has_input(int rank) const { return op_.collective != Collective::kBroadcast || rank == op_.root; }
-  std::byte* place_of(int rank, size_t segment) const;       // where a rank's input goes in our output
   const std::byte* part_of(int rank, size_t segment) const;  // what this rank shall own of a direct rank's input
   size_t window_of(int owner, int reader) const;             // offset in the owner's staging slot
   Team::Wait wait() const { return {op_.seq, deadline_}; }

@@ -2,20 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "base/error.h"
 #include "comm/host/exchange.h"
+#include "comm/peers/patience.h"
 
 namespace bucketwheel {
-namespace {
-
-// How long the destructor waits for operations in flight.
-constexpr std::chrono::seconds kHostGrace{5};
-
-}  // namespace
-
 HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<void> control_owner,
                    std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
@@ -33,15 +26,12 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
 
 HostComm::~HostComm() {
   if (health_.is_forked()) {
-    (void)team_.release();                                         // its threads and locks are the parent's: leaked
-    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
+    (void)team_.release();  // its threads and locks are the parent's: leaked
     return;
   }
-  if (watch_ != nullptr) {
-    watch_->stop();
-  }
+  watch_.reset();
   try {
-    close(Clock::now() + kHostGrace);
+    close(Clock::now() + kPatience.destructor);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
     team_->transport().leave();
   }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/peers/patience.h"
 #include "device/device_cuda.h"
 #include "kernels/pack_cuda.h"
 
@@ -224,7 +225,7 @@ LocalCudaComm::LocalCudaComm(std::shared_ptr<HostComm> host, std::shared_ptr<Loc
 
 LocalCudaComm::~LocalCudaComm() {
   try {
-    close(Clock::now() + std::chrono::seconds(5));
+    close(Clock::now() + kPatience.destructor);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
   }
 }

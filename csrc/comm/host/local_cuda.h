@@ -90,10 +90,6 @@ class LocalCudaComm final : public Comm {
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override { host_->expect_usable(); }
   Peers& peers() override { return *host_; }
-  void post(std::span<const std::byte> payload) override { host_->post(payload); }
-  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override {
-    return host_->collect(deadline, poll);
-  }
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
   void close(Deadline deadline) override;
 

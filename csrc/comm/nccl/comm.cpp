@@ -2,22 +2,17 @@
 
 #include <algorithm>
 #include <chrono>
-#include <new>
 #include <thread>
 
 #include "base/error.h"
 #include "comm/nccl/launch.h"
 #include "comm/nccl/memory.h"
+#include "comm/peers/patience.h"
 #include "comm/reaper.h"
 
 namespace bucketwheel {
 namespace {
 
-// An operation that is the next one and has not ended after so long makes a dead peer, or one that has left, a failure.
-// Shorter, and a peer that has finished first and gone would look like one.
-constexpr std::chrono::milliseconds kPeerPatience{800};
-constexpr std::chrono::seconds kGoodbyePatience{2};  // close(): for the other ranks of this host
-constexpr std::chrono::seconds kDestructorGrace{5};
 constexpr std::chrono::microseconds kPoll{100};
 constexpr std::chrono::milliseconds kLookPeriod{20};
 // How many operations issue() lets pass before it takes those that are over. The watchdog does it too, but from another
@@ -54,15 +49,13 @@ NcclComm::NcclComm(PeersRef peers, std::shared_ptr<NcclSession> session, const s
 
 NcclComm::~NcclComm() {
   if (peers_->health().is_forked()) {
-    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // its thread may hold a lock, in the parent
     return;
   }
   try {
-    close(Clock::now() + kDestructorGrace);
+    close(Clock::now() + kPatience.destructor);
   } catch (const std::exception&) {  // a destructor tells nobody; the peers see a rank that left
   }
-  inflight_.await_device(Clock::now() + kDestructorGrace);
-  watch_->stop();
+  inflight_.await_device(Clock::now() + kPatience.destructor);
 }
 
 bool NcclComm::has_windows() const { return memory_ != nullptr && memory_->is_registered(); }
@@ -92,7 +85,7 @@ size_t NcclComm::register_pool() {
           *granted = memory->register_slabs(count, deadline);
         },
         [&] {
-          const bool needs_all = Clock::now() - begin > kPeerPatience;
+          const bool needs_all = Clock::now() - begin > kPatience.peer;
           if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, "register_pool")) {
             failure->seq = issued_;
             fail(*failure);
@@ -192,16 +185,6 @@ void NcclComm::expect_usable() const {
     throw ClosedError(peers_->health().prefix(issued_, part_) + "the communicator is closed", {.seq = issued_});
   }
   peers_->health().expect_usable();
-}
-
-void NcclComm::post(std::span<const std::byte> payload) {
-  expect_usable();
-  peers_->post(payload);
-}
-
-std::vector<std::vector<std::byte>> NcclComm::collect(Deadline deadline, const std::function<void()>& poll) {
-  expect_usable();
-  return peers_->collect(deadline, poll);
 }
 
 std::shared_ptr<Handle::State> NcclComm::new_state(const Operation& op, bool is_captured) const {
@@ -409,7 +392,7 @@ void NcclComm::expect_progress() {
   const uint64_t seq = front ? front->op->seq : issued_.load();
   // A peer's failure is known before the next operation, which would hang, or block inside NCCL. That a rank is dead
   // NCCL may tell before we know it, and it does not say who it was.
-  const bool needs_all = error.has_value() || (front && front->waited > kPeerPatience);
+  const bool needs_all = error.has_value() || (front && front->waited > kPatience.peer);
   if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
     failure->seq = seq;
     fail(*failure, op);
@@ -419,7 +402,7 @@ void NcclComm::expect_progress() {
     if (!error_since_) {
       error_since_ = Clock::now();
     }
-    if (Clock::now() - *error_since_ > kPeerPatience) {
+    if (Clock::now() - *error_since_ > kPatience.peer) {
       fail(failure_of(*error, rank(), seq), op);
     }
     return;
@@ -492,7 +475,7 @@ void NcclComm::close(Deadline deadline) {
   if (peers_->health().has_failed()) {
     session_->abort();
   } else {
-    session_->destroy(earlier(deadline, Clock::now() + kGoodbyePatience));
+    session_->destroy(earlier(deadline, Clock::now() + kPatience.goodbye));
   }
   peers_->part(deadline);
 }

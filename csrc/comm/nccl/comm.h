@@ -25,7 +25,7 @@
 #include "comm/nccl/inflight.h"
 #include "comm/nccl/session.h"
 #include "comm/operation.h"
-#include "comm/peers/peers.h"
+#include "comm/peers.h"
 #include "comm/peers/watchdog.h"
 #include "device/device_cuda.h"
 
@@ -79,8 +79,6 @@ class NcclComm final : public Comm {
   HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) override;
   void expect_usable() const override;
   Peers& peers() override { return *peers_; }
-  void post(std::span<const std::byte> payload) override;
-  std::vector<std::vector<std::byte>> collect(Deadline deadline, const std::function<void()>& poll) override;
   void abort(const std::string& reason) noexcept override;
   void close(Deadline deadline) override;
 

@@ -11,7 +11,7 @@ namespace bucketwheel {
 
 namespace {
 
-constexpr std::chrono::seconds kPatience{1};
+constexpr std::chrono::seconds kStuckPatience{1};
 
 }  // namespace
 
@@ -32,7 +32,7 @@ struct NcclMemory::Windows {
       return true;
     }
     try {
-      const std::unique_lock lock = session->lock_for(kPatience);
+      const std::unique_lock lock = session->lock_for(kStuckPatience);
       if (!lock) {
         return false;
       }

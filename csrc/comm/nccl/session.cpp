@@ -111,19 +111,19 @@ class Attempt {
   std::shared_ptr<NcclSession> session_;
 };
 
-struct Patience {
+struct Waiting {
   Deadline deadline;
   const std::function<void()>& poll;  // as of run_until()
 };
 
-std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what, int device,
+std::shared_ptr<NcclSession> attempt(const Waiting& waiting, const char* what, int device,
                                      std::function<void(Attempt&)> make) {
   auto made = std::make_shared<Attempt>();
   // A text for each thread: what() is shared by copies of an error, in ways that the thread sanitizer does not see.
   const std::string late =
       std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached";
   try {
-    std::function<void()> task = [made, late, deadline = patience.deadline, device, make = std::move(make)] {
+    std::function<void()> task = [made, late, deadline = waiting.deadline, device, make = std::move(make)] {
       if (has_passed(deadline)) {
         throw CommTimeout(late);  // the thread has run too late: NCCL is not asked for what nobody waits for any more
       }
@@ -131,7 +131,7 @@ std::shared_ptr<NcclSession> attempt(const Patience& patience, const char* what,
       const RelaxedCapture relaxed;  // somebody may be capturing a graph
       make(*made);
     };
-    if (run_until(patience.deadline, std::move(task), patience.poll)) {
+    if (run_until(waiting.deadline, std::move(task), waiting.poll)) {
       return made->session();
     }
   } catch (...) {
@@ -197,8 +197,8 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
                                                int world, NcclSettings settings, const NcclUses& uses,
                                                Deadline deadline) {
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
-  const Patience patience{deadline, kept->poll};
-  return attempt(patience, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
+  const Waiting waiting{deadline, kept->poll};
+  return attempt(waiting, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> comm;
     const int result = BW_NCCL_CALL(api, comm_init_rank_config, comm.place(), world, id, rank, &config);
@@ -217,8 +217,8 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
 std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings settings, const NcclUses& uses,
                                                 Deadline deadline) {
   const auto kept = std::make_shared<const NcclSettings>(std::move(settings));
-  const Patience patience{deadline, kept->poll};
-  return attempt(patience, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
+  const Waiting waiting{deadline, kept->poll};
+  return attempt(waiting, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
     NcclResult<NcclCommRef> place;
     {

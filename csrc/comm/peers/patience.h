@@ -15,7 +15,7 @@ struct Patience {
   std::chrono::milliseconds read{250};
   // Until all ranks have told how far they have come; who has not is taken for one that does not answer.
   std::chrono::milliseconds answer{3000};
-  // Of a rank that leaves, for the others to take notice.
+  // Of a rank that leaves, for the others to take notice; and of one whose data stopped coming, to hear why.
   std::chrono::milliseconds goodbye{2000};
   // Of an operation that waits, for a Store that nobody can reach any more: with it went the process that had it.
   std::chrono::milliseconds store{5000};

@@ -1,7 +1,6 @@
 #include "comm/peers/store_peers.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -35,14 +34,6 @@ StorePeers::StorePeers(std::string name, int rank, int world, std::chrono::nanos
       ways_(std::move(ways)),
       gone_(static_cast<size_t>(world)),
       watch_(watch([this] { look(); })) {}
-
-StorePeers::~StorePeers() {
-  if (health_.is_forked()) {
-    new (std::nothrow) std::shared_ptr<Watch>(watch_);  // leaked: its thread may hold a lock, in the parent
-    return;
-  }
-  watch_->stop();
-}
 
 // ---- rounds
 

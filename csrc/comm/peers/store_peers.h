@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/peers.h"
 #include "comm/peers/link.h"
-#include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 
 namespace bucketwheel {
@@ -47,7 +47,6 @@ class StorePeers final : public Peers {
     std::shared_ptr<Bell> bell = std::make_shared<Bell>();
   };
   StorePeers(std::string name, int rank, int world, std::chrono::nanoseconds timeout, Ways ways, std::string id = {});
-  ~StorePeers() override;
 
   Health& health() override { return health_; }
   std::chrono::nanoseconds timeout() const override { return timeout_; }
@@ -109,7 +108,7 @@ class StorePeers final : public Peers {
   std::array<std::atomic<uint64_t>, kCounts> progress_{};
   std::optional<Clock::time_point> asked_at_;  // by a timeout; stays, as the answers do
   std::optional<Answers> answers_;
-  const std::shared_ptr<Watch> watch_;
+  const std::shared_ptr<Watch> watch_;  // the first to go
 };
 
 }  // namespace bucketwheel

@@ -1,12 +1,11 @@
 #include "comm/peers/tie.h"
 
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
-#include "comm/peers/peers.h"
+#include "comm/peers.h"
 
 namespace bucketwheel {
 namespace {
@@ -61,7 +60,6 @@ Tie::Tie(CommRef one, CommRef other)
 
 Tie::~Tie() {
   if (process_.is_foreign()) {
-    new (std::nothrow) std::shared_ptr<Watch>(std::move(watch_));  // leaked: its thread may hold a lock, in the parent
     return;
   }
   watch_->stop();

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -19,7 +20,6 @@ constexpr std::chrono::milliseconds kPeriod{100};
 class Looked final : public Watch {
  public:
   explicit Looked(std::function<void()> look) : look_(std::move(look)) {}
-  ~Looked() override { Looked::stop(); }
   void stop() noexcept override {
     std::function<void()> dropped;
     std::lock_guard lock(mutex_);
@@ -35,6 +35,19 @@ class Looked final : public Watch {
  private:
   std::mutex mutex_;
   std::function<void()> look_;
+};
+
+// What watch() gives out; the watchdog has the Looked for as long as it looks.
+struct Owner {
+  std::shared_ptr<Looked> looked;
+  MadeIn process{};
+  ~Owner() {
+    if (process.is_foreign()) {
+      new (std::nothrow) std::shared_ptr<Looked>(std::move(looked));  // its thread may hold a lock, in the parent
+    } else {
+      looked->stop();
+    }
+  }
 };
 
 struct Watchdog {
@@ -86,7 +99,7 @@ std::shared_ptr<Watch> watch(std::function<void()> look) {
     }).detach();
     dog.is_running = true;
   }
-  return made;
+  return {std::make_shared<Owner>(made), made.get()};
 }
 
 void wake_watchdog() {

@@ -17,8 +17,8 @@ class Watch {
   virtual void stop() noexcept = 0;
 };
 
-// Has `look` called until stop() or until the Watch is gone. It must not throw, nor wait for long: others are looked
-// after by the same thread.
+// Has `look` called until stop() or until the Watch is gone, which waits while it looks. It must not throw, nor wait for
+// long: others are looked after by the same thread. In a forked child nothing is called or freed.
 std::shared_ptr<Watch> watch(std::function<void()> look);
 // Has everything looked after now.
 void wake_watchdog();

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bucketwheel.comm import background, gloo
 from bucketwheel.comm import peers as agreement
@@ -22,9 +23,10 @@ from bucketwheel.native import core
 
 __all__ = ["backend_of", "make"]
 
-# What an all_to_all carries, to all peers together: long enough that its cost does not count, small beside a model.
-_ROOM_BYTES = 4 << 20
+# What is under way for each peer at once, and for all of them (docs/performance.md).
+_PEER_BYTES, _ROOM_BYTES = 3 << 20, 16 << 20
 _LEAST_BYTES = 64 << 10  # of each peer, where there are many
+_MOST_THREADS = 6  # of gloo's, each of which carries one all_to_all
 _SLICE = timedelta(milliseconds=50)  # between two looks whether the communicator has failed
 _PAUSE_S = 0.01
 # Behind the time limit of an operation. Our own limit comes first: torch's passes without a word to the other ranks.
@@ -72,31 +74,36 @@ class _Group:
         )  # its newer name
         self._peers = [peer for peer in range(size) if peer != rank]
         self._limit_s = timeout_s + _LATE_S
-        length = max(_ROOM_BYTES, _LEAST_BYTES * len(self._peers))
+        length = max(min(_PEER_BYTES * len(self._peers), _ROOM_BYTES), _LEAST_BYTES * max(len(self._peers), 1))
         self.rooms = [
             (torch.empty(length, dtype=torch.uint8), torch.empty(length, dtype=torch.uint8))
             for _ in range(core.C10D_ROOMS)
         ]
-        self._works: list[Any] = [None] * len(self.rooms)  # by room; the last of it, from its start on
+        self._works: list[list[Any]] = [[] for _ in self.rooms]  # by room, until they are over: they own what they send
 
-    def start(self, room: int, sent: list[int], received: list[int]) -> None:
+    def start(self, room: int, source: Tensor | None, begin: int, sent: list[int], received: list[int]) -> None:
+        """Sends ``source``, or the first bytes of the room's own; receives from byte ``begin`` of the room on."""
         out, into = self.rooms[room]
+        source = out[: sum(sent)] if source is None else source
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=self._limit_s)
-        self._works[room] = self._all_to_all(into[: sum(received)], out[: sum(sent)], received, sent, options)
+        into = into[begin : begin + sum(received)]
+        self._works[room].append(self._all_to_all(into, source, received, sent, options))
 
     def wait(self, room: int) -> bool:
-        work = self._works[room]
-        if not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # that the time is over, or what it has failed with
-                work.wait(_SLICE)
-        if not work.is_completed():
-            return False
-        work.wait()  # raises what it has failed with
+        works = self._works[room]
+        while works:
+            if not works[0].is_completed():
+                with contextlib.suppress(RuntimeError):  # that the time is over, or what it has failed with
+                    works[0].wait(_SLICE)
+            if not works[0].is_completed():
+                return False
+            works[0].wait()  # raises what it has failed with
+            works.pop(0)
         return True
 
     def abandon(self) -> None:
-        background.start(_let_go, self, [work for work in self._works if work is not None])
+        background.start(_let_go, self, [work for works in self._works for work in works])
 
     def give_up(self) -> None:
         """What is under way ends, on all ranks, where the backend can do that."""
@@ -118,7 +125,7 @@ def _let_go(group: _Group, works: list[Any]) -> None:
 
 def _connect(rendezvous: Rendezvous, backend: str) -> Any:
     if backend == "gloo":
-        return gloo.connect(rendezvous, "data")
+        return gloo.connect(rendezvous, "data", threads=min(2 * (rendezvous.size - 1), _MOST_THREADS))
     late = f"backend {backend!r} of torch.distributed has not connected the ranks"
     return rendezvous.ask(lambda _: _registered_group(rendezvous, backend), late=late)
 

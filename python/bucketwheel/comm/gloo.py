@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -19,20 +20,30 @@ _NO_TIMEOUT = timedelta(days=365)  # gloo gives a group up for good when a time 
 _UNUSED_TAG = 8
 
 
-def connect(rendezvous: Rendezvous, name: str) -> Any:
+def connect(rendezvous: Rendezvous, name: str, threads: int = 2) -> Any:
     """A gloo process group of the ranks that meet, nobody else's; ``name`` is this one's among theirs. `CommError`, or
     `CommTimeout` when neither gloo nor the Store answers a little after the deadline."""
-    return rendezvous.ask(lambda _: _connect(rendezvous, name), late="neither gloo nor the Store has answered")
+    return rendezvous.ask(lambda _: _connect(rendezvous, name, threads), late="neither gloo nor the Store has answered")
 
 
-def _connect(rendezvous: Rendezvous, name: str) -> Any:
-    store, limit = dist.PrefixStore(name, rendezvous.store), timedelta(seconds=rendezvous.left_s)
+def _connect(rendezvous: Rendezvous, name: str, threads: int) -> Any:
+    store, options = dist.PrefixStore(name, rendezvous.store), dist.ProcessGroupGloo._Options()
+    options._timeout, options._threads = timedelta(seconds=rendezvous.left_s), threads
     try:
-        group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, limit)
+        options._devices = _devices()
+        group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
     except RuntimeError as error:
         raise CommError(f"the ranks could not connect by gloo: {error}") from error
     set_default_timeout(group, _NO_TIMEOUT)
     return group
+
+
+def _devices() -> list[Any]:
+    """As torch chooses them."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 
 def give_up(group: Any, peer: int) -> None:

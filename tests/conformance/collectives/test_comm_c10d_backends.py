@@ -20,10 +20,8 @@ import torch.distributed as dist
 from bucketwheel.comm import c10d
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import RankPool
-from tests.conformance.collectives.suite import CASES, ENDS, Case
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
-from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist
 
@@ -100,20 +98,6 @@ def test_a_registered_backend_that_does_not_connect_is_given_up():
             assert took_s < 1 + 3 * SOON_S
             hangs = "backend 'hanging_post' of torch.distributed has not connected the ranks"
             assert rank == 0 or text.endswith(hangs), text
-
-
-def on_registered(rank: int, size: int, cases: list[Case]) -> None:
-    dist.Backend.register_backend("post", make_post, devices=["cpu"])
-    group = dist.new_group(backend="post")
-    for case in cases:
-        with Communicator(group, backend="c10d", timeout_s=60, name=case.__name__) as comm:
-            case(comm)
-
-
-@pytest.mark.parametrize("cases", [ENDS, slow_case(CASES)], ids=["ends", "all"])
-def test_conformance_over_a_registered_backend(cases):
-    with RankPool(3, forked=True) as pool:
-        pool.run(on_registered, list(cases), timeout_s=50)
 
 
 # ------------------------------------------------------------------------------------------------------------- failure
@@ -207,7 +191,7 @@ def test_what_is_abandoned_keeps_its_memory_until_it_is_over(ends):
     held = Holding()
     with mock.patch.object(c10d, "_LATE_S", 0.0):
         group = c10d._Group(held, 0, 2, 60.0 if ends == "all_to_all" else 0.5)
-    group.start(0, [0, 100], [0, 100])
+    group.start(0, None, 0, [0, 100], [0, 100])
     assert not group.wait(0)
     group.abandon()
     memory = weakref.ref(group.rooms[0][1])

@@ -1,4 +1,4 @@
-"""The shm backend on systems that lack something, and beside users and processes that are none of its ranks."""
+"""The shm backend on systems that lack something, with ranks that do not meet, and beside strangers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import functools
 import os
 import random
 import re
-import resource
 import socket
 import struct
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +24,14 @@ from unittest import mock
 import pytest
 import torch
 
-from bucketwheel.comm import shm
+from bucketwheel.comm import patience, shm
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import CommError
+from bucketwheel.comm.rendezvous import Rendezvous
+from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter, check_usable
 from tests.support.failure_cases import SOON_S, error_of, gather
+from tests.support.held import held, still_held
 from tests.support.refused_calls import refuse
 from tests.support.requirements import need_root
 
@@ -38,6 +39,19 @@ pytestmark = pytest.mark.dist
 
 
 # -------------------------------------------------------------------------------------------- systems that lack something
+
+
+def made(backend: str) -> tuple[str, list[str]]:
+    """The backend of a new communicator, and what was warned of; the error instead where there is one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            comm = Communicator(backend=backend, timeout_s=60)
+        except CommError as error:
+            return str(error), []
+    with comm:
+        check_usable(comm)
+        return comm.backend, [str(one.message) for one in caught]
 
 
 def lacking(rank: int, size: int, calls: list[str]) -> str:
@@ -59,57 +73,103 @@ def lacking(rank: int, size: int, calls: list[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("calls", [["pidfd_open"], ["sealing"], ["pidfd_open", "sealing"]], ids=" and ".join)
-def test_what_it_can_do_without(calls):
+def test_what_it_can_do_without():
     """Deaths are seen without pidfds too."""
     with RankPool(3, forked=True) as pool:
-        for text in pool.run(lacking, calls, expect_dead=[1])[::2]:
+        for text in pool.run(lacking, ["pidfd_open", "sealing"], expect_dead=[1])[::2]:
             assert "rank 1" in text and "died" in text
 
 
 def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[str, list[str]]:
-    if rank not in ranks:
-        pass
-    elif call == "large files":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    else:
+    if rank in ranks:
         refuse(call)
-    with pytest.raises(CommError, match="cannot share memory") as refused:
-        Communicator(backend="shm", timeout_s=30)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        comm = Communicator(timeout_s=30)
-    with comm:
-        assert comm.backend == "c10d"
-        check_usable(comm)
-    return str(refused.value), [str(one.message) for one in caught]
-
-
-NO_MEMFDS = r"CommError: cannot make shared memory \(memfd_create\) of \d+ bytes: Function not implemented"
-NO_SOCKETS = r"OSError: \[Errno 97\] Address family not supported by protocol"
-TOO_LARGE = r"CommError: cannot make shared memory \(ftruncate\) of \d{7,} bytes: File too large"
+    return made("shm")[0], made("auto")
 
 
 @pytest.mark.parametrize(
     ("call", "ranks", "reason"),
     [
-        ("memfd_create", [1], NO_MEMFDS),
-        ("unix sockets", [1], NO_SOCKETS),
-        ("unix sockets", [0, 1, 2], NO_SOCKETS),
-        ("large files", [0, 1, 2], TOO_LARGE),
+        (
+            "memfd_create",
+            [1],
+            r"CommError: cannot make shared memory \(memfd_create\) of \d+ bytes: Function not implemented",
+        ),
+        ("unix sockets", [0, 1, 2], r"OSError: \[Errno 97\] Address family not supported by protocol"),
     ],
 )
 def test_what_it_cannot_do_without(call, ranks, reason):
     """All ranks refuse, with the reason; "auto" takes another backend and says why."""
     with RankPool(3, forked=True) as pool:
         results = pool.run(lacking_on_some, call, ranks)
-    for text, told in results:
-        for said in (text, *told):
+    for refused, (backend, told) in results:
+        assert "cannot share memory" in refused and (backend, len(told)) == ("c10d", 1) and "slower" in told[0]
+        for said in (refused, *told):
             lines = said.splitlines()[1:]
             assert len(lines) == len(ranks), said
             for line, lacks in zip(lines, ranks, strict=True):
                 assert re.fullmatch(rf"  rank {lacks}: {reason}", line), said
-        assert len(told) == 1 and "slower" in told[0]
+
+
+# ------------------------------------------------------------------------------------------------- ranks that do not meet
+
+
+def found(rank: int, size: int, backend: str, finds: bool) -> tuple[str, list[str]]:
+    """The last rank takes the others' sockets for somebody else's, or there is nobody where it calls."""
+    with contextlib.ExitStack() as stack:
+        if rank == size - 1 and finds:
+            stack.enter_context(mock.patch.object(shm, "_is_peer", return_value=False))
+        elif rank == size - 1:
+            connect = mock.Mock(return_value=errno.ECONNREFUSED)
+            stack.enter_context(mock.patch.object(socket.socket, "connect_ex", connect))
+        return made(backend)
+
+
+@pytest.mark.parametrize("finds", [True, False], ids=["found", "apart"])
+def test_auto_tells_why_ranks_of_one_host_are_not_connected(finds):
+    """Of ranks on several hosts there is nothing to tell."""
+    reason = "rank 2: ConnectionRefusedError: "
+    with RankPool(3, forked=True) as pool:
+        for backend, told in pool.run(found, "auto", finds):
+            assert (backend, len(told)) == ("c10d", finds)
+            assert not finds or ("found each other on one host" in told[0] and reason in told[0])
+        for refused, _ in pool.run(found, "shm", finds):
+            assert ("found each other on one host" if finds else "cannot share memory") in refused and reason in refused
+
+
+def one_comes_late(rank: int, size: int) -> None:
+    """Behind the time limit of the others, who await rank 0 a little longer than each other."""
+    if rank == 0:
+        time.sleep(3.7)
+    with Communicator(backend="shm", timeout_s=3.0) as comm:
+        check_usable(comm)
+
+
+def test_ranks_that_have_met_late_have_time_for_their_calls():
+    with RankPool(3, forked=True) as pool:
+        pool.run(one_comes_late, timeout_s=60)
+
+
+def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
+    """Rank 0, by Ctrl-C, when it asks for what the communicator is known by."""
+    before = held()
+    error = ""
+    asked = mock.PropertyMock(side_effect=KeyboardInterrupt) if rank == 0 else Rendezvous.id
+    with mock.patch.object(Rendezvous, "id", asked):
+        try:
+            Communicator(backend="shm", timeout_s=3)
+        except (KeyboardInterrupt, CommTimeout) as caught:
+            error = str(caught)
+    return error, still_held(before)
+
+
+def test_an_interrupted_making_leaves_no_sockets():
+    """The others hear who is missing by their time limit."""
+    with RankPool(3, forked=True) as pool:
+        (_, left), *others = pool.run(interrupted_at_the_store, timeout_s=60)
+    assert left == ""
+    for error, left_there in others:
+        assert error == "the communicator was not made within 3 s: ranks [0] have not come"
+        assert left_there == ""
 
 
 # ------------------------------------------------------------------------------------------------------- other users
@@ -195,107 +255,6 @@ def test_memory_is_shut_to_other_users():
             assert "none" in own  # the ways are ways
 
 
-def call_all(addresses: list[str], called: int, hello_of_a_rank: bytes) -> str:
-    """Calls each address with hellos that are none, and with ``hello_of_a_rank``; writes to the file descriptor ``called``, and
-    waits for what comes of it: a caller who says nothing is hung up on when every rank has called.
-    """
-    calls = []
-    for address in addresses:
-        for hello in (b"", b"x" * 24, bytes(4000), b"xyz", hello_of_a_rank):
-            call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            call.settimeout(20)
-            try:
-                call.connect("\0" + address)
-            except ConnectionRefusedError:  # another test's, which is over
-                continue
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hung up on already
-                if hello:
-                    call.send(hello)
-            calls.append(call)
-    os.write(called, b".")
-    for call in calls:
-        with contextlib.suppress(ConnectionResetError):
-            if call.recv(100):
-                return "somebody answered"
-    return "hung up on" if len(calls) >= 8 else f"{len(calls)} calls"
-
-
-def listening() -> list[str]:
-    """Names of the sockets in the abstract namespace on which ranks of this test meet, and not another's that runs beside it:
-    all have one parent."""
-    held = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getppid():
-                held |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@bucketwheel-" in line]
-    return [line[-1][1:] for line in lines if f"socket:[{line[6]}]" in held]
-
-
-def called_by_others(rank: int, size: int, user: int | None, called: Path) -> str:
-    """The last rank calls once something stands in the file ``called``; until then the others listen, and somebody else calls
-    them: as that rank, with their secret, if of another user.
-    """
-    secret = bytes(range(16))
-    nonce = secret if user is not None else b"x" * 16
-    make_links = shm._Links.__init__
-
-    def make_known_links(links: Any, *words: Any) -> None:
-        make_links(links, *words)
-        links.nonce = secret
-
-    if rank == size - 1:
-        call_lower_ranks = shm._Links._call_lower_ranks
-
-        def call_late(links: Any) -> None:
-            until = time.monotonic() + 40
-            while not called.stat().st_size and time.monotonic() < until:
-                time.sleep(0.01)
-            call_lower_ranks(links)
-
-        with (
-            mock.patch.object(shm._Links, "_call_lower_ranks", call_late),
-            Communicator(backend="shm", timeout_s=60) as comm,
-        ):
-            check_usable(comm)
-        return ""
-    said: list[str] = []
-
-    def call() -> None:
-        until = time.monotonic() + 30
-        while len(listening()) < size - 1 and time.monotonic() < until:
-            time.sleep(0.01)
-        found = listening()
-        with called.open("w") as mark:
-            hello = shm._HELLO.pack(size - 1, nonce, shm._VERSION)
-            answer = as_user(user, functools.partial(call_all, found, mark.fileno(), hello))
-        said.append(f"{len(found) >= size - 1} {answer}")
-
-    caller = threading.Thread(target=call)
-    if rank == 0:
-        caller.start()
-    with (
-        mock.patch.object(shm._Links, "__init__", make_known_links),
-        Communicator(backend="shm", timeout_s=60) as comm,
-    ):
-        check_usable(comm)
-        if rank == 0:
-            caller.join(60)
-    return "".join(said)
-
-
-@pytest.mark.parametrize("user", [None, OTHER_UID])
-def test_callers_that_are_no_ranks_are_hung_up_on(user, tmp_path):
-    """Of another user, whatever they know, or of ours but without the secret."""
-    if user is not None:
-        need_root()
-    called = tmp_path / "called"
-    called.touch()
-    with RankPool(3, forked=True) as pool:
-        assert pool.run(called_by_others, user, called)[0] == "True hung up on"
-
-
 def test_a_rank_that_is_another_process_is_refused():
     """Credentials come from the kernel; what a process says of itself does not count."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -350,3 +309,33 @@ def test_fuzzed_hellos():
                 assert found == (rank if is_whole and rank in (2, 4) else None)
                 told["hung up on" if found is None else "taken"] += 1
     assert min(told.values()) >= 500 and len(told) == 3, told
+
+
+def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
+    """Then no longer than any other."""
+    own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
+    rendezvous = mock.Mock(attempt=lambda step: step())
+    links = mock.Mock(
+        rank=0, size=3, nonce=bytes(16), peers=[own, own, other], rendezvous=rendezvous, until=time.monotonic() + 30
+    )
+    limit_s = 0.2
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(patience, "PATIENCE", replace(patience.PATIENCE, step_s=limit_s)))
+        listener, rank, stranger = (
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)
+        )
+        listener.bind("")
+        listener.listen()
+        acceptor = stack.enter_context(shm._Acceptor(links, listener))
+        rank.connect(listener.getsockname())
+        rank.settimeout(4 * limit_s)
+        with pytest.raises(TimeoutError):
+            rank.recv(1)
+        rank.send(shm._HELLO.pack(1, links.nonce, shm._VERSION))
+        until = time.monotonic() + 20
+        while 1 not in acceptor.accepted and time.monotonic() < until:
+            time.sleep(0.01)
+        stranger.connect(listener.getsockname())
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b"" and list(acceptor.accepted) == [1]
+        acceptor.accepted[1].close()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,25 +31,21 @@ def verdict_of(folder, capsys, status: int = 1) -> tuple[dict, str]:
     return one, capsys.readouterr().out
 
 
-def sleeper(rank: int, size: int, sleep_s: float, comes: bool) -> None:
+def sleeper(rank: int, size: int) -> None:
     with Communicator(backend="shm", name="sleepy", timeout_s=0.7) as comm:
         full, shard = torch.empty(size * 8), torch.ones(8)
         all_gather(full, shard, comm).wait()
         if rank == 1:
-            time.sleep(sleep_s)
-            if comes:
-                with pytest.raises(CommError, match="failed first"):
-                    reduce_scatter(shard, full, comm).wait()
+            time.sleep(1.6)
         else:
             with pytest.raises(CommTimeout):
                 reduce_scatter(shard, full, comm).wait()
 
 
-@pytest.mark.parametrize("comes", [False, True], ids=["never", "late"])
-def test_a_rank_that_sleeps(tmp_path, capsys, comes):
-    """Its watchdog writes its ring while it sleeps; when it comes, it has a failed operation like the others."""
+def test_a_rank_that_sleeps(tmp_path, capsys):
+    """Its watchdog writes its ring while it sleeps."""
     with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
-        pool.run(sleeper, 1.6, comes)
+        pool.run(sleeper)
     one, text = verdict_of(tmp_path, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)
@@ -58,8 +53,7 @@ def test_a_rank_that_sleeps(tmp_path, capsys, comes):
     assert (one["culprits"], one["late"], one["missing"], one["stopped_at"]) == ([1], [1], [], 2)
     assert "ranks [1] stopped first, at operation 2: late" in text
     assert "in 2 (reduce_scatter of 1 tensor, 96 bytes) for" in text
-    if not comes:
-        assert "had not called 2 | (not noticed yet)" in text
+    assert "had not called 2 | (not noticed yet)" in text
 
 
 def killed(rank: int, size: int) -> None:
@@ -81,36 +75,54 @@ def test_a_rank_that_is_killed(tmp_path, capsys):
     assert "ranks [2] stopped first, at operation 2: died or left" in text
 
 
-def rows(rank: int, size: int, backend: str) -> None:
-    """Two shard groups, whose communicators have one name; then they do so again; then each rank has one alone."""
+def test_the_ring_holds_the_last_operations(tmp_path, monkeypatch):
+    monkeypatch.setenv("BW_TRACE_DIR", str(tmp_path))
+    code = """
+import torch
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.kernels.ops import all_gather
+comm = Communicator(name="box")
+for _ in range(1030):
+    all_gather(torch.empty(3), torch.empty(3), comm).wait()
+comm.abort('"why"')
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert (record["comm"], record["rank"], record["world"]) == ("box", 0, 1)
+    assert path.name == f"box-{record['id']}-rank0.json" and len(record["id"]) == 16
+    assert 'aborted by rank 0: "why"' in record["reason"]
+    assert [op["seq"] for op in record["operations"]] == list(range(7, 1031))
+    last = record["operations"][-1]
+    assert (last["kind"], last["tensors"], last["bytes"], last["state"]) == ("all_gather", 1, 12, "done")
+    assert last["issued_s"] <= last["started_s"] <= last["finished_s"]
+
+
+def rows(rank: int, size: int) -> None:
+    """Two shard groups, whose communicators have one name; then each rank has one of that name alone."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for _ in range(2):
-        with Communicator(groups[rank // 2], backend=backend, name="row", timeout_s=30) as comm:
-            all_gather(torch.empty(4), torch.ones(2), comm).wait()
+    with Communicator(groups[rank // 2], name="row", timeout_s=30) as comm:
+        all_gather(torch.empty(4), torch.ones(2), comm).wait()
+        comm.exchange(b"")
+        if rank in (1, 2):
+            comm.abort(f"by {rank}")
+        with pytest.raises(CommError):
             comm.exchange(b"")
-            if rank in (1, 2):
-                comm.abort(f"by {rank}")
-            with pytest.raises(CommError):
-                comm.exchange(b"")
     with Communicator(LocalWorld(1).rank(0), name="row") as comm:
         comm.abort("alone")
 
 
-@pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys, backend):
+def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys):
     """Of other processes, and of the same one."""
     with RankPool(4, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
-        pool.run(rows, backend)
-    assert len(list(tmp_path.iterdir())) == 2 * 4 + 4
+        pool.run(rows)
+    assert len(list(tmp_path.iterdir())) == 4 + 4
     assert main(["flight", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["communicators"]
-    assert {one["comm"] for one in found} == {"row"} and len({one["id"] for one in found}) == len(found) == 2 * 2 + 4
+    assert {one["comm"] for one in found} == {"row"} and len({one["id"] for one in found}) == len(found) == 2 + 4
     shared = [one for one in found if one["world"] == 2]
-    assert sorted(one["culprits"] for one in shared) == [[0], [0], [1], [1]] and not any(
-        one["missing"] for one in shared
-    )
-    pids = [tuple(line.split()[0] for line in one["ranks"].values()) for one in shared]
-    assert sorted(Counter(pids).values()) == [2, 2] and len({pid for row in pids for pid in row}) == 4
+    assert sorted(one["culprits"] for one in shared) == [[0], [1]] and not any(one["missing"] for one in shared)
+    assert len({line.split()[0] for one in shared for line in one["ranks"].values()}) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- the files
@@ -157,47 +169,35 @@ def reasons(folder: Path) -> list[str]:
     return [json.loads(path.read_text())["reason"] for path in sorted(folder.iterdir())]
 
 
-def test_files_are_whole_and_for_their_user_alone(tmp_path):
-    assert write_twice(tmp_path) == ""
-    assert len(reasons(tmp_path)) == 2 and not any("not noticed yet" in reason for reason in reasons(tmp_path))
+@pytest.mark.parametrize("name", ["box", "n" * 300 + "/\u00e9\n\0"])
+def test_files_are_whole_and_for_their_user_alone(tmp_path, capsys, name):
+    assert write_twice(tmp_path, name=name) == ""
+    reasons = [json.loads(path.read_text())["reason"] for path in tmp_path.iterdir()]
+    assert len(reasons) == 2 and not any("not noticed yet" in reason for reason in reasons)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    one, _ = verdict_of(tmp_path, capsys)
+    assert (one["comm"], one["missing"]) == (name, [])
+    assert all(path.name.isprintable() and len(path.name) < 150 for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["file", "file.with_name(f'{file.name}.{os.getpid()}')"], ids=["whole", "unfinished"])
-def test_links_of_others_are_not_followed(tmp_path, name):
-    folder, precious = tmp_path / "rings", tmp_path / "precious"
-    precious.write_text("precious")
-    said = write_twice(folder, f"lambda file: (file.unlink(), {name}.symlink_to({str(precious)!r}))")
-    assert precious.read_text() == "precious"
-    written = [path for path in sorted(folder.iterdir()) if not path.is_symlink()]
-    if name == "file":
-        assert said == "" and len(written) == 2
-    else:
-        assert len(written) == 1
-        assert "rank 1/2 comm 'box'" in said and "File exists" in said and said.count("\n") == 1
+LINK = "file.with_name(f'{file.name}.{os.getpid()}').symlink_to"
 
 
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
+        (f"lambda file: (file.unlink(), {LINK}(folder.parent / 'precious'))", "File exists"),
         ("lambda file: shutil.rmtree(folder)", "No such file or directory"),
-        ("lambda file: (file.unlink(), file.mkdir())", "Is a directory"),
         ("lambda file: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))", "File too large"),
     ],
-    ids=["folder", "rename", "full"],
+    ids=["link", "folder", "full"],
 )
 def test_what_cannot_be_written_is_told(tmp_path, spoil, why):
-    folder = tmp_path / "rings"
+    """Links of others are not followed."""
+    folder, precious = tmp_path / "rings", tmp_path / "precious"
+    precious.write_text("precious")
     said = write_twice(folder, spoil)
     assert "[bucketwheel rank 1/2 comm 'box'] its last operations are not in BW_TRACE_DIR: cannot " in said
     assert why in said and said.count("\n") == 1
-    assert not list(folder.glob("*.json.*"))
-
-
-@pytest.mark.parametrize("name", ["n" * 300 + "/ag", "\u00e9" * 150, "a/b\n\0c"])
-def test_every_name_of_a_communicator_makes_a_file(tmp_path, capsys, name):
-    assert write_twice(tmp_path, name=name) == ""
-    assert len(reasons(tmp_path)) == 2
-    one, _ = verdict_of(tmp_path, capsys)
-    assert (one["comm"], one["missing"]) == (name, [])
-    assert all(path.name.isprintable() and len(path.name) < 150 for path in tmp_path.iterdir())
+    assert not [path for path in folder.glob("*.json.*") if not path.is_symlink()]
+    assert precious.read_text() == "precious"

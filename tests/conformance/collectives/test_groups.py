@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_threads
-from tests.support.optim_twins import TINY, Run, make_params, run_local
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.optim_twins import TINY, Run, make_params
+
+pytestmark = pytest.mark.dist
 
 # --- sub-groups -------------------------------------------------------------------------------------------------------
 
@@ -56,29 +57,16 @@ def in_torch_groups(rank: int, world: int) -> list[Tensor] | str:
     return steps_of(group, rank // 2 if rank < 3 else 0, 2 if rank < 3 else 1, 2 + rank // 3, rank // 3)
 
 
-@pytest.mark.dist
 def test_parts_of_a_communicator_train_by_themselves(rank_pool: Callable[[int], Any]) -> None:
     for rank, got in enumerate(rank_pool(4).run(split_off)):
         assert_bitwise_equal(got, local_twin(3 + rank % 2, rank % 2), f"rank {rank}")
 
 
-@pytest.mark.dist
 def test_process_groups_train_by_themselves(rank_pool: Callable[[int], Any]) -> None:
     got = rank_pool(4).run(in_torch_groups)
     for rank in (0, 2, 3):
         assert_bitwise_equal(got[rank], local_twin(2 + rank // 3, rank // 3), f"rank {rank}")
     assert "dist.new_group" in got[1]
-
-
-def test_parts_of_threads_train_by_themselves() -> None:
-    def body(comm: Communicator) -> list[Tensor]:
-        part = comm.split(color=comm.rank // 2)
-        assert part is not None
-        with part:
-            return steps_of(part, part.rank, part.size, 2 + 3 * (comm.rank // 2), comm.rank // 2)
-
-    for rank, got in enumerate(run_local(3, body)):
-        assert_bitwise_equal(got, local_twin(2 + 3 * (rank // 2), rank // 2), f"rank {rank}")
 
 
 # --- a GAN ------------------------------------------------------------------------------------------------------------
@@ -87,14 +75,14 @@ def test_parts_of_threads_train_by_themselves() -> None:
 class Gan:
     """Two models, an optimizer for each, and the usual loop: the critic steps more often than the generator."""
 
-    def __init__(self, make_optimizer: Callable[[str, list[nn.Parameter]], Any]) -> None:
+    def __init__(self, make_optimizer: Callable[[list[nn.Parameter]], Any]) -> None:
         generator = torch.Generator().manual_seed(7)
         self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 6))
         self.critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
         for p in (*self.generator.parameters(), *self.critic.parameters()):
             p.data = torch.randn(p.shape, generator=generator) / 4
-        self.g_opt = make_optimizer("generator", list(self.generator.parameters()))
-        self.c_opt = make_optimizer("critic", list(self.critic.parameters()))
+        self.g_opt = make_optimizer(list(self.generator.parameters()))
+        self.c_opt = make_optimizer(list(self.critic.parameters()))
         self.norms: list[Tensor] = []
 
     def critic_loss(self, rank: int, step: int) -> Tensor:
@@ -129,7 +117,7 @@ def _batch(rank: int, step: int, features: int) -> Tensor:
 
 def gan_twin(world: int, averages: bool) -> list[Tensor]:
     """One process that adds the ranks' gradients in their order, which is how they are added in transit."""
-    gan = Gan(lambda _, params: ShardedAdamW(params, lr=0.01))
+    gan = Gan(lambda params: ShardedAdamW(params, lr=0.01))
 
     def backward(loss: Callable[[int, int], Tensor], step: int) -> None:
         for rank in range(world):
@@ -141,44 +129,23 @@ def gan_twin(world: int, averages: bool) -> list[Tensor]:
     return gan.train(backward)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize(
-    "options",
-    [TINY, {"bucket_cap_mb": 1e-3, "overlap_param_sync": True}, {**TINY, "gradient_average": False}],
-    ids=str,
-)
-def test_a_gan_has_the_bits_of_one_process(world: int, options: dict[str, Any]) -> None:
-    expected = gan_twin(world, options.get("gradient_average", True))
-    worlds = {"generator": LocalWorld(world), "critic": LocalWorld(world)}  # each optimizer its own communicator
-
-    def body(rank: int, _: int) -> list[Tensor]:
-        comms = {name: Communicator(one.rank(rank), timeout_s=20) for name, one in worlds.items()}
-        gan = Gan(lambda name, params: ShardedAdamW(params, lr=0.01, process_group=comms[name], **options))
-        if options.get("overlap_param_sync"):
-            gan.g_opt.prefetch_params(gan.generator)
-            gan.c_opt.prefetch_params(gan.critic)
-        out = gan.train(lambda loss, step: loss(rank, step).backward())
-        for opt in (gan.c_opt, gan.g_opt):
-            opt.close()
-        for comm in comms.values():
-            comm.pool.expect_no_leases()
-            comm.close()
-        return out
-
-    for rank, got in enumerate(run_threads(body, world, timeout_s=60)):
-        assert_bitwise_equal(got, expected, f"rank {rank}")
-
-
-def gan_in_processes(rank: int, world: int) -> list[Tensor]:
-    gan = Gan(lambda _, params: ShardedAdamW(params, lr=0.01, **TINY))  # by the default process group, twice
+def gan_in_processes(rank: int, world: int, options: dict[str, Any]) -> list[Tensor]:
+    gan = Gan(lambda params: ShardedAdamW(params, lr=0.01, **options))  # by the default process group, twice
+    if options.get("overlap_param_sync"):
+        gan.g_opt.prefetch_params(gan.generator)
+        gan.c_opt.prefetch_params(gan.critic)
     out = gan.train(lambda loss, step: loss(rank, step).backward())
     gan.g_opt.close()
     gan.c_opt.close()
     return out
 
 
-@pytest.mark.dist
-def test_a_gan_by_the_default_process_group(rank_pool: Callable[[int], Any]) -> None:
-    expected = gan_twin(2, True)
-    for rank, got in enumerate(rank_pool(2).run(gan_in_processes)):
+@pytest.mark.parametrize(
+    "options",
+    [TINY, {"bucket_cap_mb": 1e-3, "overlap_param_sync": True}, {**TINY, "gradient_average": False}],
+    ids=str,
+)
+def test_a_gan_has_the_bits_of_one_process(rank_pool: Callable[[int], Any], options: dict[str, Any]) -> None:
+    expected = gan_twin(2, options.get("gradient_average", True))
+    for rank, got in enumerate(rank_pool(2).run(gan_in_processes, options)):
         assert_bitwise_equal(got, expected, f"rank {rank}")

@@ -1,4 +1,4 @@
-"""The life of communicators: what outlives them, pairs, parts, forks, the end of the process."""
+"""The life of NCCL communicators: what outlives them, pairs, forks, the end of the process, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import ClosedError
-from tests.support import simulated_nccl
+from bucketwheel.errors import CaptureError, ClosedError, DeviceError
+from bucketwheel.kernels.ops import all_gather
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support import simulated_cuda, simulated_nccl
 from tests.support.comm_cases import check_usable
-from tests.support.failure_cases import SOON_S, Error, error_of, expect_prefix, gather
-from tests.support.nccl_failure_cases import die, expect_gone, flights, fresh_ranks, nccl_comm, read_flight, script
-from tests.support.requirements import slow_case
+from tests.support.failure_cases import (
+    Error,
+    error_of,
+    expect_gone,
+    fresh_ranks,
+    gather,
+    nccl_comm,
+    read_flight,
+    script,
+)
+from tests.support.held import held, still_held
 from tests.support.simulated_cuda import posing
 
 pytestmark = pytest.mark.dist
@@ -27,93 +37,45 @@ ROOT = Path(__file__).resolve().parents[3]
 # ------------------------------------------------------------------------------------------------------- ends of a life
 
 
-def outlives(rank: int, size: int) -> None:
+def one_closes_first(rank: int, size: int) -> bytes:
     library = script()
     with posing():
-        comm = Communicator(backend="nccl", device="cuda", name="gone")
-        full, handle = gather(comm)
-        native_handle = handle._native
-        comm.close()
-        comm.close()
-        for call in (lambda: gather(comm), lambda: comm.exchange(b""), comm.register_pool, lambda: comm.split(0)):  # noqa: F821
-            kind, text, _ = error_of(call)
-            assert kind == "ClosedError" or call == comm.register_pool, (kind, text)
-            if text:
-                expect_prefix(text, rank, size, "gone")
-        assert handle.query() and handle.synchronize().wait().nbytes == full.nbytes
-        comm.abort("too late")  # does nothing
-        del comm, handle
-        assert native_handle.query()
-        expect_gathered_on(full, size)
-    expect_gone(library)
-
-
-def expect_gathered_on(full: torch.Tensor, size: int) -> None:
-    assert full.view(size, -1)[:, 0].tolist() == [float(rank) for rank in range(size)]
-
-
-@pytest.mark.parametrize("world", [1, slow_case(2), 3])
-def test_handles_and_results_outlive_their_communicator(world, rank_pool):
-    rank_pool(world).run(outlives, timeout_s=25)
-
-
-def dropped_in_flight(rank: int, size: int) -> None:
-    library = script()
-    with posing():
-        comm = Communicator(backend="nccl", device="cuda")
-        comm.exchange(b"")
+        comm = Communicator(backend="nccl", device="cuda", name="closes first")
+        comm.post(bytes([rank]))
         if rank == 0:
-            time.sleep(0.3)
-        full, handle = gather(comm, 50_000)
-        native_handle = handle._native
-        del comm, handle
-        native_handle.synchronize(5.0)
-        expect_gathered_on(full, size)
+            payloads = comm.collect()
+            comm.close()
+        time.sleep(0.3)  # the watchdog looks at it meanwhile
+        if rank != 0:
+            payloads = comm.collect()
+            comm.close()
+        assert not list(Path(os.environ["BW_TRACE_DIR"]).iterdir()), "nothing has failed"
     expect_gone(library)
+    return b"".join(payloads)
 
 
-def test_dropping_a_communicator_with_an_operation_in_flight(rank_pool):
-    rank_pool(2).run(dropped_in_flight, timeout_s=25)
+def test_a_rank_that_closes_in_order_is_no_failure(tmp_path):
+    with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
+        assert pool.run(one_closes_first, timeout_s=25) == [bytes([0, 1])] * 2
 
 
-def closes_in_flight(rank: int, size: int) -> tuple[Error, float]:
-    with nccl_comm("early") as (comm, _):
-        comm.exchange(b"")
-        if rank == 1:
-            time.sleep(0.6)
-            return error_of(lambda: gather(comm)[1].synchronize()), 0.0
-        full, handle = gather(comm)
-        begin = time.monotonic()
-        comm.close(0.2)
-        took_s = time.monotonic() - begin
-        return error_of(handle.synchronize), took_s
+def flies(rank: int, size: int) -> None:
+    with nccl_comm("box", timeout_s=1.5) as (comm, library):
+        gather(comm)[1].synchronize()
+        if rank == 0:
+            library.fake_nccl_hang(1)
+        handles = [gather(comm)[1], gather(comm)[1]]
+        assert error_of(handles[1].synchronize)[0] == "CommTimeout"
 
 
-def test_closing_with_an_operation_in_flight(rank_pool):
-    (mine, took_s), (theirs, _) = rank_pool(2).run(closes_in_flight, timeout_s=25)
-    assert mine[0] == "ClosedError" and "closed while operations were in flight" in mine[1] and took_s < SOON_S
-    assert theirs[0] == "PeerError" and theirs[2] == 0 and "rank 0 closed while operations were in flight" in theirs[1]
-
-
-def raises_inside(rank: int, size: int) -> str:
-    library = script()
-    text = ""
-    with posing():
-        try:
-            with Communicator(backend="nccl", device="cuda") as comm:
-                handle = gather(comm)[1] if rank == 1 else None
-                comm.exchange(b"")  # an abort before the other's call would be told there
-                if handle is None:
-                    raise KeyError("oops")
-                text = error_of(handle.synchronize)[1]
-        except KeyError:
-            pass
-    expect_gone(library)
-    return text
-
-
-def test_an_exception_in_the_block_aborts(rank_pool):
-    assert "aborted by rank 0: KeyError: 'oops'" in rank_pool(2).run(raises_inside, timeout_s=25)[1]
+def test_every_rank_writes_its_last_operations(tmp_path):
+    with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
+        pool.run(flies)
+    for rank in range(2):
+        record = read_flight(tmp_path, "box", rank)
+        assert (record["comm"], record["rank"], record["world"], record["backend"]) == ("box", rank, 2, "nccl")
+        assert "timeout in all_gather" in record["reason"]
+        assert [op["state"] for op in record["operations"]] == ["done", "failed", "failed"]
 
 
 def process(code: str) -> None:
@@ -130,11 +92,12 @@ def process(code: str) -> None:
     assert time.monotonic() - float(done.stdout) < 20
 
 
-@pytest.mark.parametrize("hangs", [slow_case(False), True])
-@pytest.mark.parametrize("way", ["Communicator(backend='nccl', device='cuda')", "Communicator.pair()[0]"])
-def test_the_end_of_a_process_that_does_not_close(way, hangs):
-    hang = "script.fake_nccl_hang(1)" if hangs else ""
-    process(f"comm = {way}\n{hang}\nhandle = all_gather(torch.empty(3), torch.empty(3), comm)\n")
+def test_the_end_of_a_process_whose_operation_hangs():
+    process("""
+comm = Communicator.pair()[0]
+script.fake_nccl_hang(1)
+handle = all_gather(torch.empty(3), torch.empty(3), comm)
+""")
 
 
 def test_a_forked_child_cannot_disturb_the_parent():
@@ -175,30 +138,20 @@ def many(rank: int, size: int) -> None:
             gather(comm)[1].synchronize()
             lease.release()
 
-    def counts() -> tuple[int, int]:
-        threads = len(os.listdir("/proc/self/task"))
-        return threads, len(os.listdir("/proc/self/fd"))
-
     with posing():
         for _ in range(5):
             cycle()
         expect_gone(library)
-        time.sleep(0.3)
-        before = counts()
+        before = held()
         for _ in range(60):
             cycle()
         expect_gone(library)
-        until = time.monotonic() + 3
-        while (counts() > before or library.fake_nccl_live_bytes()) and time.monotonic() < until:
-            time.sleep(0.02)
-        after = counts()
-        assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, (before, after)
+        assert still_held(before) == ""
         assert library.fake_nccl_live_bytes() == 0
 
 
-@pytest.mark.parametrize("world", [slow_case(1), 2])
-def test_many_communicators_leave_nothing(world, rank_pool):
-    rank_pool(world).run(many, timeout_s=100)
+def test_many_communicators_leave_nothing(rank_pool):
+    rank_pool(2).run(many, timeout_s=100)
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs
@@ -220,9 +173,8 @@ def pair_lives(rank: int, size: int) -> None:
     expect_gone(library)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_one_of_a_pair_goes_on_without_the_other(world, rank_pool):
-    rank_pool(world).run(pair_lives, timeout_s=40)
+def test_one_of_a_pair_goes_on_without_the_other(rank_pool):
+    rank_pool(3).run(pair_lives, timeout_s=40)
 
 
 def pair_fails(rank: int, size: int) -> list[Error]:
@@ -242,101 +194,42 @@ def pair_fails(rank: int, size: int) -> list[Error]:
     return errors
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_of_one_is_one_of_both(world, rank_pool):
-    for errors in rank_pool(world).run(pair_fails, timeout_s=40):
+def test_a_failure_of_one_is_one_of_both(rank_pool):
+    for errors in rank_pool(2).run(pair_fails, timeout_s=40):
         assert errors[0] == errors[1] == errors[2] and errors[0][0] == "CommError"
         assert "ncclAllGather: 5" in errors[0][1] and "comm 'twins/" in errors[0][1]
 
 
-def pair_splits(rank: int, size: int) -> None:
-    library = script()
-    with posing():
-        both = Communicator.pair(name="twins", timeout_s=20)
-        parts = [comm.split(0, key=-rank) for comm in both]
-        for part in parts:
-            assert (part.rank, part.size) == (size - 1 - rank, size)
-            check_usable(part)
-        for comm in (*parts, *both):
-            comm.close()
-    expect_gone(library)
+# -------------------------------------------------------------------------------------------------------------- graphs
 
 
-def test_both_of_a_pair_can_be_split(rank_pool):
-    rank_pool(2).run(pair_splits, timeout_s=40)
+def captured(rank: int, size: int) -> None:
+    with nccl_comm("captured") as (comm, _):
+        library = simulated_cuda.load()[1]
+        full, shard = torch.zeros(size * 4), torch.full((4,), float(rank))
+        before = all_gather(full, shard, comm)
+        with simulated_cuda.Graph(library) as graph:
+            with pytest.raises(CaptureError, match="before the CUDA graph was captured"):
+                all_gather(full, shard, comm, after=[before])
+            handle = all_gather(full, shard, comm)
+            handle.wait()
+            total = full + 1
+        with pytest.raises(CaptureError, match="belongs to a CUDA graph"):
+            all_gather(full, shard, comm, after=[handle])
+        for call in (handle.query, handle.synchronize, lambda: handle.synchronize(1.0)):
+            with pytest.raises(CaptureError):
+                call()
+        for step in range(3):
+            shard.fill_(float(rank + step))
+            graph.replay()
+            wanted = torch.arange(step, size + step, dtype=torch.float32).repeat_interleave(4)
+            assert_bitwise_equal(full, wanted)
+            assert_bitwise_equal(total, wanted + 1)
+        check_usable(comm)
+        library.fake_cuda_free_graph(graph._graph)
+        with pytest.raises(DeviceError):
+            handle.query()
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
-def splits(comm: Communicator) -> None:
-    odd = comm.split(comm.rank % 2, key=-comm.rank, name="odd")
-    members = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
-    assert (odd.size, odd.rank, odd.name) == (len(members), members[::-1].index(comm.rank), "odd")
-    check_usable(odd)
-    some = comm.split(0 if comm.rank else -1)
-    assert (some is None) == (comm.rank == 0)
-    if some is not None:
-        assert some.size == comm.size - 1
-        check_usable(some)
-        nested = some.split(0)
-        some.close()
-        check_usable(nested)  # nothing but the making is the parent's
-        nested.close()
-    odd.close()
-    check_usable(comm)
-    whole = comm.split(3)
-    comm.close()
-    with pytest.raises(ClosedError):
-        comm.split(0)
-    check_usable(whole)
-    whole.close()
-
-
-def test_split(run):
-    run(splits)
-
-
-# -------------------------------------------------------------------------------------------------------------- flight
-
-
-def flies(rank: int, size: int, why: str) -> None:
-    with nccl_comm("box/1", timeout_s=1.5 if why == "timeout" else 20) as (comm, library):
-        gather(comm)[1].synchronize()
-        if rank == 0:
-            library.fake_nccl_hang(1)
-        handles = [gather(comm)[1], gather(comm)[1]]
-        if why == "kill":
-            comm.exchange(b"")
-            time.sleep(0.1)
-            if rank == size - 1:
-                die()
-        assert error_of(handles[1].synchronize)[0] == ("CommTimeout" if why == "timeout" else "PeerError")
-
-
-@pytest.mark.parametrize("why", ["timeout", "kill"])
-def test_every_living_rank_writes_its_last_operations(why, tmp_path):
-    dead = [2] if why == "kill" else []
-    with fresh_ranks(3, BW_TRACE_DIR=str(tmp_path)) as pool:
-        pool.run(flies, why, expect_dead=dead)
-    for rank in {0, 1, 2} - set(dead):
-        record = read_flight(tmp_path, "box/1", rank)
-        assert (record["comm"], record["rank"], record["world"], record["backend"]) == ("box/1", rank, 3, "nccl")
-        assert ("timeout in all_gather" if why == "timeout" else "rank 2") in record["reason"]
-        assert [op["state"] for op in record["operations"]] == ["done", "failed", "failed"]
-        assert record["operations"][1]["started_s"] is not None
-    assert not flights(tmp_path, "box/1", 2) or not dead
-
-
-def test_a_rank_with_nothing_in_flight_writes_too(tmp_path):
-    with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
-        pool.run(idle_witness)
-    assert "aborted by rank 1: over" in read_flight(tmp_path, "idle", 0)["reason"]
-
-
-def idle_witness(rank: int, size: int) -> None:
-    with nccl_comm("idle") as (comm, _):
-        gather(comm)[1].synchronize()
-        if rank == 1:
-            comm.abort("over")
-        time.sleep(0.6)
+def test_a_captured_operation(rank_pool):
+    rank_pool(2).run(captured, timeout_s=25)

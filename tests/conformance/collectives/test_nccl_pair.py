@@ -18,13 +18,12 @@ from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
-F32 = torch.float32
 
 
-def both_at_once(rank: int, world: int, is_order_kept: bool, expected: bool | None = None) -> tuple[int, list[str]]:
+def both_at_once(rank: int, world: int, kept_on: set[int]) -> tuple[int, list[str]]:
     """How many communicators had work on the device at one time, and the warnings of making the pair."""
-    overlaps = is_order_kept if expected is None else expected
-    with simulated() as script, mock.patch.object(nccl, "_is_launch_order_kept", is_order_kept):
+    overlaps = len(kept_on) == world
+    with simulated() as script, mock.patch.object(nccl, "_is_launch_order_kept", rank in kept_on):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gathers, reduces = Communicator.pair(timeout_s=30, name="two")
@@ -48,25 +47,14 @@ def both_at_once(rank: int, world: int, is_order_kept: bool, expected: bool | No
             return int(script.fake_nccl_max_concurrent()), [str(one.message) for one in caught]
 
 
-def test_the_two_of_a_pair_overlap(rank_pool):
-    for concurrent, warned in rank_pool(2).run(both_at_once, True):
-        assert concurrent == 2 and not warned
-
-
-def test_without_a_launch_order_they_take_turns(rank_pool):
-    for concurrent, warned in rank_pool(2).run(both_at_once, False):
-        assert concurrent == 1
-        assert any("NCCL_LAUNCH_ORDER_IMPLICIT" in text and "take turns" in text for text in warned), warned
-
-
-def order_kept_by_first(rank: int, world: int) -> tuple[int, list[str]]:
-    return both_at_once(rank, world, rank == 0, expected=False)
-
-
-def test_one_rank_without_a_launch_order_makes_all_take_turns(rank_pool):
-    for concurrent, warned in rank_pool(2).run(order_kept_by_first):
-        assert concurrent == 1
-        assert any("on ranks [1]" in text and "on all ranks" in text for text in warned), warned
+@pytest.mark.parametrize(
+    ("kept_on", "says"), [({0, 1}, ""), (set(), "NCCL_LAUNCH_ORDER_IMPLICIT"), ({0}, "on ranks [1]")]
+)
+def test_the_two_of_a_pair_overlap_or_take_turns(rank_pool, kept_on, says):
+    """They take turns where a rank does not keep NCCL's launch order, and say so."""
+    for concurrent, warned in rank_pool(2).run(both_at_once, kept_on):
+        assert concurrent == (1 if says else 2)
+        assert any("take turns" in text and says in text for text in warned) if says else not warned, warned
 
 
 def told(rank: int, world: int) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
-"""HSDP: states sharded over rows and replicated over columns leave the bits of sharding over all ranks. Ranks are threads."""
+"""HSDP beside the optimizer's conformance suite: what is refused, how failures spread, what waits for whom."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,63 +13,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from bucketwheel.comm import nccl
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.replicas import Replicas
-from bucketwheel.errors import CommError, PeerError
+from bucketwheel.errors import CommError, Error, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.pool.pool import Lease
 from bucketwheel.testing import assert_bitwise_equal, run_threads
-from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params
-from tests.support.replica_ranks import SHAPES, assert_equal_ranks, on_flat, run_with_replicas, windows, with_replicas
+from tests.conformance.optimizer.test_optim_cuda import model_of, trained
+from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps
+from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, run_local
+from tests.support.replica_ranks import torch_groups, with_replicas
 from tests.support.simulated_cuda import posing
-
-OPTIONS: list[dict[str, Any]] = [
-    TINY,
-    {"bucket_cap_mb": 3e-3, "overlap_param_sync": True, "max_inflight_buckets": 1},
-    {**TINY, "overlap_grad_sync": False, "gradient_average": False},
-]
+from tests.support.simulated_nccl import simulated
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"), [*((shape, TINY) for shape in SHAPES), *(((2, 2), one) for one in OPTIONS[1:])], ids=str
-)
-def test_the_bits_of_all_ranks_in_one_group(shape: tuple[int, int], options: dict[str, Any]) -> None:
-    shards, replicas = shape
-    expected = on_flat(shards * replicas, windows, **options)
-    assert_equal_ranks(run_with_replicas(shards, replicas, windows, **options), expected, shards)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_sums_are_not_rounded_on_their_way(dtype: torch.dtype) -> None:
+    """Those of bfloat16 need more digits than it has; a third has no end, so float32 would show in float64."""
 
+    def train(rank: int, **groups: Communicator) -> list[Tensor]:
+        params = make_params(dtype, seed=rank)
+        opt = ShardedAdamW(params, lr=0.02, **groups, **TINY)
+        for step in range(3):
+            grads = dyadic([p.double() for p in params], step)
+            if dtype == torch.float64:
+                grads = [g / 3 if rank == 0 else torch.zeros_like(g) for g in grads]
+            else:
+                grads = [g + (300 + rank) / 16 * (g > 0) for g in grads]
+            loss_of(params, [g.to(dtype) for g in grads]).backward()
+            opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+        return [p.detach().clone() for p in params]
 
-def test_bfloat16_is_not_rounded_on_its_way() -> None:
-    """Sums of bfloat16 gradients need more digits than bfloat16 has; parts travel in fp32."""
-
-    def script(run: Run) -> None:
-        for seed in range(3):
-            grads = [g + (300 + run.rank) / 16 * (g > 0) for g in dyadic([p.float() for p in run.params], seed)]
-            loss_of(run.params, [g.to(torch.bfloat16) for g in grads]).backward()
-            run.clip(0.5)
-            run.step()
-
-    options: dict[str, Any] = {**TINY, "dtype": torch.bfloat16}
-    assert_equal_ranks(run_with_replicas(2, 2, script, **options), on_flat(4, script, **options), 2, torch.bfloat16)
-
-
-def test_float64_stays_float64() -> None:
-    """A third of a gradient has no end: float32 anywhere on the way would show."""
-
-    def script(run: Run) -> None:
-        for seed in range(3):
-            loss_of(
-                run.params, [g / 3 if run.rank == 0 else torch.zeros_like(g) for g in dyadic(run.params, seed)]
-            ).backward()
-            run.see_grads()
-            run.clip(0.5)
-            run.step()
-
-    options: dict[str, Any] = {**TINY, "dtype": torch.float64}
-    expected = on_flat(4, script, **options)
-    for rank, (params, seen, _) in enumerate(run_with_replicas(2, 2, script, **options)):
-        assert_bitwise_equal(params, expected[0][0], f"parameters of rank {rank}")
-        assert_bitwise_equal(seen, expected[0][1], f"what rank {rank} saw")
+    expected = run_local(4, lambda comm: train(comm.rank, process_group=comm))[0]
+    for got in with_replicas(2, 2, lambda rank, row, column: train(rank, process_group=row, replicate_group=column)):
+        assert_bitwise_equal(got, expected)
 
 
 def test_buckets_leave_during_backward() -> None:
@@ -94,7 +78,7 @@ def test_buckets_leave_during_backward() -> None:
         assert after <= 2, "only buckets of padding and parameters without elements are left"
 
 
-# --- agreement --------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
@@ -106,27 +90,6 @@ def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
         return str(raised.value)
 
     assert all("lr 0." in message for message in with_replicas(2, 2, body))
-
-
-@pytest.mark.parametrize("poses", [False, True])
-def test_what_one_rank_says_is_not_finite_all_skip(poses: bool) -> None:
-    """``found_inf`` comes in on one rank alone: what another optimizer's gradients were."""
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> float:
-        params = make_params(seed=rank)
-        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate)
-        Run(opt, params, rank, 4).backward(0)
-        found = torch.tensor(float(rank == 3))
-        grads = [p.grad for p in params]
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
-        opt.close()
-        return found.item()
-
-    if poses:
-        with posing():
-            assert with_replicas(2, 2, body, device="cuda") == [1.0] * 4
-    else:
-        assert with_replicas(2, 2, body) == [1.0] * 4
 
 
 def wired(rows: list[list[int]], columns: list[list[int]], body: Callable[..., Any]) -> list[Any]:
@@ -154,7 +117,7 @@ UNEQUAL_GROUPS = {
 
 
 @pytest.mark.parametrize("case", UNEQUAL_GROUPS)
-def test_what_is_does_not_fit_is_refused_on_every_rank(case: str) -> None:
+def test_groups_that_do_not_fit_are_refused_on_every_rank(case: str) -> None:
     def body(shard: Communicator, replicate: Communicator) -> str:
         param = torch.nn.Parameter(torch.ones(3))
         try:
@@ -199,53 +162,7 @@ def test_a_replicate_group_alone_is_refused() -> None:
             ShardedAdamW([torch.nn.Parameter(torch.ones(3))], replicate_group=comm)
 
 
-# --- beside their steps ----------------------------------------------------------------------------------
-
-
-def test_a_failure_reaches_the_ranks_that_share_no_group_with_it() -> None:
-    """Well before the time limit, and though nobody closes anything: who notices tells its other group."""
-    everyone = threading.Barrier(6, timeout=15)
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
-        run = Run(opt, params, rank, 6)
-        run.backward(0)
-        run.step()
-        opt.param_sync()
-        everyone.wait()
-        message = ""
-        if rank == 0:
-            shard.abort("on fire")
-        else:
-            with pytest.raises(PeerError) as raised:
-                run.backward(1)
-                run.step()
-            message = str(raised.value)
-        everyone.wait()
-        return message
-
-    messages = with_replicas(2, 3, body, timeout_s=60)
-    assert "on fire" in messages[1] and all("on fire" in message for message in messages[1:])
-
-
-def test_whoever_passes_a_failure_of_a_peer_on_it_stays_one() -> None:
-    """The call that it ends comes before the watchdog."""
-    everyone = threading.Barrier(4, timeout=15)
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
-        replicas = Replicas(shard, replicate)
-        everyone.wait()
-        if rank == 3:
-            shard.abort("on fire")
-        elif rank == 2:
-            with pytest.raises(PeerError, match="on fire"):
-                replicas.exchange(b"")
-            with pytest.raises(PeerError, match="on fire"):
-                replicate.exchange(b"")
-        everyone.wait()
-
-    with_replicas(2, 2, body)
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
@@ -290,29 +207,23 @@ def test_a_communicator_that_is_closed_fails_nobody() -> None:
     with_replicas(2, 2, body)
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_groups_of_a_closed_optimizer_fail_alone(is_refused: bool) -> None:
-    """Though it, or the traceback of what refused it, is still there."""
+def test_groups_of_a_closed_optimizer_fail_alone() -> None:
+    """Though it is still there."""
 
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> object:
-        params = make_params()
-        groups = {"process_group": shard, "replicate_group": replicate}
-        kept: object
-        if is_refused:
-            with pytest.raises(RuntimeError, match="ranks disagree") as raised:
-                ShardedAdamW(params, lr=0.1 * (rank + 1), **groups)
-            kept = raised
-        else:
-            opt = kept = ShardedAdamW(params, **groups)
-            opt.close()
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> ShardedAdamW:
+        opt = ShardedAdamW(make_params(), process_group=shard, replicate_group=replicate)
+        opt.close()
         replicate.exchange(b"")
         shard.exchange(b"")
         shard.abort("on fire")
         time.sleep(0.4)  # the watchdog looks
         assert replicate.exchange(b"") == [b""] * 2
-        return kept
+        return opt
 
     with_replicas(2, 2, body)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_state_dict_loads_on_any_replica() -> None:
@@ -344,23 +255,127 @@ def test_a_state_dict_loads_on_any_replica() -> None:
         assert_bitwise_equal(again, once)
 
 
-def test_it_describes_itself_and_counts_its_memory() -> None:
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[str, int, int]:
-        params = make_params()
-        groups = {"process_group": shard, "replicate_group": replicate}
-        opt = ShardedAdamW(params, **groups, bucket_cap_mb=0.01)
-        Run(opt, params, rank, 4).backward(0)
-        opt.step()
-        found = opt.memory_summary()
-        reserved = [comm.pool.stats().reserved_bytes for comm in (shard, replicate)]
-        assert reserved[1] > 0, "part buffers"
-        with pytest.raises(ValueError, match="belongs to another optimizer"):
-            ShardedAdamW([torch.nn.Parameter(torch.ones(3))], **groups)
-        described = opt.describe()
-        opt.close()
-        ShardedAdamW(params, **groups).close()  # the groups are free again
-        return described, found["pool"] + found["params"], sum(reserved)
+def test_an_overflow_told_to_one_rank_is_one_of_all() -> None:
+    """``found_inf`` comes in on one rank alone: what another optimizer's gradients were."""
 
-    for described, found, reserved in with_replicas(2, 2, body):
-        assert found == reserved
-        assert described.startswith("sharded over 2 ranks (local), replicated 2 times (local)\n")
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> float:
+        params = make_params(seed=rank)
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate)
+        Run(opt, params, rank, 4).backward(0)
+        found = torch.tensor(float(rank == 3))
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in params], found, torch.tensor(0.5))
+        opt.close()
+        return found.item()
+
+    with posing():
+        assert with_replicas(2, 2, body, device="cuda") == [1.0] * 4
+
+
+def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
+    """Issuing behind an operation that peers have yet to issue would wait for them; they wait for this rank first."""
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, max_inflight_buckets=1, **TINY)
+        run = Run(opt, params, rank, 4)
+        for step in range(3):
+            if rank != 3:
+                run.backward(step)
+            shard.exchange(b"")  # as a loss that all ranks average between backward and step
+            replicate.exchange(b"")
+            if rank == 3:
+                run.backward(step)
+            run.step()
+        opt.close()
+
+    with posing():
+        with_replicas(2, 2, body, device="cuda", timeout_s=30)
+    with_replicas(2, 2, body, timeout_s=30)
+
+
+class RecordedLease:
+    """Notes behind what a lease is given back, and does so."""
+
+    def __init__(self, lease: Lease, ends: list[Handle | None]) -> None:
+        self.lease = lease
+        self.ends = ends
+
+    def release(self, *, after: Handle | None = None) -> None:
+        self.ends.append(after)
+        self.lease.release(after=after)
+
+
+def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> None:
+    """A window that failed leaves reductions with an operation or two issued; these still write partial sums."""
+    all_have_looked = threading.Barrier(4)
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> int:
+        params = make_params()
+        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
+        run = Run(opt, params, rank, 4)
+        if rank != 3:
+            run.backward(0)
+        replicas: Any = opt._engine.reducer
+        last = [reduction.steps[-1] for reduction in replicas._waiting]
+        ends: list[Handle | None] = []
+        for partial in replicas._partials:
+            partial.lease = RecordedLease(partial.lease, ends)
+        replicas.release()
+        assert set(last) <= set(ends)
+        all_have_looked.wait(20)
+        replicas.abort("the test is over")
+        with contextlib.suppress(Error):
+            opt.close()
+        return len(last)
+
+    with posing():
+        waiting = with_replicas(2, 2, body, device="cuda", timeout_s=30)
+    assert waiting[2] > 0 and waiting[3] == 0
+
+
+# --- over NCCL -------------------------------------------------------------------------------------------------------
+
+
+def trained_on_rows(rank: int, shard: Communicator, column: Communicator) -> list[Tensor]:
+    options = {"overlap_param_sync": True, "max_inflight_buckets": 1}
+    return trained(rank, shard, torch.float32, "own", replicate_group=column, **options)
+
+
+def over_nccl(rank: int, world: int) -> list[Tensor]:
+    with simulated() as script:
+        groups = torch_groups(rank, world, 2)
+        shard_gathers, shard = Communicator.pair(groups["process_group"], timeout_s=30)
+        column_gathers, column = Communicator.pair(groups["replicate_group"], timeout_s=30)
+        with shard_gathers, shard, column_gathers, column:
+            out = trained_on_rows(rank, shard, column)
+        assert script.fake_nccl_open_groups() == 0
+        return out
+
+
+@pytest.mark.dist
+def test_over_nccl(rank_pool: Callable[[int], Any]) -> None:
+    expected = with_replicas(2, 2, trained_on_rows)
+    for rank, got in enumerate(rank_pool(4).run(over_nccl)):
+        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
+
+
+def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
+    """By torch's process groups."""
+    with simulated() as script, pytest.MonkeyPatch.context() as patch:
+        before = script.fake_nccl_live_comms()
+        if takes_turns:
+            patch.setattr(nccl, "_is_launch_order_kept", False)
+            patch.setattr(warnings, "warn", lambda *_, **__: None)
+        model = model_of()
+        groups = torch_groups(rank, world, 2)
+        opt = ShardedAdamW(model.parameters(), lr=1e-2, bucket_cap_mb=0.004, max_inflight_buckets=1, **groups)
+        assert opt._engine.reducer._takes_turns == takes_turns
+        expect_free_running_steps(model, opt, rank)
+        opt.close()
+        assert script.fake_nccl_live_comms() == before, "close() ends all four communicators"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_over_nccl_backward_and_step_wait_for_nothing(rank_pool: Callable[[int], Any], takes_turns: bool) -> None:
+    rank_pool(4).run(free_running_over_nccl, takes_turns)

@@ -24,8 +24,7 @@ from bucketwheel.comm.handle import Handle
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
-from tests.support.failure_cases import error_of
-from tests.support.nccl_failure_cases import GONE_S
+from tests.support.failure_cases import GONE_S, error_of
 from tests.support.optim_twins import dyadic, make_params, share
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing

@@ -20,8 +20,15 @@ from bucketwheel.errors import PeerError
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import trained
 from tests.faults.test_failures import loss_with, train_step
-from tests.support.failure_cases import SOON_S, expect_no_threads, threads_of_agreement
-from tests.support.nccl_failure_cases import die, expect_gone, fresh_ranks, hosts_apart
+from tests.support.failure_cases import (
+    SOON_S,
+    die,
+    expect_gone,
+    expect_no_threads,
+    fresh_ranks,
+    hosts_apart,
+    threads_of_agreement,
+)
 from tests.support.optim_twins import SHAPES, TINY, Run, dyadic, loss_of, make_params
 from tests.support.requirements import slow_case
 from tests.support.simulated_nccl import simulated

@@ -1,4 +1,4 @@
-#include "comm/peers/peers.h"
+#include "comm/peers.h"
 
 #include <optional>
 #include <string>
