@@ -82,7 +82,6 @@ def make_shares(numel: int, make: Any) -> Shares:
 def make_plan(numels: list[int], world: int, rank: int) -> tuple[Packing, list[BucketPlan]]:
     items = [PackItem(numel) for numel in reversed(numels)]
     packing = pack(items, world=world, bucket_numel=BUCKET_BYTES // ELEMENT_BYTES)
-    packing.digest()
     return packing, plan_buckets([packing], [list(reversed(range(len(numels))))], rank)
 
 
@@ -99,11 +98,10 @@ def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps
         parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
         buckets.append(GradBucket(number, packing.world * bucket.shard_numel, torch.bfloat16, parts, accumulator))
         for s in plan.segments:
-            views = [
-                t.narrow(0, s.shard_begin, s.numel)
-                for t in (shares.param, shares.grad, shares.exp_avg, shares.exp_avg_sq, shares.master)
-            ]
-            rows.add(count - 1 - s.param, 0, *views, param_begin=s.param_begin)
+            kept = {"exp_avg": shares.exp_avg, "exp_avg_sq": shares.exp_avg_sq, "master_param": shares.master}
+            state = {name: memory.narrow(0, s.shard_begin, s.numel) for name, memory in kept.items()}
+            param, grad = (memory.narrow(0, s.shard_begin, s.numel) for memory in (shares.param, shares.grad))
+            rows.add(count - 1 - s.param, 0, param, grad, state, param_begin=s.param_begin)
     states = []
     for param in reversed(range(count)):
         owned = packing.owned(param, rank)

@@ -83,10 +83,9 @@ class Tensors:
         """The step as the optimizer does it: a table that is made once."""
         steps = torch.zeros(len(self.p), dtype=torch.int64, device=DEVICE.tensors)
         rows = AdamRows(steps, 0)
-        lists = [self.p, self.g, self.m, self.v, self.master or [None] * len(self.p)]
-        remainders: list[Any] = [*self.remainder] or [None] * len(self.p)
-        for i, (p, g, m, v, master) in enumerate(zip(*lists, strict=True)):
-            rows.add(i, 0, p, g, m, v, master, remainder=remainders[i])
+        kept = {"exp_avg": self.m, "exp_avg_sq": self.v, "master_param": self.master, "remainder": self.remainder}
+        for i, (p, g) in enumerate(zip(self.p, self.g, strict=True)):
+            rows.add(i, 0, p, g, {name: tensors[i] for name, tensors in kept.items() if tensors})
         flags = dict.fromkeys(("maximize", "amsgrad", "capturable", "differentiable"), False)
         groups = [{"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, **flags}]
         used = [True] * len(self.p)

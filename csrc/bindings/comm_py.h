@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/memfd.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "comm/comm.h"
@@ -340,7 +339,6 @@ inline void bind_host_comms(py::module_& m) {
           },
           py::arg("rank"), py::arg("name"), py::arg("timeout_s"), py::arg("pool"), Unlocked());
   m.def("expect_shared_memory", &expect_shared_memory, py::arg("world"), Unlocked());
-  m.def("seals_memfds", &seals_memfds, Unlocked());
   m.def(
       "make_shm_comm",
       [](int rank, std::vector<int> sockets, std::vector<pid_t> pids, std::string name, double timeout_s,

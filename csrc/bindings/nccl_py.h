@@ -110,7 +110,6 @@ inline void bind_nccl(py::module_& m) {
   m.def("set_nccl_folders", &set_nccl_folders, py::arg("folders"));
   m.def("nccl_info", &nccl_info);
   m.def("nccl_unique_id", &nccl_unique_id);
-  m.def("nccl_error_string", [](int code) { return std::string(nccl_api().get_error_string(code)); }, py::arg("code"));
   m.def("stop_freeing", [] {
     {
       const py::gil_scoped_release unlocked;

@@ -71,7 +71,8 @@ def run_ranks(
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` fresh processes; return the results by rank.
 
     ``backend`` names the default process group each rank finds initialised (None: none). ``timeout_s`` bounds ``fn``,
-    without the start of the processes. ``forked``: see `RankPool`. Ranks in ``expect_dead`` must die (their result is None); the others go on.
+    without the start of the processes. ``forked``: see `RankPool`. Ranks in ``expect_dead`` must die (their result is
+    None); the others go on.
     """
     with RankPool(world_size, backend=backend, env=env, forked=forked) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, expect_dead=expect_dead)
@@ -83,10 +84,14 @@ class _Rank:
     connection: multiprocessing.connection.Connection
     stacks: Path  # faulthandler writes here, on a crash and on SIGUSR1
 
-    def end_of(self, seconds: float) -> int | None:
-        """The exit code, None when still alive after ``seconds``."""
-        self.process.join(seconds)
-        return self.process.exitcode
+    def answer(self) -> tuple[bool | None, Any]:
+        """Whether it returned, and what; False with its traceback if it raised, None with an obituary if it is dead."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll():
+                answer: tuple[bool, Any] = pickle.loads(self.connection.recv_bytes())
+                return answer
+        self.process.join(_GRACE_S)
+        return None, self.obituary()
 
     def kill(self) -> None:
         # The rank leads its own process group: what it started goes with it.
@@ -103,7 +108,6 @@ class _Rank:
         return self.stacks.read_text(errors="replace").strip() or "(no Python stacks)"
 
     def obituary(self) -> str:
-        self.process.join()
         code = self.process.exitcode or 0
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"died: {cause}\n{self.stacks.read_text(errors='replace')}"
@@ -113,7 +117,7 @@ class RankPool:
     """``world_size`` rank processes reused by many runs; start and ``import torch`` are paid once.
 
     Each run begins with the same torch seed and a garbage collection. A failed run or a death ends the processes; the
-    next run starts new ones. ``run`` is ``submit`` and ``collect``; between these two, ``kill`` ends a rank.
+    next run starts new ones.
 
     ``forked``: the processes are forked off a server that has imported torch, so that a rank is there at once instead of
     after seconds; unless ``env`` has what such a process could not follow. Not for measuring memory, which is shared then.
@@ -135,7 +139,6 @@ class RankPool:
         self._forked = forked and all(name.startswith(_READ_LATE) for name in self._env)
         self._ranks: list[_Rank] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None  # while there are ranks
-        self._is_running = False
         # If nobody stops this pool, its end does, or that of the process: before multiprocessing waits for the ranks.
         multiprocessing.util.Finalize(self, _kill_all, (self._ranks,), exitpriority=1)
 
@@ -150,57 +153,32 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list:
         """Run ``fn(rank, world_size, *args)`` on every rank; the arguments are those of `run_ranks`."""
-        self.submit(fn, *args)
-        return self.collect(timeout_s=timeout_s, expect_dead=expect_dead)
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Start ``fn`` on every rank and return."""
-        if self._is_running:
-            raise ValueError("the pool is running a function already; collect() its results first")
         call = pickle.dumps((fn, args))
         if not self._ranks:
             self._start()
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):  # it has died since the last run: collect() says so
-                rank.connection.send((list(sys.path), call))
-        self._is_running = True
-
-    def collect(self, *, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list:
-        """Wait for the submitted function and return its results by rank."""
-        if not self._is_running:
-            raise ValueError("nothing was submitted")
-        self._is_running = False
         try:
-            results, failures, dead = self._gather(timeout_s, expect_dead)
+            for rank in self._ranks:
+                with contextlib.suppress(OSError):  # it has died since the last run, which is found below
+                    rank.connection.send((list(sys.path), call))
+            results = self._gather(timeout_s, expect_dead)
         except BaseException:  # an interrupt must not leave ranks behind
             self._stop()
             raise
-        if failures or dead:
+        if len(results) < self.world_size:
             self._stop()
-        if failures:
-            raise RankFailed(failures, results, self.world_size)
         return [results.get(rank) for rank in range(self.world_size)]
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL one rank of the running function and what it started."""
-        os.killpg(self._ranks[rank].process.pid or 0, signal.SIGKILL)
 
     def close(self) -> None:
         """End the ranks in an orderly way. Raises `RankFailed` when one does not exit, or not with code 0."""
-        if self._is_running:
-            self._stop()
-            return
         failures = {}
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
         for index, rank in enumerate(self._ranks):
-            code = rank.end_of(_EXIT_TIMEOUT_S)
-            if code is None:
-                failures[index] = (
-                    f"did not exit within {_EXIT_TIMEOUT_S:g} s after its last function\n{rank.dump_stacks()}"
-                )
-            elif code != 0:
+            rank.process.join(_EXIT_TIMEOUT_S)
+            if rank.process.exitcode is None:
+                failures[index] = f"did not exit within {_EXIT_TIMEOUT_S:g} s\n{rank.dump_stacks()}"
+            elif rank.process.exitcode != 0:
                 failures[index] = rank.obituary()
         self._stop()
         if failures:
@@ -220,62 +198,44 @@ class RankPool:
                 with theirs:
                     process = start_process(_rank_main, *setup, env=env, forked=self._forked)
                 self._ranks.append(_Rank(process, ours, stacks))
-            _, failures, dead = self._gather(_START_TIMEOUT_S, ())
+            self._gather(_START_TIMEOUT_S, ())
         except BaseException:
             self._stop()
             raise
-        if failures or dead:
-            self._stop()
-            raise RankFailed(failures, {}, self.world_size)
 
-    def _gather(self, timeout_s: float, expect_dead: Collection[int]) -> tuple[dict, dict, set]:
-        """Wait for one message per rank. Returns results and failures by rank, and the ranks that are no more."""
+    def _gather(self, timeout_s: float, expect_dead: Collection[int]) -> dict[int, Any]:
+        """Wait for one message per rank. Returns results by rank, without those that were to die; or raises `RankFailed`."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        dead: set[int] = set()
-        by_connection = {rank.connection: index for index, rank in enumerate(self._ranks)}
+        waiting = dict(enumerate(self._ranks))
         deadline = time.monotonic() + timeout_s
         waited_for = f"did not finish within {timeout_s:g} s; killed"
-        while by_connection:
-            readable = multiprocessing.connection.wait(list(by_connection), timeout=_POLL_S)
-            # A process that a dead rank forked may hold the connection open: look at the rank itself too.
-            ready = [c for c, i in by_connection.items() if c in readable or not self._ranks[i].process.is_alive()]
-            for connection in ready:
-                index = by_connection.pop(connection)
-                story = self._receive(index, expect_dead, results, dead)
-                if story is not None:
-                    failures[index] = story
-                    if deadline > time.monotonic() + _GRACE_S:
-                        deadline = time.monotonic() + _GRACE_S
-                        waited_for = f"still running {_GRACE_S:g} s after rank {index} had failed; killed"
-            if by_connection and time.monotonic() >= deadline:
-                for index in by_connection.values():
-                    failures[index] = f"{waited_for}\n{self._ranks[index].dump_stacks()}"
-                    dead.add(index)
+        while waiting:
+            multiprocessing.connection.wait([rank.connection for rank in waiting.values()], timeout=_POLL_S)
+            for index, rank in list(waiting.items()):
+                # A process that a dead rank forked may hold the connection open: look at the rank itself too.
+                if not rank.connection.poll() and rank.process.is_alive():
+                    continue
+                del waiting[index]
+                is_ok, result = rank.answer()
+                if is_ok is None and index in expect_dead:
+                    continue
+                if is_ok and index not in expect_dead:
+                    results[index] = result
+                    continue
+                failures[index] = "returned, though it was expected to die" if is_ok else result
+                if deadline > time.monotonic() + _GRACE_S:
+                    deadline = time.monotonic() + _GRACE_S
+                    waited_for = f"still running {_GRACE_S:g} s after rank {index} had failed; killed"
+            if waiting and time.monotonic() >= deadline:
+                failures.update({index: f"{waited_for}\n{rank.dump_stacks()}" for index, rank in waiting.items()})
                 break
-        return results, failures, dead
-
-    def _receive(self, index: int, expect_dead: Collection[int], results: dict[int, Any], dead: set[int]) -> str | None:
-        """Take one rank's message (or its death); return its story if it failed."""
-        rank = self._ranks[index]
-        try:
-            if not rank.connection.poll() and not rank.process.is_alive():
-                raise EOFError
-            is_ok, payload = pickle.loads(rank.connection.recv_bytes())
-        except (EOFError, OSError):
-            dead.add(index)
-            rank.end_of(_GRACE_S)
-            return None if index in expect_dead else rank.obituary()
-        if is_ok and index in expect_dead:
-            return "returned, though it was expected to die"
-        if is_ok:
-            results[index] = payload
-            return None
-        return str(payload)
+        if failures:
+            raise RankFailed(failures, results, self.world_size)
+        return results
 
     def _stop(self) -> None:
         _kill_all(self._ranks)
-        self._is_running = False
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
@@ -460,19 +420,13 @@ def _assert_equal_bits(actual: Any, expected: Any, label: str) -> None:
     differs = a.view(bits) != e.view(bits)
     if a.is_floating_point():
         differs &= ~(a.isnan() & e.isnan())
-    count = int(differs.sum())
-    if count == 0:
+    if not differs.any():
         return
-    flat = int(differs.flatten().nonzero()[0, 0])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)] if a.ndim else []
+    first = tuple(differs.nonzero()[0].tolist())
+    digits = 2 * a.element_size()
+    shown = [f"{x[first].item()!r} (0x{int(x.view(bits)[first]) & ((1 << 4 * digits) - 1):0{digits}x})" for x in (a, e)]
     raise AssertionError(
-        f"{label}: {count} of {a.numel()} elements differ, the first at {index} (flat {flat}): "
-        f"actual {_show(a, bits, flat)}, expected {_show(e, bits, flat)}, {a.dtype}; "
+        f"{label}: {int(differs.sum())} of {a.numel()} elements differ, the first at {list(first)}: "
+        f"actual {shown[0]}, expected {shown[1]}, {a.dtype}; "
         f"largest difference {(a.double() - e.double()).abs().nan_to_num().max():.3g}"
     )
-
-
-def _show(tensor: Any, bits: Any, flat: int) -> str:
-    digits = 2 * tensor.element_size()
-    pattern = int(tensor.view(bits).flatten()[flat]) & ((1 << 4 * digits) - 1)
-    return f"{tensor.flatten()[flat].item()!r} (0x{pattern:0{digits}x})"

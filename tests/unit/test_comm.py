@@ -95,7 +95,7 @@ class CalledNccl(Communicator):
 
 @pytest.fixture
 def called_nccl(monkeypatch):
-    monkeypatch.setattr(collectives, "_warned_of_nccl", set())
+    monkeypatch.setattr(collectives, "_has_warned", False)
     with CalledNccl() as comm:
         yield comm
 

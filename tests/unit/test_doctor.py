@@ -14,7 +14,7 @@ import torch
 from bucketwheel.tools import doctor
 from tests.unit.tiny_tree import TinyTree
 
-H200 = {"name": "NVIDIA H200", "capability": [9, 0], "gib": 139.8}
+H200 = {"name": "NVIDIA H200", "capability": [9, 0]}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
     assert found["errors"] == found["warnings"] == [] and found["status"] == 0
     assert found["torch"] == {"version": torch.__version__, "cuda": torch.version.cuda, "dlpack": True}
     assert found["python"]["path"] == sys.executable
-    assert found["tools"]["nvcc"] == f"release 13.0 ({tree.nvcc})"
+    assert found["tools"]["nvcc"] == f"nvcc: release 13.0 ({tree.nvcc})"
     assert str(tree.compiler) in found["tools"]["compiler"]
     assert found["environment"]["BW_CACHE_DIR"] == str(tree.cache) and "PATH" not in found["environment"]
 
@@ -64,13 +64,11 @@ def test_build(tree: TinyTree) -> None:
     for kind in ("cpu", "cuda"):
         module = found["modules"][kind]
         (entry,) = tree.entries(kind)
-        assert module["state"] == "cached" and module["path"].startswith(f"{entry}/_{kind}.") and module["seconds"] > 0
-        assert found["cache"]["entries"][entry.name] > 0
+        assert module["state"] == "cached" and module["path"].startswith(f"{entry}/_{kind}.")
+        assert entry.name in found["cache"]["entries"]
     text = run(tree, "--build", "cpu", status=0)
-    assert "all well" in text and "_cpu         cached" in text and "ready after" in text and "2 entries" in text
-    assert (
-        f"{tree.entries()[0].name}, 0.0 MiB" in text and "nccl         2.28.9 (/tiny/libnccl.so.2, the system" in text
-    )
+    assert "all well" in text and "    cpu          state cached, path" in text and tree.entries()[0].name in text
+    assert "    path         /tiny/libnccl.so.2" in text and "    version      2.28.9" in text
     assert len(tree.compiled()) == 4
 
 
@@ -82,13 +80,9 @@ def test_a_broken_build_is_status_2(tree: TinyTree) -> None:
 
 
 def test_a_gpu_without_nvcc_is_a_warning(tree: TinyTree) -> None:
-    put_driver(tree, "NVIDIA H200, 9.0, 143771, 580.95.05")
+    put_driver(tree, "NVIDIA H200, 9.0")
     found = run(tree, "--json", status=1, NVCC="no-such-nvcc")
-    assert found["gpus"] == {
-        "devices": [{"name": "NVIDIA H200", "capability": [9, 0], "gib": 140.4}],
-        "driver": "580.95.05",
-        "torch_sees_them": False,
-    }
+    assert found["gpus"] == {"devices": [H200], "torch_sees_them": False}
     assert any(text.startswith("there are GPUs, but: bucketwheel needs its CUDA module") for text in found["warnings"])
 
 
@@ -108,9 +102,9 @@ def well(**changes: Any) -> doctor.Facts:
     return {
         "torch": {"version": "2.13.0", "cuda": "13.0", "dlpack": True},
         "tools": {"ninja": "/usr/bin/ninja"},
-        "gpus": {"devices": [H200], "driver": "580", "torch_sees_them": True},
+        "gpus": {"devices": [H200], "torch_sees_them": True},
         "modules": {"cpu": {"state": "cached", "path": "/cache/_cpu.so"}, "cuda": cuda},
-        "cache": {"path": "/cache", "writable": True, "network": False, "entries": {}},
+        "cache": {"path": "/cache", "writable": True, "network": False, "entries": []},
         "environment": {},
         "nccl": {"torch": "2.28.9", "path": "/nccl", "found": "loaded already", "version": 22809, "features": {}},
         **changes,
@@ -138,7 +132,7 @@ def test_warnings(changes: dict[str, Any], says: str) -> None:
 def test_a_missing_nccl_matters_only_where_it_is_needed() -> None:
     """With GPUs and a torch for them, or where the user named one."""
     no_nccl = {"torch": None, "error": "NCCL: none was found"}
-    on_cpu = well(gpus={"devices": [], "driver": None, "torch_sees_them": False}, nccl=no_nccl)
+    on_cpu = well(gpus={"devices": [], "torch_sees_them": False}, nccl=no_nccl)
     assert doctor.judge(on_cpu) == ([], [])
     assert doctor.judge({**on_cpu, "environment": {"BW_NCCL_LIB": "/x"}}) == ([], ["NCCL: none was found"])
     assert doctor.judge(well(nccl={"torch": "2.28.9", "unknown": "until the native module is built"})) == ([], [])

@@ -109,6 +109,7 @@ def test_what_is_said_of_a_rank_that_never_came(flight):
 
 DIED = "rank 2 (pid 102) died; needed for all_gather of 2 tensors"
 ROUND = "timeout in collect() of round 7. Not arrived: rank 1 (pid 101, last seen in operation 1)"
+ABSENT = "timeout in reduce_scatter. Not arrived: rank 1 (pid 101, last seen in operation 1)"
 ANSWERS = "timeout in all_gather. Not arrived: rank 1 (last issued 1). Unknown (no answer): rank 2"
 ODD = "rank 3 failed first: odd"
 ALIKE = ("all_gather", 1, 8)
@@ -128,7 +129,7 @@ CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
     # It wrote its ring when it came: it had begun the operation too, but was there for no time.
     "it came after the failure": (
         [
-            Rank(0, 3).done(GATHER).running(REDUCE, 2.0),
+            Rank(0, 3, ABSENT).done(GATHER).running(REDUCE, 2.0),
             Rank(1, 3, "rank 0 failed first: timeout").done(GATHER).failed(REDUCE, 0.001),
             Rank(2, 3).done(GATHER).failed(REDUCE, 1.9, ago_s=20.0),
         ],
@@ -228,7 +229,7 @@ def test_who_stopped_first(flight, case):
 
 def test_communicators_of_one_name(flight, tmp_path):
     """Two shard groups, say. Their ranks have nothing to do with each other, nor has an unreadable file of one with the
-    other; the last to be written comes last.
+    other.
     """
     (tmp_path / "row-b0-rank2.json").write_text("{")
     status, text, found = flight(

@@ -43,9 +43,9 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return "gloo"
 
 
-def make(rendezvous: Rendezvous | None, backend: str, name: str, timeout_s: float) -> Any:
+def make(rendezvous: Rendezvous, backend: str, name: str, timeout_s: float) -> Any:
     """The native communicator of the ranks that meet, on all of them or on none: `CommError`, `CommTimeout`."""
-    if rendezvous is None:
+    if rendezvous.size == 1:
         alone = core.LocalWorld(1).join(0, name, timeout_s)
         return core.make_c10d_comm(core.peers_of(alone), _Group(None, 0, 1, timeout_s))
 

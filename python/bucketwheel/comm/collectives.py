@@ -93,8 +93,6 @@ def all_gather(
     """
     outs = outputs if type(outputs) is list else listed(outputs)
     ins = inputs if type(inputs) is list else listed(inputs)
-    if len(outs) > MANY_TENSORS:
-        warn_of_many(comm, outs)
     events = [handle._native for handle in after] if after else []
     native_or_none = None if stream is None else native_stream(stream)
     try:
@@ -127,13 +125,12 @@ def reduce_scatter(
             int64, int32, int16, int8 and uint8, whose sums wrap around.
         inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
-        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a `PreMulSum`.
+        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a
+            `PreMulSum`.
     """
     outs = outputs if type(outputs) is list else listed(outputs)
     ins = inputs if type(inputs) is list else listed(inputs)
     native_op = "sum" if op == "sum" else native_op_of(op)
-    if len(outs) > MANY_TENSORS:
-        warn_of_many(comm, outs)
     if op == "avg":
         warn_of_rounded_average(comm, outs)
     events = [handle._native for handle in after] if after else []
@@ -206,7 +203,6 @@ class AllGatherRequest(_Request):
 
     def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator) -> None:
         outs, ins = listed(outputs), listed(inputs)
-        warn_of_many(comm, outs)
         try:
             request = core.all_gather_request(comm._native, outs, ins)
         except TypeError:
@@ -222,32 +218,19 @@ class ReduceScatterRequest(_Request):
     def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator, *, op: str | PreMulSum = "sum") -> None:
         outs, ins = listed(outputs), listed(inputs)
         native_op = native_op_of(op)
-        warn_of_many(comm, outs)
         if op == "avg":
             warn_of_rounded_average(comm, outs)
         super().__init__(core.reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)
 
 
-# ---- warnings of NCCL, once each ------------------------------------------------------------------------------------------
-
-MANY_TENSORS = 64
-_warned_of_nccl: set[str] = set()
-
-
-def warn_of_many(comm: Communicator, tensors: Sequence[Any]) -> None:
-    if len(tensors) <= MANY_TENSORS or comm.backend != "nccl" or "many" in _warned_of_nccl:
-        return
-    warnings.warn(
-        f"{len(tensors)} tensors in one call: NCCL is slow for many small ones. One contiguous bucket, from a lease of "
-        "comm.pool, is one operation however many tensors are views of it",
-        stacklevel=3,
-    )
-    _warned_of_nccl.add("many")
+_has_warned = False
 
 
 def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:
+    """Once in a process."""
+    global _has_warned
     is_exact = comm.size & (comm.size - 1) == 0
-    if is_exact or comm.backend != "nccl" or "average" in _warned_of_nccl:
+    if is_exact or comm.backend != "nccl" or _has_warned:
         return
     rounded = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} & _HALF_DTYPES
     if rounded:
@@ -256,4 +239,4 @@ def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:
             "rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. op='sum' is not",
             stacklevel=3,
         )
-        _warned_of_nccl.add("average")
+        _has_warned = True

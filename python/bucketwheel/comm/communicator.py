@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from bucketwheel.comm import nccl, patience
-from bucketwheel.comm.backends import LocalRank, Place
+from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name
 from bucketwheel.comm.handle import Handle
-from bucketwheel.comm.nccl import Making, NcclChoices
+from bucketwheel.comm.nccl import NcclChoices, NcclSetup
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import Error
 from bucketwheel.native import core
@@ -89,16 +89,12 @@ class Communicator:
         if backend == "nccl":
             _expect_cuda(index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
-        place = Place.of(group, backend, timeout_s)
-        kind = place.backend(backend, index)
-        if kind != "nccl" and choices != NcclChoices():
-            raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {kind!r}")
-        self._finish(place.make(kind, index, name, choices), place, choices, is_tried=kind == "auto")
+        ranks = RankGroup.of(group, backend, timeout_s)
+        self._finish(ranks.make(index, name, choices), ranks, choices)
 
-    def _finish(self, native_comm: Any, place: Place, choices: NcclChoices, *, is_tried: bool = False) -> Communicator:
+    def _finish(self, native_comm: Any, ranks: RankGroup, choices: NcclChoices) -> Communicator:
         self._native = native_comm
-        self._is_tried = is_tried  # what backend CPU ranks can have; their parts may have another
-        self._place = place
+        self._ranks = ranks
         self._choices = choices
         self._gathers: Communicator | None = None
         self._has_reduces = True
@@ -140,10 +136,11 @@ class Communicator:
             raise ValueError(
                 "split_share would make the two of a pair take turns; it is for communicators that `split`"
             )
-        place = Place.of(group, "nccl", timeout_s)
-        making = Making(place.rendezvous, index, place.agreed_name(name, "nccl"), timeout_s, choices)
-        natives, overlaps = nccl.pair(making)
-        gathers, reduces = (cls.__new__(cls)._finish(one, place, choices) for one in natives)
+        ranks = RankGroup.of(group, "nccl", timeout_s)
+        assert ranks.rendezvous is not None
+        agreed = agreed_name(ranks.rendezvous, name)
+        natives, overlaps = nccl.pair(NcclSetup(ranks.rendezvous, index, agreed, timeout_s, choices))
+        gathers, reduces = (cls.__new__(cls)._finish(one, ranks, choices) for one in natives)
         reduces._gathers = gathers
         gathers._has_reduces = False
         gathers._overlaps = reduces._overlaps = overlaps
@@ -152,33 +149,31 @@ class Communicator:
     def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
         """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
 
-        New ranks are in the order of ``key``, then of the old ones. Backend, device, options and time limit are this
-        one's; but of hosts that ``"auto"`` found apart, those of one may share memory again. Nothing else is shared,
+        New ranks are in the order of ``key``, then of the old ones. Device, options and time limit are this one's, and so is
+        the backend; ``"auto"`` looks anew, since of hosts apart those of one may share memory. Nothing else is shared,
         unless the option ``split_share`` has NCCL share its resources.
         """
-        number = next(self._place.splits)
+        number = next(self._ranks.splits)
         token = secrets.token_hex(8)
         everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
         members = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
         ranks = [rank for _, rank in members]
-        place = self._place.part(self, ranks if color >= 0 else [], f"{number}/{color}", everyone[ranks[0]][2])
+        part = self._ranks.part(self, ranks if color >= 0 else [], f"{number}/{color}", everyone[ranks[0]][2])
         name = name or f"{self.name}.{number}.{color}"
         if self.backend == "nccl":
-            made = self._split_nccl(place, color, ranks.index(self.rank), name)
+            made = self._split_nccl(part, color, ranks.index(self.rank), name)
         else:
-            is_tried = self._is_tried and self.backend == "c10d"
             with self._aborting_when_interrupted("split"):
-                kind = place.backend("auto", self.device) if is_tried and place is not None else self.backend
-                made = place.make(kind, self.device, name, self._choices) if place is not None else None
-        if made is None or place is None:
-            return None
-        return type(self).__new__(type(self))._finish(made, place, self._choices, is_tried=self._is_tried)
+                made = part.make(self.device, name, self._choices) if part is not None else None
+        return None if part is None else type(self).__new__(type(self))._finish(made, part, self._choices)
 
-    def _split_nccl(self, place: Place | None, color: int, key: int, name: str) -> Any:
-        rendezvous = place.rendezvous if place is not None else None
-        making = Making(rendezvous, self.device, name, self._place.timeout_s, self._choices)
+    def _split_nccl(self, part: RankGroup | None, color: int, key: int, name: str) -> Any:
+        timeout_s = self._ranks.timeout_s
         try:
-            return nccl.split(self._native, making, color, key)
+            if part is None or part.rendezvous is None:  # takes part in the call of the others
+                return self._native.split(None, color, key, self._choices.native(self.device), timeout_s)
+            setup = NcclSetup(part.rendezvous, self.device, name, timeout_s, self._choices)
+            return nccl.split(self._native, setup, color, key)
         except BaseException as error:  # ranks of any color may wait for this one inside NCCL
             self.abort(f"split: {type(error).__name__}: {error}")
             raise
@@ -324,10 +319,6 @@ class Communicator:
         return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
 
     # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
-
-    @property
-    def comms(self) -> list[Communicator]:
-        return [self]
 
     @property
     def replicate(self) -> Communicator | None:

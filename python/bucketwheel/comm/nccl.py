@@ -22,7 +22,7 @@ from bucketwheel.errors import CommError, DeviceError, Error
 from bucketwheel.native import core, env
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["Making", "NcclChoices", "features", "is_launch_order_kept", "make", "pair", "split"]
+__all__ = ["NcclChoices", "NcclSetup", "features", "is_launch_order_kept", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
 _LAUNCH_ORDER = nccl_library.LAUNCH_ORDER
@@ -62,8 +62,8 @@ class NcclChoices:
     registered: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def config(self) -> tuple[dict[str, int], str]:
-        """The ints of ncclConfig_t, and the name of the network. ValueError for what this NCCL cannot do."""
+    def native(self, device: int, *, serialises: bool = False) -> Any:
+        """The native options. ValueError for what this NCCL cannot do."""
         rest = dict(self.options)
         net_name = str(rest.pop("net_name", ""))
         found = nccl_library.info()
@@ -81,35 +81,22 @@ class NcclChoices:
             )
         if self.registered and not found.features["windows"]:
             raise ValueError(
-                f"registered=True needs NCCL 2.27 or newer with windows; this is {nccl_library.version_text(found.version)} ({found.path})"
+                "registered=True needs NCCL 2.27 or newer with windows; this is "
+                f"{nccl_library.version_text(found.version)} ({found.path})"
             )
-        return config, net_name
+        pool = Pool(device=torch_device(device))
+        return core.NcclOptions(config, net_name, self.registered, pool._native, serialises)
 
 
 @dataclass(frozen=True)
-class Making:
-    """Who is to be connected, and how. ``rendezvous``: of the ranks of the new communicator; None: this process alone."""
+class NcclSetup:
+    """What a communicator is made of. ``rendezvous``: of its ranks."""
 
-    rendezvous: Rendezvous | None
+    rendezvous: Rendezvous
     device: int
     name: str
     timeout_s: float
     choices: NcclChoices = NcclChoices()
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.rendezvous is None else self.rendezvous.rank
-
-    @property
-    def prefix(self) -> str:
-        """What messages begin with."""
-        world = 1 if self.rendezvous is None else self.rendezvous.size
-        return f"[bucketwheel rank {self.rank}/{world} comm '{self.name}' seq 0] "
-
-    def options(self, *, serialises: bool = False) -> Any:
-        config, net_name = self.choices.config()
-        pool = Pool(device=torch_device(self.device))
-        return core.NcclOptions(config, net_name, self.choices.registered, pool._native, serialises)
 
 
 class _Check:
@@ -148,29 +135,20 @@ class _Check:
         return core.mismatch_text(texts)
 
 
-def _make_peers(making: Making) -> Any:
-    """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo."""
-    rendezvous, name, timeout_s = making.rendezvous, making.name, making.timeout_s
-    if rendezvous is None or rendezvous.size == 1:
-        return core.peers_of(core.LocalWorld(1).join(0, name, timeout_s))
-    try:
-        return core.peers_of(shm.connect(rendezvous, name, timeout_s))
-    except shm.CannotShare:
-        pass
-    made: list[Any] = []
-    try:
-        _on_all_ranks(making, lambda: made.append(agreement.make_peers(rendezvous, name, timeout_s)))
-    except BaseException:
-        for peers in made:
-            peers.leave(0.0)
-        raise
-    return made[0]
-
-
 @contextlib.contextmanager
-def _peers_to_keep(making: Making) -> Iterator[Any]:
-    """New peers, that are left again when what is made of them fails."""
-    peers = _make_peers(making)
+def _peers_to_keep(setup: NcclSetup) -> Iterator[Any]:
+    """What the ranks know of each other: by shared memory where they share a host, else through the Store and gloo. Left
+    again when what is made of it fails."""
+    rendezvous, name, timeout_s = setup.rendezvous, setup.name, setup.timeout_s
+
+    def leave(peers: Any, _: BaseException) -> None:
+        peers.leave(0.0)
+
+    try:
+        alone = core.LocalWorld(1).join(0, name, timeout_s) if rendezvous.size == 1 else None
+        peers = core.peers_of(alone or shm.connect(rendezvous, name, timeout_s))
+    except shm.CannotShare:
+        peers, _ = _on_all_ranks(setup, lambda: agreement.make_peers(rendezvous, name, timeout_s), leave)
     try:
         yield peers
     except BaseException:
@@ -178,117 +156,105 @@ def _peers_to_keep(making: Making) -> Iterator[Any]:
         raise
 
 
-def make(making: Making) -> Any:
+def make(setup: NcclSetup) -> Any:
     """The native communicator of the ranks that meet."""
-    unique_id, _ = _agree_on_nccl(making, has_order=True)
-    with _peers_to_keep(making) as peers:
-        options = _agreed_options(making, peers)
+    unique_id, _ = _agree_on_nccl(setup, has_order=True)
+    with _peers_to_keep(setup) as peers:
+        options = _agreed_options(setup, peers)
 
-        def one(left_s: float) -> list[Any]:
-            return [core.make_nccl_comm(peers, making.device, unique_id, options, left_s)]
+        def one() -> Any:
+            return core.make_nccl_comm(peers, setup.device, unique_id, options, setup.rendezvous.left_s)
 
-        return _all_or_none(making, one)[0]
+        return _on_all_ranks(setup, one, undo)[0]
 
 
-def pair(making: Making) -> tuple[list[Any], bool]:
+def pair(setup: NcclSetup) -> tuple[tuple[Any, Any], bool]:
     """Two native communicators, for all-gathers and for reduce-scatters, that share what they know of their peers; and
     whether they overlap. They do on all ranks or on none: a rank that takes turns with one that does not may deadlock."""
-    unique_id, without_order = _agree_on_nccl(making, has_order=_is_launch_order_kept)
+    unique_id, without_order = _agree_on_nccl(setup, has_order=_is_launch_order_kept)
     if without_order:
         warnings.warn(
-            f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers and "
-            "reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before CUDA is used and "
-            "before torch.distributed.init_process_group, or set it to 1",
+            f"{_LAUNCH_ORDER} was not 1 on ranks {without_order} when NCCL may first have launched, so all-gathers "
+            "and reduce-scatters take turns on all ranks instead of overlapping; import bucketwheel before CUDA is "
+            "used and before torch.distributed.init_process_group, or set it to 1",
             stacklevel=3,
         )
-    with _peers_to_keep(making) as peers:
-        options = _agreed_options(making, peers, serialises=bool(without_order))
+    with _peers_to_keep(setup) as peers:
+        options = _agreed_options(setup, peers, serialises=bool(without_order))
 
-        def two(left_s: float) -> list[Any]:
-            return list(core.make_nccl_pair(peers, making.device, unique_id, options, left_s))
+        def two() -> Any:
+            return core.make_nccl_pair(peers, setup.device, unique_id, options, setup.rendezvous.left_s)
+
+        def undo_both(comms: Any, error: BaseException) -> None:
+            for comm in comms:
+                undo(comm, error)
 
         shares = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") not in ("", "0")  # NCCL heeds it before options
-        return _all_or_none(making, two), not (without_order or shares)
+        return _on_all_ranks(setup, two, undo_both)[0], not (without_order or shares)
 
 
-def _agreed_options(making: Making, peers: Any, *, serialises: bool = False) -> Any:
+def split(parent: Any, setup: NcclSetup, color: int, key: int) -> Any:
+    """The native communicator of this rank's part of ``parent``. A rank without a part takes part in the call."""
+    with _peers_to_keep(setup) as peers:
+        options = _agreed_options(setup, peers)
+        return _on_all_ranks(setup, lambda: parent.split(peers, color, key, options, setup.timeout_s), undo)[0]
+
+
+def _agreed_options(setup: NcclSetup, peers: Any, *, serialises: bool = False) -> Any:
     """The native options, on all ranks or on none: whoever went on alone would wait for the others inside NCCL. All check
     what they call if one is told to."""
-    if making.rendezvous is None:
-        return making.options(serialises=serialises)
-    made: list[Any] = []
     checks: list[bool] = []
 
-    def prepare() -> None:
+    def prepare() -> Any:
         checks.append(env.flag("BW_COMM_CHECK"))
-        made.append(making.options(serialises=serialises))
+        return setup.choices.native(setup.device, serialises=serialises)
 
-    if any(map(any, _on_all_ranks(making, prepare, checks))):
-        made[0].set_check(_Check(making.rendezvous, peers))
-    return made[0]
+    options, everyone = _on_all_ranks(setup, prepare, note=checks)
+    if any(map(any, everyone)):
+        options.set_check(_Check(setup.rendezvous, peers))
+    return options
 
 
-def _all_or_none(making: Making, make: Callable[[float], list[Any]]) -> list[Any]:
-    """The communicators that ``make(seconds left)`` returns, if it works on all ranks; an error on every rank otherwise."""
-    rendezvous = making.rendezvous
-    if rendezvous is None:
-        with _named(making):
-            return make(making.timeout_s)
+def _on_all_ranks(
+    setup: NcclSetup,
+    step: Callable[[], Any],
+    undo: Callable[[Any, BaseException], None] | None = None,
+    note: Any = None,
+) -> tuple[Any, list[Any]]:
+    """What ``step`` returns, and everybody's ``note``, once it has worked on all ranks. Else ``undo`` gets what it has
+    returned here, and CommError is raised, with what NCCL said on this rank; on a rank whose device, build or arguments it
+    was, that error."""
+    rendezvous = setup.rendezvous
     made: list[Any] = []
-    try:
-        _on_all_ranks(making, lambda: made.extend(make(rendezvous.left_s)))
-    except BaseException as error:
-        undo(made, error)
-        raise
-    return made
-
-
-@contextlib.contextmanager
-def _named(making: Making) -> Iterator[None]:
-    """Errors say of which communicator they are, and that they are this rank's."""
-    try:
-        yield
-    except CommError as error:
-        if str(error).startswith(making.prefix):
-            raise
-        facts = {**vars(error), "rank": making.rank, "reason": str(error)}
-        raise type(error)(making.prefix + str(error), **facts) from error
-
-
-def _on_all_ranks(making: Making, step: Callable[[], Any], note: Any = None) -> list[Any]:
-    """Everybody's ``note``, after a ``step`` that has worked on all ranks. Else CommError, with what NCCL said on this
-    rank; on a rank whose device, build or arguments it was, that error."""
-    rendezvous = making.rendezvous
-    assert rendezvous is not None
     own: list[Exception] = []
 
     def attempt() -> None:
         try:
-            step()
+            made.append(step())
         except (ValueError, Error) as error:
             own.append(error)
             raise
 
-    failures, notes = rendezvous.outcome(rendezvous.attempt(attempt), note)
-    if own and not isinstance(own[0], CommError):
-        raise own[0]
-    if failures:
-        facts = {"rank": making.rank, **_of_nccl(own[0])} if own else {}
-        reason = f"the NCCL communicator could not be made on all ranks{failures}"
-        raise CommError(making.prefix + reason, reason=reason, **facts)
-    return notes
+    try:
+        failures, notes = rendezvous.outcome(rendezvous.attempt(attempt), note)
+        if own and not isinstance(own[0], CommError):
+            raise own[0]
+        if failures:
+            facts = {name: getattr(own[0], name) for name in ("nccl_code", "last_error")} if own else {}
+            reason = f"the NCCL communicator could not be made on all ranks{failures}"
+            prefix = f"[bucketwheel rank {rendezvous.rank}/{rendezvous.size} comm '{setup.name}' seq 0] "
+            raise CommError(prefix + reason, reason=reason, rank=rendezvous.rank if own else -1, **facts)
+    except BaseException as error:
+        if made and undo is not None:
+            undo(made[0], error)
+        raise
+    return made[0], notes
 
 
-def _of_nccl(error: Exception) -> dict[str, Any]:
-    return {name: getattr(error, name) for name in ("nccl_code", "last_error")}
-
-
-def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]]:
+def _agree_on_nccl(setup: NcclSetup, *, has_order: bool) -> tuple[bytes, list[int]]:
     """Rank 0's unique id, once all ranks have an NCCL of one version and want the same, and the ranks without
     ``has_order``. Raises on every rank."""
-    rendezvous = making.rendezvous
-    if rendezvous is None:
-        return nccl_library.unique_id(), [] if has_order else [0]
+    rendezvous = setup.rendezvous
     facts: dict[str, Any] = {"has_order": has_order}
 
     def look() -> None:
@@ -297,9 +263,7 @@ def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]
             facts["id"] = nccl_library.unique_id().hex()
 
     error = rendezvous.attempt(look)
-    everyone = rendezvous.exchange(
-        {**facts, "error": error, "choices": json.dumps(asdict(making.choices), default=str)}
-    )
+    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")
@@ -311,15 +275,6 @@ def _agree_on_nccl(making: Making, *, has_order: bool) -> tuple[bytes, list[int]
     if len(set(wanted)) > 1:
         raise ValueError(f"ranks gave different options to one communicator: {wanted}")
     return bytes.fromhex(everyone[0]["id"]), [rank for rank, one in enumerate(everyone) if not one["has_order"]]
-
-
-def split(parent: Any, making: Making, color: int, key: int) -> Any:
-    """The native communicator of this rank's part of ``parent``; None for a ``color`` < 0, with a making of nobody."""
-    if color < 0:
-        return parent.split(None, color, key, making.options(), making.timeout_s)
-    with _peers_to_keep(making) as peers:
-        options = _agreed_options(making, peers)
-        return _all_or_none(making, lambda _: [parent.split(peers, color, key, options, making.timeout_s)])[0]
 
 
 def features(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +16,8 @@ __all__ = [
     "LAUNCH_ORDER",
     "NcclInfo",
     "with_folders",
-    "error_string",
     "folders",
     "info",
-    "launch_order_found",
     "unique_id",
     "version_of_torch",
     "version_text",
@@ -28,7 +25,6 @@ __all__ = [
 
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-launch_order_found = os.environ.get(LAUNCH_ORDER)  # before `comm_nccl` sets it
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,6 @@ def unique_id() -> bytes:
     """128 bytes that one rank makes and all ranks of a new communicator start from."""
     made: bytes = with_folders().nccl_unique_id()
     return made
-
-
-def error_string(code: int) -> str:
-    text: str = with_folders().nccl_error_string(code)
-    return text
 
 
 def version_text(version: int) -> str:

@@ -164,7 +164,8 @@ class Rendezvous:
             if failures:
                 raise CommError(f"the communicator could not be made on all ranks{failures}")
         except BaseException as error:
-            undo(made, error)
+            for comm in made:
+                undo(comm, error)
             raise
         return made[0]
 
@@ -175,12 +176,11 @@ class Rendezvous:
         return failures, [one for _, one in everyone]
 
 
-def undo(made: list[Any], error: BaseException) -> None:
-    """End native communicators whose making has failed. Where it was interrupted, by Ctrl-C say, other ranks may go on with
-    theirs: they hear of it there."""
-    for comm in made:
-        comm.abort(f"{type(error).__name__} while the communicator was made")
-        comm.close(0.0)
+def undo(comm: Any, error: BaseException) -> None:
+    """End a native communicator whose making has failed. Where it was interrupted, by Ctrl-C say, other ranks may go on
+    with theirs: they hear of it there."""
+    comm.abort(f"{type(error).__name__} while the communicator was made")
+    comm.close(0.0)
 
 
 def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None:

@@ -22,6 +22,7 @@ import collections
 import contextlib
 import hashlib
 import json
+import pickle
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,8 +54,6 @@ class Reducer(Protocol):
     @property
     def device(self) -> int: ...
     @property
-    def backend(self) -> str: ...
-    @property
     def sees_peers(self) -> bool: ...
     @property
     def max_payload_bytes(self) -> int: ...
@@ -63,11 +62,9 @@ class Reducer(Protocol):
         """Where the buckets of `reduce_scatter_into` lie."""
 
     @property
-    def comms(self) -> list[Communicator]:
-        """The communicator that gradients are sharded over, then that of the replicas if there are any."""
+    def replicate(self) -> Communicator | None:
+        """The communicator of the replicas, beside the one that gradients are sharded over."""
 
-    @property
-    def replicate(self) -> Communicator | None: ...
     @property
     def partial_bytes(self) -> int:
         """Memory for partial sums."""
@@ -100,12 +97,11 @@ class Replicas:
         for comm in (shard, replicate):
             if comm.is_registered:
                 raise ValueError(
-                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial sums "
-                    "are in plain memory; make it without"
+                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial "
+                    "sums are in plain memory; make it without"
                 )
         self.shard = shard
         self.replicate = replicate
-        self.comms = [shard, replicate]
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
@@ -116,7 +112,7 @@ class Replicas:
         self._last: Handle | None = None  # the last operation issued, for _takes_turns; None in a new graph
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
-        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in self.comms)
+        self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
         self._tie: Any = None  # core.Tie from the end of the checks until release
         with self._failing_as_one():
             # NCCL may start the kernels of the two in another order than that of the calls on some rank.
@@ -129,20 +125,19 @@ class Replicas:
         """Three rounds: what ranks say of themselves, within and then between shard groups; what they find wrong; and
         the ValueError. Whether NCCL starts kernels in the order of the calls on all ranks."""
         table, problem = self._gather_table()
-        everyone = self._exchange_verdicts(table, problem)
-        self._raise_if_any(everyone)
-        return all(has_order for group in table for *_, has_order in group)
+        self._raise_if_any(self._exchange_verdicts(table, problem))
+        return all(has_order for group in table for _, has_order in group)
 
     def _gather_table(self) -> tuple[_Table, str]:
         """What the ranks of all shard groups say, by shard group, and what this rank finds wrong with it."""
         shard, replicate = self.shard, self.replicate
         has_order = nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
-        mine = [secrets.token_hex(8), shard.rank, replicate.rank, has_order]
+        mine = [secrets.token_hex(8), has_order]
         said = shard.exchange(REPLICAS_MARK + json.dumps(mine).encode())
         group = [json.loads(one[len(REPLICAS_MARK) :]) for one in said if one.startswith(REPLICAS_MARK)]
-        replicas = [json.loads(one) for one in self._among_replicas(json.dumps([shard.rank, group]).encode())]
+        replicas = [json.loads(one) for one in self._among_replicas(json.dumps([mine, group]).encode())]
         table = [of_peer for _, of_peer in replicas]
-        return table, self._problem([place for place, _ in replicas], table)
+        return table, self._problem(table, [of_peer for of_peer, _ in replicas])
 
     def _exchange_verdicts(self, table: _Table, problem: str) -> list[tuple[str, str]]:
         """Of every rank what it found wrong, and a digest of its table: equal tables are of one set of ranks."""
@@ -164,40 +159,27 @@ class Replicas:
             problems.append("ranks of one process_group have replicas in different ones")
         if problems:
             raise ValueError(
-                f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R replicas, "
-                "rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of the replicate_group "
-                "[s, S + s, ..., (R - 1) * S + s]"
+                f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R "
+                "replicas, rank r * S + s is rank s of the process_group [r * S, ..., r * S + S - 1] and rank r of "
+                "the replicate_group [s, S + s, ..., (R - 1) * S + s]"
             )
 
-    def _problem(self, places: list[int], table: _Table) -> str:
-        """What this rank sees to be wrong with its replicas' shard groups, in which these have ``places``; empty if
-        nothing is."""
+    def _problem(self, table: _Table, replicas: list[Any]) -> str:
+        """What this rank finds wrong with the ``table``, in which the ``replicas`` are entries; empty if nothing is. Whether
+        all ranks have the same table is seen by `_exchange_verdicts`."""
         s, r = self.shard.rank, self.replicate.rank
-        if set(places) != {s}:
-            return f"the ranks of a replicate_group have the places {places} in their process_groups"
         for number, group in enumerate(table):
             if len(group) != self.shard.size:
                 return (
-                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of the "
-                    f"process_group of rank {number} have a replicate_group"
+                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of "
+                    f"the process_group of rank {number} have a replicate_group"
                 )
-            for place, (_, shard_rank, replicate_rank, _) in enumerate(group):
-                if (shard_rank, replicate_rank) != (place, number):
-                    return (
-                        f"rank {shard_rank} of a process_group is rank {replicate_rank} of its replicate_group, where "
-                        f"rank {s} is rank {r} of its own and meets rank {number} there"
-                    )
-        tokens = {token for group in table for token, *_ in group}
-        if len(tokens) != self.size:
-            return f"{self.size} places are taken by {len(tokens)} ranks"
+        tokens = {token for group in table for token, _ in group}
+        if [group[s] for group in table] != replicas or len(tokens) != self.size:
+            return f"the replicas of rank {s} of a process_group are not all rank {s} of others"
         return ""
 
     # --- as one communicator would -----------------------------------------------------------------------------------
-
-    @property
-    def backend(self) -> str:
-        """That of the shard group, which takes the gradients."""
-        return self.shard.backend
 
     @property
     def sees_peers(self) -> bool:
@@ -217,9 +199,9 @@ class Replicas:
         with self._failing_as_one():
             return self._spread(self.shard.exchange(payload))
 
-    def _spread(self, group: Sequence[bytes]) -> list[bytes]:
+    def _spread(self, group: list[bytes]) -> list[bytes]:
         """The payloads of all shard groups by rank, from those of this one."""
-        return [payload for other in self._among_replicas(_packed(group)) for payload in _unpacked(other)]
+        return [payload for other in self._among_replicas(pickle.dumps(group)) for payload in pickle.loads(other)]
 
     def _among_replicas(self, payload: bytes) -> list[bytes]:
         """Everyone's of the replicas, of any length: in as many rounds as the longest takes."""
@@ -338,7 +320,7 @@ class Replicas:
         self._tie = None
 
 
-_Table = list[list[list[Any]]]  # by shard group, by rank of it: a token, the rank in both groups, whether it has order
+_Table = list[list[list[Any]]]  # by shard group, by rank of it: a token of the rank's own, and whether it has order
 _Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has
 
 
@@ -421,20 +403,6 @@ class ReplicaReduction(Handle):
 
 REPLICAS_MARK = b"replicate_group:"  # begins the first payload that ranks with replicas exchange
 _LENGTH = struct.Struct("<q")
-
-
-def _packed(payloads: Sequence[bytes]) -> bytes:
-    return _LENGTH.pack(len(payloads)) + b"".join(_LENGTH.pack(len(one)) + one for one in payloads)
-
-
-def _unpacked(packed: bytes) -> list[bytes]:
-    out = []
-    at = _LENGTH.size
-    for _ in range(_LENGTH.unpack_from(packed)[0]):
-        begin = at + _LENGTH.size
-        at = begin + _LENGTH.unpack_from(packed, at)[0]
-        out.append(packed[begin:at])
-    return out
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

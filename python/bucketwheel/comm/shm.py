@@ -61,10 +61,7 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
             listener.listen()
             listeners.append(listener)
 
-        failures, seals = rendezvous.outcome(rendezvous.attempt(prepare), core.seals_memfds())
-        if not failures and any(seals):  # then those ranks refuse the memory of ranks that do not
-            unsealed = [rank for rank, is_sealed in enumerate(seals) if not is_sealed]
-            failures = "".join(f"\n  rank {rank}: memfds cannot be sealed, as on other ranks" for rank in unsealed)
+        failures, _ = rendezvous.outcome(rendezvous.attempt(prepare))
         if failures:
             raise NoSharedMemory(failures)
         return _Links(rendezvous, listeners[0]).connect(name, timeout_s)

@@ -178,28 +178,19 @@ class _BeforeStateDict(_Hook):
             prefetch.wait_all()
 
 
-class _Compilations:
-    """Tells everybody who asked when torch begins to compile something."""
-
-    def __init__(self) -> None:
-        self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
-
-    def add(self, watcher: Any) -> None:
-        with self._lock:
-            self._watchers.add(watcher)
-            dynamo = sys.modules.get("torch._dynamo")  # there as soon as an optimizer has been made
-            if dynamo is not None and self._begin not in dynamo.callback_handler.start_callbacks:
-                dynamo.callback_handler.register_start_callback(self._begin)  # torch._dynamo.reset() takes it off
-
-    def _begin(self, *_: object) -> None:
-        for watcher in list(self._watchers):
-            watcher.before_compilation()
-
-
-_compilations = _Compilations()
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def watch_compilations(watcher: Any) -> None:
     """``watcher.before_compilation()`` is called whenever torch begins to compile a frame. Held weakly; may be repeated."""
-    _compilations.add(watcher)
+    with _lock:
+        _watchers.add(watcher)
+        dynamo = sys.modules.get("torch._dynamo")  # there as soon as an optimizer has been made
+        if dynamo is not None and _begin not in dynamo.callback_handler.start_callbacks:
+            dynamo.callback_handler.register_start_callback(_begin)  # torch._dynamo.reset() takes it off
+
+
+def _begin(*_: object) -> None:
+    for watcher in list(_watchers):
+        watcher.before_compilation()

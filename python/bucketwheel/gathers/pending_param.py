@@ -147,14 +147,15 @@ def _members(kind: str, names: str) -> list[Any]:
 _SEES_NO_VALUES = frozenset(
     _members(
         "__get__",
-        "requires_grad shape dtype device layout ndim itemsize nbytes is_leaf grad_fn _version is_cuda is_sparse is_meta "
-        "retains_grad output_nr _backward_hooks _post_accumulate_grad_hooks grad",
+        "requires_grad shape dtype device layout ndim itemsize nbytes is_leaf grad_fn _version is_cuda is_sparse "
+        "is_meta retains_grad output_nr _backward_hooks _post_accumulate_grad_hooks grad",
     )
     + _members("__set__", "requires_grad grad _backward_hooks _post_accumulate_grad_hooks")
     + _members("__delete__", "grad")
     + _members(
         "",
-        "numel nelement stride element_size is_floating_point requires_grad_ register_hook register_post_accumulate_grad_hook",
+        "numel nelement stride element_size is_floating_point requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook",
     )
     + [torch.is_floating_point, torch.numel]
 )

@@ -36,23 +36,23 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         raise RuntimeError(f"{'; '.join(refusals)} {by_rank}")
     raise RuntimeError(
         f"ranks did different things with their gradients: {', '.join(calls)} (by rank). All ranks must call step, "
-        "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different parameters, "
-        "call optimizer.grad_sync() before stock code"
+        "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different "
+        "parameters, call optimizer.grad_sync() before stock code"
     )
 
 
 def raise_partly_replaced(infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     raise RuntimeError(
-        f"some ranks replaced or dropped the gradients of {_names(infos, indices)} and others did not, or had none to drop yet; "
-        "drop gradients on all ranks with optimizer.zero_grad(), or on none, and call optimizer.grad_sync() before that where "
-        "some ranks skip backward"
+        f"some ranks replaced or dropped the gradients of {_names(infos, indices)} and others did not, or had none to "
+        "drop yet; drop gradients on all ranks with optimizer.zero_grad(), or on none, and call "
+        "optimizer.grad_sync() before that where some ranks skip backward"
     )
 
 
 def raise_different_factors(infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     raise RuntimeError(
-        f"ranks scaled the gradients of {_names(infos, indices)} differently; scale by the same factor on all ranks, after "
-        "optimizer.grad_sync() where ranks use different parameters"
+        f"ranks scaled the gradients of {_names(infos, indices)} differently; scale by the same factor on all ranks, "
+        "after optimizer.grad_sync() where ranks use different parameters"
     )
 
 
@@ -62,8 +62,8 @@ def raise_different_questions(
     """``counts``: of how many gradients each rank asked for ``what``. ``missing``: those that this rank did not list."""
     hint = f" This rank had no gradient for {_names(infos, missing)} when it asked." if missing else ""
     raise RuntimeError(
-        f"ranks asked for the {what} of different gradients, {list(counts)} of them.{hint} Where ranks use different parameters "
-        "call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
+        f"ranks asked for the {what} of different gradients, {list(counts)} of them.{hint} Where ranks use different "
+        "parameters call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
     )
 
 
@@ -83,8 +83,8 @@ def refuse(comm: Reducer, text: str, *, is_learnt: bool) -> NoReturn:
 def refuse_private(comm: Reducer, infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     """[Note: static graph] Those without these gradients would never hear of the factor."""
     text = (
-        f"static_graph=True: cannot scale the gradients of {_names(infos, indices)}, which some ranks do not have, before they are "
-        "reduced; call optimizer.grad_sync() first, on all ranks"
+        f"static_graph=True: cannot scale the gradients of {_names(infos, indices)}, which some ranks do not have, "
+        "before they are reduced; call optimizer.grad_sync() first, on all ranks"
     )
     refuse(comm, text, is_learnt=True)
 
@@ -92,8 +92,8 @@ def refuse_private(comm: Reducer, infos: Sequence[ParamInfo], indices: Sequence[
 def break_promise(comm: Reducer, info: ParamInfo) -> NoReturn:
     """[Note: static graph] Aborts the communicator: there is no agreement in which the other ranks would be told."""
     text = (
-        f"static_graph=True, but the gradients of parameter {info.name!r} on rank {comm.rank} are not those of the first step "
-        "(missing, new, more of them, or dropped before a step); make the optimizer without static_graph"
+        f"static_graph=True, but the gradients of parameter {info.name!r} on rank {comm.rank} are not those of the "
+        "first step (missing, new, more of them, or dropped before a step); make the optimizer without static_graph"
     )
     comm.abort(text)
     raise RuntimeError(text)
@@ -110,8 +110,8 @@ def warn_of_late_round() -> None:
     """Once in a process."""
     if _warning_is_due.acquire(blocking=False):
         warnings.warn(
-            "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced a second time "
-            "when the window closes, which costs time and memory: run every backward but the last one before a step inside "
-            "optimizer.no_sync(), and checkpoint with use_reentrant=False",
+            "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced "
+            "a second time when the window closes, which costs time and memory: run every backward but the last one "
+            "before a step inside optimizer.no_sync(), and checkpoint with use_reentrant=False",
             stacklevel=2,
         )

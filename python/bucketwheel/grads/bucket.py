@@ -163,7 +163,8 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
-    """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder cannot stand for."""
+    """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder
+    cannot stand for."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"
@@ -174,8 +175,8 @@ def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
         )
     if grad.dtype != info.dtype and info.param.grad_dtype is not None:
         raise RuntimeError(
-            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is {info.dtype}, cannot be "
-            "its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
+            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is "
+            f"{info.dtype}, cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
         )
 
 

@@ -122,8 +122,8 @@ class Captures:
             self._expect_capturable("gradients")
             if not is_learnt:
                 raise CaptureError(
-                    "the first gradients came under CUDA graph capture: run a whole step before it, in which the ranks agree on "
-                    "which parameters have gradients"
+                    "the first gradients came under CUDA graph capture: run a whole step before it, in which the "
+                    "ranks agree on which parameters have gradients"
                 )
             self.expect_own_grads(has_grads, has_plain)
         self._of_window = now
@@ -141,7 +141,8 @@ class Captures:
         self._has_grads = self._of_kept != 0
 
     def forget(self) -> bool:
-        """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over; forgets it."""
+        """Nothing is kept any more. Whether the open window, or what was kept, was part of a capture that is over;
+        forgets it."""
         is_lost = self._is_lost(core.capture_id(self._device))
         self._of_kept = 0
         if is_lost:
@@ -156,8 +157,9 @@ class Captures:
         now = core.capture_id(self._device)
         if self._is_lost(now):
             raise CaptureError(
-                "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or ended before "
-                "step, clip_grad_norm_ or grad_sync): its gradients will never come; call zero_grad on all ranks to forget them"
+                "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or "
+                "ended before step, clip_grad_norm_ or grad_sync): its gradients will never come; call zero_grad on "
+                "all ranks to forget them"
             )
         return now
 
@@ -169,8 +171,8 @@ class Captures:
         now = self._expect_alive()
         if now and state is WindowState.EAGER:
             raise CaptureError(
-                "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or grad_sync and "
-                "zero_grad, before the capture"
+                "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or "
+                "grad_sync and zero_grad, before the capture"
             )
         if now and state is WindowState.CLOSED:
             self._expect_capturable(what)
@@ -180,24 +182,25 @@ class Captures:
         """RuntimeError once there has been a captured window: ``what`` moves what its graph reads and writes."""
         if self._has_any:
             raise RuntimeError(
-                f"{what} after a step was captured in a CUDA graph: graphs hold the addresses of step counts, shards and buckets, "
-                "which would change; close this optimizer, and capture with a new one of all parameters"
+                f"{what} after a step was captured in a CUDA graph: graphs hold the addresses of step counts, shards "
+                "and buckets, which would change; close this optimizer, and capture with a new one of all parameters"
             )
 
     def expect_no_replay(self, what: str) -> None:
         """CaptureError where ``what`` needs gradients, finds none, and they may have come by a replay."""
         if self._has_any:
             raise CaptureError(
-                f"{what} found no gradients: p.grad was dropped outside of the CUDA graph (zero_grad), and a replay that brings new ones "
-                "does not put it back; capture zero_grad with the backward and call it nowhere else, or run one whole step without "
-                "the graph first"
+                f"{what} found no gradients: p.grad was dropped outside of the CUDA graph (zero_grad), and a replay "
+                "that brings new ones does not put it back; capture zero_grad with the backward and call it nowhere "
+                "else, or run one whole step without the graph first"
             )
 
     def refuse_scaler(self) -> None:
         if core.is_capturing(self._device):
             raise CaptureError(
-                "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, backward and "
-                "optimizer.grad_sync(), and call the scaler's unscale_, step and update after each replay"
+                "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, "
+                "backward and optimizer.grad_sync(), and call the scaler's unscale_, step and update after each "
+                "replay"
             )
 
     def _expect_capturable(self, what: str) -> None:
@@ -211,6 +214,6 @@ class Captures:
         ``p.grad``; ``has_plain``: some that no window has taken, in memory that a replay would not find filled again."""
         if has_plain or (has_grads and not self._has_grads):
             raise CaptureError(
-                "the gradients came before the CUDA graph capture, so a replay would not have new ones: capture zero_grad, forward, "
-                "backward and what follows together"
+                "the gradients came before the CUDA graph capture, so a replay would not have new ones: capture "
+                "zero_grad, forward, backward and what follows together"
             )

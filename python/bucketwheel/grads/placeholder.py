@@ -122,11 +122,6 @@ class ShardedGrad(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(self)
         return self
 
-    def _alias(self) -> ShardedGrad:
-        alias = ShardedGrad._empty(self)
-        alias.__dict__.update(self.__dict__)
-        return alias
-
     @property
     def owner(self) -> GradOwner:
         """The owner; `ShardedGradError` if it is gone."""
@@ -385,7 +380,9 @@ def _foreach_zero(op: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _detach(op: Any, grad: ShardedGrad) -> Tensor:
-    return grad._alias()  # from C++; view operators must return a new object
+    alias = ShardedGrad._empty(grad)  # from C++; view operators must return a new object
+    alias.__dict__.update(grad.__dict__)
+    return alias
 
 
 # [Note: reducer under DDP] Frameworks wrap models in DistributedDataParallel by themselves. After our hook has taken a

@@ -271,7 +271,8 @@ class ReducedGrads:
         return tables
 
     def _sum_edited_rows(self) -> None:
-        """CUDA: makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may write there."""
+        """CUDA: makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may
+        write there."""
         flags = zip(self._edited, self._content, self._params, strict=True)
         edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
         self._edited[:] = bytes(len(self._edited))
@@ -314,7 +315,8 @@ class ReducedGrads:
         return raw * (factors != 0) if ord == 0 else raw * (factors.abs() * self.average)
 
     def _own_power(self, index: int, ord: float) -> Tensor:
-        """This rank's part of a norm, 0-d: sum of |x|^ord; for ord = 0 the count of non-zeros; for +-inf the largest or smallest."""
+        """This rank's part of a norm, 0-d: sum of |x|^ord; for ord = 0 the count of non-zeros; for +-inf the largest or
+        smallest."""
         param, has_content = self._params[index], bool(self._content[index])
         if not has_content or not param.pieces:
             has_part = has_content or not param.info.param.numel()  # as part of a whole one, or as a norm of nothing
@@ -361,7 +363,8 @@ class ReducedGrads:
         return norm[0]
 
     def found_inf(self, found: Tensor) -> Tensor:
-        """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d. Collective."""
+        """The largest ``found`` of any rank, at least 1 if any value of any gradient is inf or NaN on any rank; 0-d.
+        Collective."""
         worst = self._everyone(found.detach().reshape(1)).amax()
         if self._replicate is not None:
             worst = self._everyone(worst.reshape(1), self._replicate).amax()

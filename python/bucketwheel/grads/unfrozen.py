@@ -95,8 +95,9 @@ class UnfrozenGrads:
     def _refuse_for(self, what: str, indices: Sequence[int]) -> NoReturn:
         shape = tuple(self._placeholders[indices[0]].shape)
         self._refuse(
-            f"{what}: a parameter of shape {shape} was frozen when the optimizer was made, and its first gradient is not reduced yet; "
-            "call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all ranks before torch's own"
+            f"{what}: a parameter of shape {shape} was frozen when the optimizer was made, and its first gradient is "
+            "not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all ranks before "
+            "torch's own"
         )
 
 

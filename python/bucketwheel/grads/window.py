@@ -252,7 +252,8 @@ class GradWindow:
         return is_captured
 
     def _sweep(self) -> bytes:
-        """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand. Flags: whether p.grad is a placeholder."""
+        """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand. Flags: whether p.grad is a
+        placeholder."""
         found: bytes = self._arrivals.look(self._params)
         if not self._kept and _PLAIN not in found:
             return found.translate(_IS_HELD)
@@ -306,8 +307,8 @@ class GradWindow:
             agreement.break_promise(self.comm, self.infos[deviating])
 
     def _expect_all_captured(self, why: str) -> None:
-        """RuntimeError, or `CommTimeout`, unless all ranks capture the call ``why`` in a CUDA graph: a replay would wait for those
-        that do not."""
+        """RuntimeError, or `CommTimeout`, unless all ranks capture the call ``why`` in a CUDA graph: a replay would wait for
+        those that do not."""
         self._exchange(f"captured {why}", b"")
 
     def _reduce(self, agreed: Any, first: Sequence[Any], late: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ is part of the graph.
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def _native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
     return core.AdamGroup(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
 
-def _native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict[str, bool]:
+def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> core.AdamOptions:
     """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
     is another one now."""
     expect_uniform_flags(param_groups)
@@ -46,10 +46,8 @@ def _native_flags(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> dict
             f"amsgrad was {amsgrad} when the optimizer was made and is {param_groups[0]['amsgrad']} in its groups now; "
             "make a new optimizer to change it"
         )
-    return {
-        "decoupled": bool(param_groups[0].get("decoupled_weight_decay", True)),
-        "maximize": bool(param_groups[0]["maximize"]),
-    }
+    first = param_groups[0]
+    return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]))
 
 
 # States of an entry of `GradFactors` in device memory.
@@ -244,46 +242,25 @@ class AdamRows:
     """The native table of rows and the per-parameter scalars around it. ``steps``: int64, one a parameter, where the
     parameters are; counted up here.
 
-    ``stochastic``: bfloat16 second moments are rounded stochastically; ``stochastic_param``: so are bfloat16 parameters
-    that have neither master nor remainder. ``seed``: of the random bits. ``amsgrad``: what the groups must say.
+    bfloat16 second moments are rounded stochastically. ``amsgrad``: what the groups must say.
     """
 
-    def __init__(
-        self,
-        steps: Tensor,
-        device: int = CPU,
-        *,
-        stochastic: bool = True,
-        stochastic_param: bool = False,
-        seed: int = 0,
-        amsgrad: bool = False,
-    ) -> None:
+    def __init__(self, steps: Tensor, device: int = CPU, *, amsgrad: bool = False) -> None:
         self.table: Any = core.AdamTable() if device == CPU else core.AdamCudaTable(device)
         self.steps = steps
         self._device = device
         self._amsgrad = amsgrad
-        self._rounding: dict[str, Any] = {"stochastic": stochastic, "stochastic_param": stochastic_param, "seed": seed}
         self._param_of_row: list[int] = []
         self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
         self._begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
         self._lr: list[Tensor | None] = []  # CUDA: of each group, read when the step runs
 
     def add(
-        self,
-        param: int,
-        group: int,
-        p: Tensor,
-        g: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        master: Tensor | None = None,
-        *,
-        max_exp_avg_sq: Tensor | None = None,
-        remainder: Tensor | None = None,
-        param_begin: int = 0,
+        self, param: int, group: int, p: Tensor, g: Tensor | None, state: Mapping[str, Tensor], *, param_begin: int = 0
     ) -> int:
         """Adds a row and returns its number. Rows of parameters without elements are legal.
 
+        ``state``: "exp_avg" and "exp_avg_sq", and, where there are such, "max_exp_avg_sq", "master_param", "remainder".
         ``param_begin``: the place of the row's first element in its parameter, in memory order (stochastic rounding
         depends on it, so that a result does not depend on how the parameter is cut).
         """
@@ -292,12 +269,12 @@ class AdamRows:
         row: int = self.table.add(
             p,
             g,
-            m,
-            v,
-            master,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("master_param"),
             group,
-            max_exp_avg_sq=max_exp_avg_sq,
-            remainder=remainder,
+            max_exp_avg_sq=state.get("max_exp_avg_sq"),
+            remainder=state.get("remainder"),
             param=param,
             param_begin=param_begin,
         )
@@ -314,7 +291,7 @@ class AdamRows:
 
         ``factors`` (`GradFactors.vector`; None: all 1) are folded into the gradients with ``average``.
         """
-        options = core.AdamOptions(**_native_flags(param_groups, self._amsgrad), **self._rounding)
+        options = _native_options(param_groups, self._amsgrad)
         self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
         groups = [  # may raise: before steps count
             _native_group(group, float(group["lr"]) if lr is None else 0.0)
@@ -365,7 +342,8 @@ class AdamRows:
             return lr.detach().to(torch.float32).reshape(1)
         if core.is_capturing(self._device):
             raise CaptureError(
-                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give one on the "
-                "parameters' device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it is in the graph"
+                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give "
+                "one on the parameters' device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it "
+                "is in the graph"
             )
         return None

@@ -107,40 +107,27 @@ def adam_step(
         raise ValueError(f"betas is {betas!r}, expected two numbers") from None
     if not stochastic and beta2 not in _warned_of:
         _warn_of_nearest(beta2, exp_avg_sqs)
+    # Whether the host knows now what it says; else the device does when the step runs.
+    is_noop_here = noop is not None and (device == CPU or index_of(noop) == CPU)
+    skip = is_noop_here and bool(noop.item() != 0)  # type: ignore[union-attr]
     optional = (max_exp_avg_sqs, master_params, remainders)
-    if device != CPU:
-        _adam_step_cuda(
-            device,
-            (params, grads, exp_avgs, exp_avg_sqs, *optional),
-            steps,
-            lr=lr,
-            betas=(beta1, beta2),
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_scale=grad_scale,
-            noop=noop,
-            param_ids=param_ids,
-            decoupled=decoupled,
-            maximize=maximize,
-            stochastic=stochastic,
-            stochastic_param=stochastic_param,
-            seed=seed,
-        )
-    else:  # by position throughout: for small tensors the call is what takes the time
-        module.use_torch_threads(torch.get_num_threads())
-        skip = noop is not None and bool(noop.item() != 0)
-        lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
-        try:
+    lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
+    try:
+        options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
+        if device == CPU:  # by position throughout: for small tensors the call is what takes the time
+            module.use_torch_threads(torch.get_num_threads())
             group = _native_group(float(lr), beta1, beta2, eps, weight_decay)
-            options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
             module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
-        except (TypeError, ValueError) as error:
-            _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-            if "incompatible" in str(error) or "unhashable" in str(error):
-                _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
-            raise
-        if skip:
-            return
+        elif not skip:
+            hyper, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
+            _adam_step_cuda(device, lists, steps, lr, hyper, grad_scale, flag, param_ids, options)
+    except (TypeError, ValueError) as error:
+        _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+        if "incompatible" in str(error) or "unhashable" in str(error):
+            _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
+        raise
+    if skip:
+        return
     written = [*params, *exp_avgs, *exp_avg_sqs]
     for tensors in optional:
         if tensors is not None:
@@ -189,8 +176,8 @@ def _warn_of_nearest(beta2: float, exp_avg_sqs: Sequence[torch.Tensor]) -> None:
     if 1 - beta2 >= 2**-8 or not any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
         return
     warnings.warn(
-        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its last "
-        "place. Use state_rounding='stochastic', or float32 states",
+        f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its "
+        "last place. Use state_rounding='stochastic', or float32 states",
         stacklevel=3,
     )
     _warned_of.add(beta2)  # not where the warning is an error: nothing has been done then
@@ -230,13 +217,15 @@ def l2_norm(
     """
     device = _device_of(tensors)
     if device != CPU:
-        each, total = _sums_of_squares_cuda(device, tensors)
+        like: Any = {"dtype": torch.float64, "device": torch_device(device)}
+        each, total = torch.empty(len(tensors), **like), torch.zeros(1, **like)
+        core.sumsq_cuda(device, tensors, each, total)
         squared = each if per_tensor else total[0]
         norm = squared.sqrt()
         return (norm, ~torch.isfinite(squared)) if return_nonfinite else norm
     core.use_torch_threads(torch.get_num_threads())
     sums = [sumsq for sumsq, _ in core.sumsq(tensors)]
-    like: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
+    like = {"dtype": torch.float64, "device": "cpu"}  # whatever torch.set_default_device() says
     if per_tensor:
         norm = torch.tensor([math.sqrt(x) for x in sums], **like)
     else:
@@ -252,62 +241,39 @@ def _device_of(tensors: Sequence[Any]) -> int:
     return index_of(tensors[0]) if len(tensors) and isinstance(tensors[0], torch.Tensor) else CPU
 
 
-def _sums_of_squares_cuda(device: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of squares of each tensor (float64, [n]) and of all (float64, [1])."""
-    options: Any = {"dtype": torch.float64, "device": torch_device(device)}
-    sums, total = torch.empty(len(tensors), **options), torch.zeros(1, **options)
-    core.sumsq_cuda(device, tensors, sums, total)
-    return sums, total
-
-
 def _adam_step_cuda(
     device: int,
     lists: Sequence[Sequence[torch.Tensor | None] | None],
     steps: int | Sequence[int | torch.Tensor],
-    *,
     lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    hyper: tuple[float, float, float, float],
     grad_scale: float | torch.Tensor,
     noop: torch.Tensor | None,
     param_ids: Sequence[int] | None,
-    seed: int,
-    **flags: Any,
+    options: core.AdamOptions,
 ) -> None:
-    """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order."""
+    """`adam_step` on one CUDA device. ``lists``: parameters, gradients, m, v, and the optional ones in its order. ``hyper``:
+    betas, eps and weight decay. ``noop`` is on a device."""
     params = lists[0]
     assert params is not None
     count = _StepCounts(steps, len(params), device)
-    if noop is not None and index_of(noop) == CPU:
-        if noop.item() != 0:
-            return
-        noop = None
-    on_device: torch.Tensor | None = None
     if noop is not None:
         if count.on_host:
             raise ValueError("steps on the cpu cannot follow a noop that is on the device: put them on the device too")
-        on_device = (noop != 0).to(torch.float32).reshape(1)
-    factors = None
-    average = 1.0
+        noop = (noop != 0).to(torch.float32).reshape(1)
+    factors, average = None, 1.0
     if isinstance(grad_scale, torch.Tensor):
-        factors = (
-            grad_scale.detach().to(torch_device(device), torch.float64).reshape(1).expand(len(params)).contiguous()
-        )
+        factor = grad_scale.detach().to(torch_device(device), torch.float64).reshape(1)
+        factors = factor.expand(len(params)).contiguous()
     else:
         average = grad_scale
-    lr_on_device = isinstance(lr, torch.Tensor) and index_of(lr) == device
-    group = core.AdamGroup(0.0 if lr_on_device else float(lr), betas[0], betas[1], eps, weight_decay)
-    arguments = core.AdamArguments(
-        count.taken,
-        average,
-        core.AdamOptions(**flags, seed=seed),
-        factors=factors,
-        noop=on_device,
-        lr=[lr.detach().to(torch.float32).reshape(1)] if isinstance(lr, torch.Tensor) and lr_on_device else None,
-    )
+    read_late = None  # the learning rate, when the step runs
+    if isinstance(lr, torch.Tensor) and index_of(lr) == device:
+        read_late = [lr.detach().to(torch.float32).reshape(1)]
+    group = core.AdamGroup(0.0 if read_late else float(lr), *hyper)
+    arguments = core.AdamArguments(count.taken, average, options, factors=factors, noop=noop, lr=read_late)
     core.adam_step_cuda(device, lists, group, param_ids, arguments)
-    count.advance(on_device)
+    count.advance(noop)
 
 
 class _StepCounts:

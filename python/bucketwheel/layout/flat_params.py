@@ -46,9 +46,9 @@ def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[in
     param = info.param
     if (param.dtype, param.device, param.shape, param.stride()) != (info.dtype, info.device, shape, stride):
         raise RuntimeError(
-            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on {info.device} when the optimizer took it and is "
-            f"{param.dtype} {tuple(param.shape)} (strides {param.stride()}) on {param.device} now; convert or move the model "
-            "first, then make the optimizer"
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on {info.device} when the "
+            f"optimizer took it and is {param.dtype} {tuple(param.shape)} (strides {param.stride()}) on "
+            f"{param.device} now; convert or move the model first, then make the optimizer"
         )
 
 
@@ -114,7 +114,8 @@ class FlatParams:
                 expect_same_memory_kind(info, slot.shape, slot.stride())
 
     def rebind(self, moved: Collection[int]) -> None:
-        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their values: D13."""
+        """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their
+        values: D13."""
         for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
                 slot = self._slots[at]

@@ -38,13 +38,10 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """The float32 of which `split_master` made the two. A remainder that ``param`` cannot have counts as 0."""
     low = remainder.to(torch.int32) & 0xFFFF
     joined = (((param.view(torch.int16).to(torch.int32) - (low >> 15)) << 16) | low).view(torch.float32)
-    return torch.where(_fits(param, joined), joined, param.to(torch.float32))
-
-
-def _fits(param: Tensor, joined: Tensor) -> Tensor:
-    """False where the remainder is left over from another value: below 0 there is nothing that rounds to 0, and a NaN
-    rounds to no infinity. A parameter that is 0 is 0."""
-    return _same_bits(split_master(joined)[0], param) & (param != 0)
+    # Not where the remainder is left over from another value: below 0 there is nothing that rounds to 0, and a NaN rounds
+    # to no infinity. A parameter that is 0 is 0.
+    fits = _same_bits(split_master(joined)[0], param) & (param != 0)
+    return torch.where(fits, joined, param.to(torch.float32))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ Cost: time and memory grow with parameters and buckets, never with the world siz
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
@@ -129,13 +128,6 @@ class Packing:
         """What ``rank`` owns, in the order of its shard space."""
         order = sorted(range(len(self.items)), key=lambda param: self.begins[param])
         return [segment for param in order for segment in self.owned(param, rank)]
-
-    def digest(self) -> str:
-        """A hash of every number here; ranks compare it before they use the packing."""
-        numbers = [self.world, *self.begins]
-        numbers += [n for item in self.items for n in (item.numel, item.granularity)]
-        numbers += [n for b in self.buckets for n in (b.begin, b.shard_numel)]
-        return hashlib.sha256(",".join(map(str, numbers)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

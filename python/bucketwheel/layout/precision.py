@@ -54,8 +54,8 @@ class Precision:
         if self.master_weights == "bf16_remainder" and dtypes:
             if torch.float16 in dtypes or torch.bfloat16 not in dtypes:
                 raise ValueError(
-                    f"master_weights='bf16_remainder' is for bfloat16 parameters, {of}: a remainder makes a float32 of a "
-                    "bfloat16; use master_weights='auto'"
+                    f"master_weights='bf16_remainder' is for bfloat16 parameters, {of}: a remainder makes a float32 "
+                    "of a bfloat16; use master_weights='auto'"
                 )
 
     def wire_of(self, dtype: torch.dtype) -> torch.dtype:

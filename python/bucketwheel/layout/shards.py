@@ -91,20 +91,9 @@ class Space:
 
     def add_row(self, rows: AdamRows, segment: Segment) -> None:
         """Adds the kernel's row for ``segment``."""
-        info = self._infos[segment.param]
-        cut = self._states_in(segment)
-        rows.add(
-            info.index,
-            info.group,
-            self._own(segment),
-            self.grad.narrow(0, segment.shard_begin, segment.numel),
-            cut["exp_avg"],
-            cut["exp_avg_sq"],
-            cut.get("master_param"),
-            max_exp_avg_sq=cut.get("max_exp_avg_sq"),
-            remainder=cut.get("remainder"),
-            param_begin=segment.param_begin,
-        )
+        info, grad = self._infos[segment.param], self.grad.narrow(0, segment.shard_begin, segment.numel)
+        state = self._states_in(segment)
+        rows.add(info.index, info.group, self._own(segment), grad, state, param_begin=segment.param_begin)
 
     def read_master(self, indices: Collection[int], *, whole: bool = False) -> None:
         """`follow_param`, or `take_param`, for this rank's part of those of the parameters ``indices`` that are here and have a

@@ -105,7 +105,8 @@ def find(module: Module) -> Found:
         if (compiled := _cache.checked(installed, module, {"sources": digest})) is not None:
             return Found("installed", compiled)
         warnings.warn(
-            f"{installed / module.name} was compiled at install from other sources or for another Python: it is not used",
+            f"{installed / module.name} was compiled at install from other sources or for another Python: it is not "
+            "used",
             stacklevel=2,
         )
     recipe, toolchain = _read(module, csrc)

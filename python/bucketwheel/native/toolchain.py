@@ -138,19 +138,14 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
     """The module's list of sources for ``machine`` (default: this one). csrc/sources.txt describes the format."""
     machine = machine or platform.machine()
     sources: list[Source] = []
-    seen: set[str] = set()
     common: dict[str, list[str]] = {"flags:": [], "link:": [], "nvcc:": []}
-    for number, line in enumerate((csrc / module.sources).read_text().splitlines(), 1):
+    for line in (csrc / module.sources).read_text().splitlines():
         words = shlex.split(line, comments=True)
         if not words:
             continue
         if words[0] in common:
             common[words[0]] += words[1:]
             continue
-        if words[0] in seen or not (csrc / words[0]).is_file():
-            problem = "listed twice" if words[0] in seen else "no such source"
-            raise ValueError(f"{csrc / module.sources}:{number}: {problem}: {words[0]!r}")
-        seen.add(words[0])
         only = [word[len("only=") :] for word in words[1:] if word.startswith("only=")]
         if not only or machine in only:
             flags = tuple(word for word in words[1:] if not word.startswith("only="))

@@ -80,6 +80,6 @@ class ExternalEdits:
         """For `Edits.refused`, found on ``rank``; None: there is one process."""
         where, who = ("", "") if rank is None else (f" on rank {rank}", " on all ranks")
         return RuntimeError(
-            f"parameter {info.name!r} was modified{where} since the optimizer's last step (on_external_update='error'); call "
-            f"optimizer.reload_master_params(){who} if that was meant"
+            f"parameter {info.name!r} was modified{where} since the optimizer's last step "
+            f"(on_external_update='error'); call optimizer.reload_master_params(){who} if that was meant"
         )

@@ -26,6 +26,7 @@ from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
+from bucketwheel.optim.param_groups import OptimizerOptions
 
 __all__ = ["LocalEngine"]
 
@@ -35,24 +36,15 @@ class LocalEngine:
 
     world = 1
 
-    def __init__(
-        self,
-        infos: Sequence[ParamInfo],
-        *,
-        device: torch.device,
-        precision: Precision,
-        is_static: bool = False,
-        is_capturable: bool = False,
-        on_external_update: str = "resync",
-    ) -> None:
-        self.precision = precision
+    def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
+        self.precision = options.precision
         self._torch_device = device
         self._device = device_index(device)
-        self._is_static = is_static
-        self._is_capturable = is_capturable
+        self._is_static = options.static_graph
+        self._is_capturable = options.capturable
         self._uploads = Uploads(self._device)
         self._sums_table = None if self._device == CPU else core.SumsqCudaTable(self._device)
-        self._edits = ExternalEdits(on_external_update)
+        self._edits = ExternalEdits(options.on_external_update)
         self.infos: list[ParamInfo] = []
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
@@ -87,18 +79,8 @@ class LocalEngine:
         """Makes the rows of the parameters where they are now."""
         self._rows = AdamRows(self.steps, self._device, amsgrad=self.precision.amsgrad)
         self._edits.note_bound()
-        for info, state in ((self.infos[i], self.states[i]) for i in self._order):
-            self._rows.add(
-                info.index,
-                info.group,
-                info.param.detach(),
-                None,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state.get("master_param"),
-                max_exp_avg_sq=state.get("max_exp_avg_sq"),
-                remainder=state.get("remainder"),
-            )
+        for info in (self.infos[i] for i in self._order):
+            self._rows.add(info.index, info.group, info.param.detach(), None, self.states[info.index])
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -131,8 +113,8 @@ class LocalEngine:
         for info, before, now in zip(self.infos, self._static_used, used, strict=True):
             if before != now:
                 raise RuntimeError(
-                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step and had "
-                    f"{'one' if before else 'none'} in the first"
+                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step "
+                    f"and had {'one' if before else 'none'} in the first"
                 )
 
     def _grad(self, info: ParamInfo) -> Tensor | None:
@@ -267,8 +249,8 @@ class LocalEngine:
             return False
         if clipped._version != version:
             raise RuntimeError(
-                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last backward, right before "
-                "step, and drop gradients by optimizer.zero_grad()"
+                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last "
+                "backward, right before step, and drop gradients by optimizer.zero_grad()"
             )
         return True
 
@@ -314,10 +296,10 @@ class LocalEngine:
         return self.infos[index].param.detach()
 
     def memory(self) -> dict[str, int]:
-        return report.memory_of_local(self.infos, self.states, self.steps)
+        return report.memory_of_local(self)
 
     def describe(self) -> str:
-        return report.describe_local(self.infos, self.states, self.precision)
+        return report.describe_local(self)
 
     def abort(self, reason: str) -> None:
         """There is nobody to tell."""

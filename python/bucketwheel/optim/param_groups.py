@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +14,23 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.precision import PARAM_DTYPES
+from bucketwheel.layout.precision import PARAM_DTYPES, Precision
 
 __all__ = [
+    "OptimizerOptions",
     "collect_params",
-    "communicator_for",
     "communicators_for",
     "expect_hyperparameters",
-    "expect_options",
     "group_texts",
 ]
 
 
-def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def expect_hyperparameters(
+    lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, differentiable: bool
+) -> None:
     """torch.optim.AdamW's own checks and texts."""
+    if differentiable:
+        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not 0.0 <= lr:
@@ -40,25 +44,59 @@ def expect_hyperparameters(lr: float | Tensor, betas: tuple[float, float], eps: 
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
-def expect_options(
-    capturable: bool,
-    static_graph: bool,
-    differentiable: bool,
-    on_external_update: str,
-    max_inflight_buckets: int,
-    bucket_cap_mb: float | None,
-) -> None:
-    """ValueError for options that are wrong whatever the parameters are."""
-    if capturable and not static_graph:
-        raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
-    if differentiable:
-        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
-    if on_external_update not in ("resync", "error", "ignore"):
-        raise ValueError(f"on_external_update must be 'resync', 'error' or 'ignore', got {on_external_update!r}")
-    if max_inflight_buckets < 1 or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
-        raise ValueError(
-            f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {max_inflight_buckets} and {bucket_cap_mb}"
-        )
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """What ranks must have alike, as `ShardedAdamW` takes it; `expect_equal_layout` compares its text.
+
+    ValueError for options that are wrong whatever the parameters are.
+    """
+
+    gradient_average: bool
+    broadcast_params: bool
+    precision: Precision
+    bucket_cap_mb: float | None
+    overlap_grad_sync: bool
+    overlap_param_sync: bool
+    max_inflight_buckets: int
+    static_graph: bool
+    capturable: bool
+    on_external_update: str
+
+    def __post_init__(self) -> None:
+        if self.capturable and not self.static_graph:
+            raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
+        if self.on_external_update not in ("resync", "error", "ignore"):
+            raise ValueError(
+                f"on_external_update must be 'resync', 'error' or 'ignore', got {self.on_external_update!r}"
+            )
+        if self.max_inflight_buckets < 1 or (self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0):
+            raise ValueError(
+                f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {self.max_inflight_buckets} and "
+                f"{self.bucket_cap_mb}"
+            )
+
+    def bucket_cap_bytes(self, backend: str) -> int:
+        # Large enough that what a launch costs does not show; on the CPU that is Python, slow where a backward has emptied
+        # the caches. Without NCCL the buckets of all ranks are on one host.
+        usual_mb = 32.0 if backend == "nccl" else 16.0
+        return int((usual_mb if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20)
+
+    def expect_capturable_on(self, device: torch.device, comm: Communicator | None) -> None:
+        """ValueError unless steps over ``comm`` (None: of one process) can be captured, if that is asked for."""
+        if not self.capturable:
+            return
+        if device_index(device) == CPU:
+            raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
+        if comm is not None and comm.backend != "nccl":
+            raise ValueError(
+                "capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA "
+                f"graph; this one is of {comm.backend!r}"
+            )
+        if comm is not None and self.overlap_param_sync:
+            raise ValueError(
+                "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the "
+                "gathers that a step before it has left running"
+            )
 
 
 def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
@@ -98,8 +136,9 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 )
             if param.grad_dtype not in (None, param.dtype):
                 raise ValueError(
-                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder cannot be its p.grad; "
-                    "set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype is what they are summed in)"
+                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder "
+                    "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
+                    "is what they are summed in)"
                 )
             granularity = _granularity(group, param, name)
             index = len(known) + len(infos)
@@ -112,13 +151,13 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     """What ranks must have in common of their groups, for comparison and for messages."""
     return [
         f"lr {float(g['lr'])}, betas {tuple(map(float, g['betas']))}, eps {float(g['eps'])}, weight_decay "
-        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, decoupled_weight_decay "
-        f"{bool(g['decoupled_weight_decay'])}"
+        f"{float(g['weight_decay'])}, maximize {bool(g['maximize'])}, amsgrad {bool(g['amsgrad'])}, "
+        f"decoupled_weight_decay {bool(g['decoupled_weight_decay'])}"
         for g in param_groups
     ]
 
 
-def communicator_for(
+def _communicator_for(
     process_group: dist.ProcessGroup | Communicator | None,
     device: torch.device,
     *,
@@ -156,17 +195,18 @@ def communicators_for(
 ) -> tuple[Communicator | None, Communicator | None]:
     """Where states are sharded, and where they are replicated; None for a direction without other ranks."""
     if replicate_group is None:
-        return communicator_for(process_group, device), None
+        return _communicator_for(process_group, device), None
     if process_group is None:
         raise ValueError(
-            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to replicate only)"
+            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to "
+            "replicate only)"
         )
     if _size_of(process_group) == _size_of(replicate_group) == 1:
-        return communicator_for(process_group, device), None
+        return _communicator_for(process_group, device), None
     # A group of one rank too: whether others have more in theirs is found when they are compared.
-    shard = communicator_for(process_group, device, needs_one=True)
+    shard = _communicator_for(process_group, device, needs_one=True)
     try:
-        return shard, communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
+        return shard, _communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
     except BaseException:
         if shard is not None and shard is not process_group:
             shard.close(0.0)

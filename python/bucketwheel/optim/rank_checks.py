@@ -6,21 +6,21 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from bucketwheel._version import __version__
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.packing import Packing
 
-__all__ = ["expect_equal_layout", "expect_equal_packings", "expect_equal_places"]
+__all__ = ["expect_equal_layout", "expect_equal_places"]
 
 
 def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
     """RuntimeError on every rank, naming the first difference, unless all ranks were given the same. Collective."""
-    lines = [f"the optimizer's options: {options}"]
+    lines = [f"the optimizer's options: {options}, bucketwheel {__version__}"]
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
     lines += [
-        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group {info.group}, "
-        f"granularity {info.granularity}"
+        f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group "
+        f"{info.group}, granularity {info.granularity}"
         for info in infos
     ]
     counts = struct.pack("<qq", len(groups), len(infos))
@@ -40,19 +40,9 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     while len({other[at : at + 8] for other in everyone}) == 1:
         at += 8
     raise RuntimeError(
-        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the same parameters "
-        "in the same order, with the same options"
+        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the "
+        "same parameters in the same order, with the same options"
     )
-
-
-def expect_equal_packings(comm: Reducer, packings: Sequence[Packing]) -> None:
-    """RuntimeError on every rank unless all ranks have packed alike: equal inputs must give equal packings. Collective."""
-    digests = comm.exchange(" ".join(packing.digest() for packing in packings).encode())
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"ranks packed the same parameters differently (digests {[d[:8].decode() for d in digests]} by rank); do all of them "
-            "run the same version of bucketwheel?"
-        )
 
 
 def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +53,7 @@ def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -
     digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
     if len(set(digests)) > 1:
         raise RuntimeError(
-            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} (slab, offset): "
-            "all must make the same acquires of the communicators' pools, in one order, before the optimizer is made, and close() "
-            "the one before it"
+            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} "
+            "(slab, offset): all must make the same acquires of the communicators' pools, in one order, before the "
+            "optimizer is made, and close() the one before it"
         )

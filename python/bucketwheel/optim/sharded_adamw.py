@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ClosedError
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import clip_coefficient
@@ -29,13 +27,13 @@ from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
+    OptimizerOptions,
     collect_params,
     communicators_for,
     expect_hyperparameters,
-    expect_options,
     group_texts,
 )
-from bucketwheel.optim.sharded_engine import ShardedEngine, ShardedOptions
+from bucketwheel.optim.sharded_engine import ShardedEngine
 
 __all__ = ["ShardedAdamW"]
 
@@ -150,10 +148,7 @@ class ShardedAdamW(Optimizer):
         static_graph: bool = False,
         on_external_update: str = "resync",
     ) -> None:
-        expect_hyperparameters(lr, betas, eps, weight_decay)
-        expect_options(
-            capturable, static_graph, differentiable, on_external_update, max_inflight_buckets, bucket_cap_mb
-        )
+        expect_hyperparameters(lr, betas, eps, weight_decay, differentiable)
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -174,10 +169,11 @@ class ShardedAdamW(Optimizer):
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
         precision.expect_fits({info.dtype for info in trained.infos})
-        options = ShardedOptions(
+        options = OptimizerOptions(
             gradient_average=gradient_average,
             broadcast_params=broadcast_params,
             precision=precision,
+            bucket_cap_mb=bucket_cap_mb,
             overlap_grad_sync=overlap_grad_sync,
             overlap_param_sync=overlap_param_sync,
             max_inflight_buckets=max_inflight_buckets,
@@ -186,8 +182,8 @@ class ShardedAdamW(Optimizer):
             on_external_update=on_external_update,
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
-        ranks = _Ranks(process_group, replicate_group, bucket_cap_mb)
-        self._made_engine, self._owned = _make_engine(trained, self.param_groups, ranks, options)
+        groups = (process_group, replicate_group)
+        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups)
         self._made_engine.watch(trained.frozen)
         self._publish_state()
 
@@ -289,8 +285,8 @@ class ShardedAdamW(Optimizer):
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
         the next `step`, so it costs no pass over the gradients. The result is a 0-d tensor on the parameters' device,
-        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all ranks if
-        ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
+        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all
+        ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
         self._take_in_unfrozen()
         indices = self._trained.indices(parameters)
@@ -298,8 +294,9 @@ class ShardedAdamW(Optimizer):
             norm = float(self._engine.total_norm(indices, float(norm_type)))
             if not math.isfinite(norm):
                 raise RuntimeError(
-                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be clipped. To "
-                    "disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+                    f"The total norm of order {norm_type} for gradients is non-finite ({norm}), so it cannot be "
+                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "error_if_nonfinite=False"
                 )
         return self._engine.clip(indices, float(max_norm), float(norm_type))
 
@@ -442,7 +439,8 @@ class ShardedAdamW(Optimizer):
         Collective.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
-        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the other ranks.
+        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the
+        other ranks.
         """
         if self._closed.is_set():
             return
@@ -451,10 +449,6 @@ class ShardedAdamW(Optimizer):
             self._made_engine.close()
         finally:
             _close_all(self._owned)
-
-    def _abort(self, reason: str) -> None:
-        if not self._closed.is_set():
-            self._made_engine.abort(reason)
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -465,7 +459,8 @@ class ShardedAdamW(Optimizer):
         if kind is None:
             self.close()
             return
-        self._abort(f"{kind.__name__}: {error}")
+        if not self._closed.is_set():
+            self._made_engine.abort(f"{kind.__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
             self.close()
 
@@ -532,57 +527,25 @@ class TrainedParams:
         self.frozen[:] = [p for p in grouped if p not in self.index_of]
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks to shard over and the replicas, as the user gave them; what a bucket holds at most."""
-
-    process_group: dist.ProcessGroup | Communicator | None
-    replicate_group: dist.ProcessGroup | Communicator | None
-    bucket_cap_mb: float | None
-
-
 def _make_engine(
-    trained: TrainedParams, param_groups: Sequence[dict[str, Any]], ranks: _Ranks, options: ShardedOptions
+    trained: TrainedParams,
+    param_groups: Sequence[dict[str, Any]],
+    options: OptimizerOptions,
+    process_group: dist.ProcessGroup | Communicator | None,
+    replicate_group: dist.ProcessGroup | Communicator | None,
 ) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
     """The engine for the parameters, and the communicators that were made for it. Collective."""
-    if options.capturable and device_index(trained.device) == CPU:
-        raise ValueError(f"capturable=True is for parameters on CUDA, these are on {trained.device}")
-    comm, replicate = communicators_for(ranks.process_group, ranks.replicate_group, trained.device)
-    given = (ranks.process_group, ranks.replicate_group)
-    owned = [made for made in (comm, replicate) if made is not None and made not in given]
+    options.expect_capturable_on(trained.device, None)
+    comm, replicate = communicators_for(process_group, replicate_group, trained.device)
+    owned = [made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)]
     try:
+        options.expect_capturable_on(trained.device, comm)
         if comm is None:
-            engine: LocalEngine | ShardedEngine = LocalEngine(
-                trained.infos,
-                device=trained.device,
-                precision=options.precision,
-                is_static=options.static_graph,
-                is_capturable=options.capturable,
-                on_external_update=options.on_external_update,
-            )
-        else:
-            _expect_capturable(comm, options)
-            groups = group_texts(param_groups)
-            engine = ShardedEngine(comm, trained.infos, groups, options, _cap_bytes(ranks, comm), replicate)
+            return LocalEngine(trained.infos, device=trained.device, options=options), owned
+        return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate), owned
     except BaseException:
         _close_all(owned, 0.0)
         raise
-    return engine, owned
-
-
-def _expect_capturable(comm: Communicator, options: ShardedOptions) -> None:
-    if not options.capturable:
-        return
-    if comm.backend != "nccl":
-        raise ValueError(
-            f"capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA graph; this one is "
-            f"of {comm.backend!r}"
-        )
-    if options.overlap_param_sync:
-        raise ValueError(
-            "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the gathers that a step "
-            "before it has left running"
-        )
 
 
 def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
@@ -591,15 +554,6 @@ def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> N
         for comm in reversed(comms):
             stack.callback(comm.close, timeout)
             stack.callback(comm.gathers.close, timeout)
-
-
-def _cap_bytes(ranks: _Ranks, comm: Communicator) -> int:
-    cap_mb = ranks.bucket_cap_mb
-    if cap_mb is None:
-        # Large enough that what a launch costs does not show; on the CPU that is Python, slow where a backward has emptied
-        # the caches. Without NCCL the buckets of all ranks are on one host.
-        cap_mb = 32.0 if comm.backend == "nccl" else 16.0
-    return int(cap_mb * 2**20)
 
 
 # --- foreign optimizers cannot read the gradients of their parameters -------------------------------------------------
@@ -615,28 +569,9 @@ def _refuse_foreign_steps() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
-def _before_any_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if getattr(optimizer, "steps_sharded_grads", False):
-        return None
-    _expect_no_placeholders(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
-
-    @functools.wraps(closure)
-    def checked_closure() -> Any:
-        loss = closure()  # makes its gradients inside of the step
-        _expect_no_placeholders(optimizer)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": checked_closure}
-    return (optimizer, checked_closure, *args[2:]), kwargs
-
-
-def _expect_no_placeholders(optimizer: Optimizer) -> None:
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param.grad, ShardedGrad):

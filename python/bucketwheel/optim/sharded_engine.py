@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import reducer_of
@@ -27,68 +27,42 @@ from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense
-from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
-from bucketwheel.optim.param_groups import group_texts
-from bucketwheel.optim.rank_checks import expect_equal_layout, expect_equal_packings
+from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
+from bucketwheel.optim.rank_checks import expect_equal_layout
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["ShardedEngine", "ShardedOptions"]
-
-
-@dataclass(frozen=True)
-class ShardedOptions:
-    """What ranks must have alike, as `ShardedAdamW` takes it; `expect_equal_layout` compares its text."""
-
-    gradient_average: bool
-    broadcast_params: bool
-    precision: Precision
-    overlap_grad_sync: bool
-    overlap_param_sync: bool
-    max_inflight_buckets: int
-    static_graph: bool
-    capturable: bool
-    on_external_update: str
+__all__ = ["ShardedEngine"]
 
 
 # --- which live engine has a communicator, and trains a parameter: one at a time --------------------------------------
 
-_engine_of_comm: weakref.WeakKeyDictionary[Communicator, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_engine_of_param: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_engines = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
 
 
-def _claim(comms: Sequence[Communicator], infos: Sequence[ParamInfo], engine: Any) -> None:
-    """ValueError if a live optimizer has one of the communicators or a parameter.
+def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+    """ValueError if a live optimizer has one of the communicators or parameters ``things``, which have names.
 
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
     """
-    for comm in comms:
-        if _is_alive(_engine_of_comm.get(comm)):
-            raise ValueError(
-                f"communicator {comm.name!r} belongs to another optimizer; give each its own, or close() that one"
-            )
-    for info in infos:
-        if _is_alive(_engine_of_param.get(info.param)):
-            raise ValueError(f"parameter {info.name!r} is trained by another ShardedAdamW; close() that one first")
-    for comm in comms:
-        _engine_of_comm[comm] = weakref.ref(engine)
-    for info in infos:
-        _engine_of_param[info.param] = weakref.ref(engine)
+    for thing, name in things:
+        if (owner := _engines.get(thing)) is not None and owner() is not None:
+            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
+    for thing, _ in things:
+        _engines[thing] = weakref.ref(engine)
 
 
-def _is_alive(engine: weakref.ref[Any] | None) -> bool:
-    return engine is not None and engine() is not None
+def _named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
+    return [(info.param, f"parameter {info.name!r}") for info in infos]
 
 
-def _release(comms: Sequence[Communicator], infos: Sequence[ParamInfo]) -> None:
-    for comm in comms:
-        _engine_of_comm.pop(comm, None)
-    for info in infos:
-        _engine_of_param.pop(info.param, None)
+def _release(things: Sequence[tuple[Any, str]]) -> None:
+    for thing, _ in things:
+        _engines.pop(thing, None)
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -116,27 +90,27 @@ class ShardedEngine:
         comm: Communicator,
         infos: Sequence[ParamInfo],
         groups: Sequence[str],
-        options: ShardedOptions,
-        bucket_cap_bytes: int,
+        options: OptimizerOptions,
         replicate: Communicator | None = None,
     ) -> None:
         self.comm = comm
-        self._comms = [comm] if replicate is None else [comm, replicate]
+        given = [comm] if replicate is None else [comm, replicate]
+        self._comms = [(each, f"communicator {each.name!r}") for each in given]
         self.reducer = reducer_of(comm, replicate)
         self.world = comm.size
-        self.infos: list[ParamInfo] = []  # grows, as `_spaces`, `steps` and `_edits` do, when parameters are added
+        self.infos: list[ParamInfo] = []  # grows, as `spaces`, `steps` and `_edits` do, when parameters are added
         self.options = options
         self.precision = options.precision
-        self._bucket_cap_bytes = bucket_cap_bytes
+        self.bucket_cap_bytes = options.bucket_cap_bytes(comm.backend)
         self._is_debugging = env.flag("BW_DEBUG")
         self._unfrozen = UnfrozenGrads(_weakly(self))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
-        self._spaces: list[Space] = []
+        self.spaces: list[Space] = []
         self._edits = ExternalEdits(options.on_external_update)
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
-        _claim(self._comms, infos, self)
+        _claim([*self._comms, *_named(infos)], self)
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
             expect_dense(infos)
@@ -144,7 +118,7 @@ class ShardedEngine:
             self._assembly = self._assemble()
         except BaseException:  # whose traceback keeps this object alive
             self.reducer.release()
-            _release(self._comms, infos)
+            _release([*self._comms, *_named(infos)])
             raise
 
     @property
@@ -166,13 +140,12 @@ class ShardedEngine:
         self._unfrozen.watch(frozen)
 
     def _options_text(self) -> str:
-        return f"{self.options}, bucket_cap_bytes={self._bucket_cap_bytes}, BW_DEBUG={int(self._is_debugging)}"
+        return f"{self.options}, bucket_cap_bytes={self.bucket_cap_bytes}, BW_DEBUG={int(self._is_debugging)}"
 
     def _take_in(self, infos: Sequence[ParamInfo]) -> None:
         """Moves parameters into flat memory, with states that are new."""
         dtypes = dict.fromkeys(info.dtype for info in infos)
         spaces = [self._make_space([info for info in infos if info.dtype == dtype]) for dtype in dtypes]
-        expect_equal_packings(self.reducer, [space.packing for space in spaces])
         if self.options.broadcast_params:
             for space in spaces:
                 self.reducer.broadcast_into(space.flat.flat, 0).wait()
@@ -180,7 +153,7 @@ class ShardedEngine:
         for space in spaces:
             space.read_master(space.indices)
         self.infos += infos
-        self._spaces += spaces
+        self.spaces += spaces
         self._edits.add(infos)
         self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
 
@@ -190,19 +163,19 @@ class ShardedEngine:
             rank=self.comm.rank,
             world=self.world,
             precision=self.options.precision,
-            bucket_cap_bytes=self._bucket_cap_bytes,
+            bucket_cap_bytes=self.bucket_cap_bytes,
             param_pool=self.comm.gathers.pool,
             state_pool=self._state_pool,
         )
 
     def _space_of(self, index: int) -> Space:
-        return next(space for space in self._spaces if index in space)
+        return next(space for space in self.spaces if index in space)
 
     def _assemble(self) -> Assembly:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
         rows = AdamRows(self.steps, self.device, amsgrad=options.precision.amsgrad)
-        cut = cut_buckets(self._spaces, self.comm.rank, self.device, rows)
+        cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows)
         reduced = ReducedGrads(
             self.comm,
             1.0 / self.reducer.size if options.gradient_average else 1.0,
@@ -217,7 +190,7 @@ class ShardedEngine:
             states.append(space.state_of(info.index))
         slots = None
         if self.comm.is_registered:
-            slots = lease_slots(self.comm, self._spaces, cut.buckets, options.max_inflight_buckets)
+            slots = lease_slots(self.comm, self.spaces, cut.buckets, options.max_inflight_buckets)
         kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
         self.reducer.prepare_sums(kinds, options.max_inflight_buckets)
         grads = GradWindow(
@@ -232,7 +205,6 @@ class ShardedEngine:
             is_capturable=options.capturable,
         )
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in cut.buckets])
-        report.warn_of_padding(self._spaces)
         return Assembly(rows, cut.buckets, reduced, grads, states)
 
     def add(self, infos: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
@@ -247,7 +219,7 @@ class ShardedEngine:
         self.param_sync()
         expect_equal_layout(self.reducer, infos, groups, self._options_text())
         expect_dense(infos)
-        _claim([], infos, self)
+        _claim(_named(infos), self)
         self._unfrozen.release([info.param for info in infos])
         old.grads.remove()
         self._take_in(infos)
@@ -289,7 +261,7 @@ class ShardedEngine:
     def _find_edits(self) -> Edits:
         """RuntimeError if a parameter was moved that cannot come back: D13."""
         edits = self._edits.find()
-        for space in self._spaces if edits.moved else ():
+        for space in self.spaces if edits.moved else ():
             space.flat.expect_bindable(edits.moved)
         return edits
 
@@ -304,20 +276,21 @@ class ShardedEngine:
             rank, index = self._first_of_any_rank(edits.refused)
             if index >= 0:
                 raise ExternalEdits.refusal(self.infos[index], rank)
-        for space in self._spaces if edits.moved else ():
+        for space in self.spaces if edits.moved else ():
             space.flat.rebind(edits.moved)
-        for space in self._spaces if edits.followed else ():
+        for space in self.spaces if edits.followed else ():
             space.read_master(edits.followed)
 
     def _expect_unedited(self, edits: Edits) -> None:
-        """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of them, or
-        that they have moved. Collective."""
-        read_again = (i for space in self._spaces for i in edits.followed if space.has_master and i in space)
+        """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of
+        them, or that they have moved. Collective."""
+        read_again = (i for space in self.spaces for i in edits.followed if space.has_master and i in space)
         rank, index = self._first_of_any_rank(min([*edits.moved, *read_again], default=-1))
         if index >= 0:
             raise CaptureError(
-                f"parameter {self.infos[index].name!r} was written to on rank {rank} since the last step, and every replay would read "
-                "it again in the place of its master weight: call optimizer.reload_master_params() on all ranks before the capture"
+                f"parameter {self.infos[index].name!r} was written to on rank {rank} since the last step, and every "
+                "replay would read it again in the place of its master weight: call optimizer.reload_master_params() "
+                "on all ranks before the capture"
             )
 
     def _first_of_any_rank(self, index: int) -> tuple[int, int]:
@@ -328,7 +301,7 @@ class ShardedEngine:
     def reload_masters(self) -> None:
         self.param_sync()
         edits, everything = self._find_edits(), frozenset(range(len(self.infos)))
-        for space in self._spaces:
+        for space in self.spaces:
             space.flat.rebind(edits.moved)
             space.read_master(everything, whole=True)
         self._edits.note_written()
@@ -395,23 +368,11 @@ class ShardedEngine:
         """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
         return self._space_of(index).values_of(index)
 
-    def _parts(self) -> report.ShardedParts:
-        return report.ShardedParts(
-            self.comm,
-            self.reducer,
-            self.options,
-            self.infos,
-            self._spaces,
-            self.grads,
-            self.steps,
-            self._bucket_cap_bytes,
-        )
-
     def memory(self) -> dict[str, int]:
-        return report.memory_of(self._parts())
+        return report.memory_of(self)
 
     def describe(self) -> str:
-        return report.describe(self._parts())
+        return report.describe(self)
 
     def abort(self, reason: str) -> None:
         self.reducer.abort(reason)
@@ -424,10 +385,10 @@ class ShardedEngine:
             self.grads.remove()
             self._unfrozen.release()
             self._gathers.detach()
-            for space in self._spaces:
+            for space in self.spaces:
                 space.flat.release()
             self.reducer.release()
-            _release(self._comms, self.infos)
+            _release([*self._comms, *_named(self.infos)])
 
 
 def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:

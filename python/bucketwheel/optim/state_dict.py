@@ -108,8 +108,9 @@ def _states_of_frozen(
     for p, entry in found.items():
         if "ranges" in entry:
             raise ValueError(
-                f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; make the optimizer "
-                "with the parameters trained that were trained when it was saved, load, and freeze them then"
+                f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
+                "make the optimizer with the parameters trained that were trained when it was saved, load, and "
+                "freeze them then"
             )
     return found
 
@@ -139,8 +140,8 @@ def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any
     loaded_flags = [bool(loaded.get("amsgrad", wanted)) for loaded in theirs]
     if any(flag != wanted for flag in loaded_flags):
         raise ValueError(
-            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it with "
-            "the same"
+            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it "
+            "with the same"
         )
     after = [
         {**group, **{key: value for key, value in loaded.items() if key not in _KEPT_KEYS}}
@@ -172,14 +173,15 @@ def _plan(
         if "ranges" in entry:
             if [tuple(pair) for pair in entry["ranges"]] != list(ranges):
                 raise ValueError(
-                    f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns {list(ranges)}: it is "
-                    "another rank's, or was saved at another world size or bucket_cap_mb"
+                    f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns "
+                    f"{list(ranges)}: it is another rank's, or was saved at another world size or bucket_cap_mb"
                 )
             part = value.flatten()
         else:
             if value.shape != info.param.shape:
                 raise ValueError(
-                    f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter {tuple(info.param.shape)}"
+                    f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(info.param.shape)}"
                 )
             part = _cut(value, info, ranges)
         if part.numel() != numel:

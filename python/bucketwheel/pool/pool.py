@@ -229,7 +229,8 @@ def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
     """Zeroed bytes on a device, allocated by torch."""
     if core.is_capturing(index):  # the memory and its zeros would belong to the graph
         raise CaptureError(
-            f"a slab of {nbytes} bytes while a CUDA graph is captured in the current stream; acquire it before the capture"
+            f"a slab of {nbytes} bytes while a CUDA graph is captured in the current stream; acquire it before the "
+            "capture"
         )
     device = torch_device(index)
     try:
@@ -240,7 +241,8 @@ def _torch_slab(nbytes: int, index: int) -> torch.Tensor:
         return _zeros(nbytes, device)
     except torch.OutOfMemoryError as error:
         raise PoolError(
-            f"a slab of {nbytes} bytes on {device}: out of memory; {reclaimed}: use smaller buckets, or less memory elsewhere"
+            f"a slab of {nbytes} bytes on {device}: out of memory; {reclaimed}: use smaller buckets, or less memory "
+            "elsewhere"
         ) from error
 
 

@@ -13,10 +13,10 @@ import re
 import subprocess
 import sys
 import sysconfig
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,7 @@ def main(options: argparse.Namespace) -> int:
 
 def facts(build: Sequence[str] = ()) -> Facts:
     """All that is to be known, as values that JSON can hold. Builds the modules of these kinds first."""
-    built = {kind: _built(_MODULES[kind]) for kind in build}
-    states = {kind: {**_state(module), **built.get(kind, {})} for kind, module in _MODULES.items()}
+    states = {kind: _state(module, is_built=kind in build) for kind, module in _MODULES.items()}
     return {
         "bucketwheel": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {
@@ -79,14 +78,8 @@ def facts(build: Sequence[str] = ()) -> Facts:
         "modules": states,
         "nccl": _nccl_facts(states["cpu"]),
         "cache": _cache_facts(),
-        "environment": _environment(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
-
-
-def _environment() -> dict[str, str]:
-    """As it was found: bucketwheel has set what it sets where nobody had."""
-    ours = set() if nccl_library.launch_order_found is not None else {nccl_library.LAUNCH_ORDER}
-    return {name: os.environ[name] for name in sorted(os.environ.keys() - ours) if name.startswith(_VARIABLES)}
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------------
@@ -95,70 +88,49 @@ def _environment() -> dict[str, str]:
 def _tools() -> dict[str, str]:
     """What each tool says of itself, or "missing: ..." with the reason."""
 
-    def nvcc() -> str:
-        argv = toolchain.find_nvcc()
-        release = re.search(r"release .*", toolchain.version_of(argv, CUDA))
-        return f"{release[0] if release else 'unknown release'} ({' '.join(argv)})"
+    def version(argv: Sequence[str], module: Module) -> str:
+        line = re.search(r".*\d\.\d.*", toolchain.version_of(argv, module))
+        return f"{line[0] if line else 'unknown version'} ({' '.join(argv)})"
 
-    def compiler() -> str:
-        argv = toolchain.find_compiler()
-        return f"{toolchain.version_of(argv, CPU).splitlines()[0]} ({' '.join(argv)})"
-
-    def pybind11() -> str:
-        import pybind11
-
-        return f"{pybind11.__version__} ({pybind11.get_include()})"
-
+    looks: dict[str, Callable[[], str]] = {
+        "compiler": lambda: version(toolchain.find_compiler(), CPU),
+        "nvcc": lambda: version(toolchain.find_nvcc(), CUDA),
+        "ninja": compile.find_ninja,
+        "pybind11": lambda: metadata.version("pybind11"),
+    }
     found = {}
-    for look in (compiler, nvcc, compile.find_ninja, pybind11):
-        name = look.__name__.removeprefix("find_")
+    for name, look in looks.items():
         try:
             found[name] = look()
-        except (BuildError, ImportError, IndexError) as error:
+        except (BuildError, ImportError) as error:
             found[name] = f"missing: {str(error).splitlines()[0].partition(': ')[2] or error}"
     return found
 
 
-def _gpus() -> dict[str, Any]:
+def _gpus() -> Facts:
     """The devices as torch sees them, else as the driver does; neither is needed for anything on the CPU."""
-    devices, driver = _nvidia_smi()
-    is_seen = torch.cuda.is_available()
-    if is_seen:
+    if torch.cuda.is_available():
         seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        devices = [_gpu(one.name, (one.major, one.minor), one.total_memory) for one in seen]
-    return {"devices": devices, "driver": driver, "torch_sees_them": is_seen}
-
-
-def _gpu(name: str, capability: tuple[int, int], size_bytes: float) -> dict[str, Any]:
-    return {"name": name, "capability": list(capability), "gib": round(size_bytes / 2**30, 1)}
-
-
-def _nvidia_smi() -> tuple[list[dict[str, Any]], str | None]:
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        devices = [{"name": one.name, "capability": [one.major, one.minor]} for one in seen]
+        return {"torch_sees_them": True, "devices": devices}
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return [], None
-    found = re.findall(r"^(.+), (\d+)\.(\d+), (\d+), (.+)$", text, re.MULTILINE)
-    devices = [_gpu(name, (int(major), int(minor)), int(mib) * 2**20) for name, major, minor, mib, _ in found]
-    return devices, found[0][-1] if found else None
+        text = ""
+    listed = re.findall(r"^(.+), (\d+)\.(\d+)$", text, re.MULTILINE)
+    devices = [{"name": name, "capability": [int(major), int(minor)]} for name, major, minor in listed]
+    return {"torch_sees_them": False, "devices": devices}
 
 
-def _built(module: Module) -> dict[str, Any]:
-    start = time.monotonic()
-    try:
-        modules.locate(module)
-    except (BuildError, ValueError) as error:  # ValueError: an environment variable
-        return {"error": str(error)}
-    return {"seconds": round(time.monotonic() - start, 2)}
-
-
-def _state(module: Module) -> dict[str, Any]:
+def _state(module: Module, *, is_built: bool) -> Facts:
     """``state``: named, installed, cached or missing, as in `modules.Found`, or unavailable, with the ``error``."""
-    state: dict[str, Any] = {"state": "unavailable"}
+    state: Facts = {"state": "unavailable"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            if is_built:
+                modules.locate(module)
             found = modules.find(module)
             state = {"state": found.origin, "path": str(found.path or found.entry)}
             if module is CUDA:
@@ -167,38 +139,36 @@ def _state(module: Module) -> dict[str, Any]:
                 state["archs"] = str(archs) if archs else manifest.get("archs")
             if found.path is not None:
                 modules.try_import(module, found.path)
-        except (BuildError, ValueError) as error:
+        except (BuildError, ValueError) as error:  # ValueError: an environment variable
             state["error"] = str(error)
     if caught:
         state["warning"] = str(caught[0].message)
     return state
 
 
-def _nccl_facts(core: dict[str, Any]) -> dict[str, Any]:
+def _nccl_facts(core: Facts) -> Facts:
     """The NCCL that would be used, torch's version of it, and an ``error`` where there is none that can be used."""
     torchs = nccl_library.version_of_torch()
     if "error" in core or core["state"] == "missing":
         return {"torch": torchs, "unknown": "until the native module is built"}
     try:
-        return {"torch": torchs, **asdict(nccl_library.info())}
+        info = nccl_library.info()
+        return {"torch": torchs, **asdict(info), "version": nccl_library.version_text(info.version)}
     except (DeviceError, ValueError) as error:
         return {"torch": torchs, "error": str(error)}
 
 
-def _cache_facts() -> dict[str, Any]:
+def _cache_facts() -> Facts:
     try:
         folder = _cache.cache_dir()
     except BuildError as error:
         return {"path": None, "error": str(error)}
-    above = folder
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    entries = sorted(path.parent for path in folder.glob("c*-*/_c*.json"))
+    above = next(path for path in (folder, *folder.parents) if path.exists())
     return {
         "path": str(folder),
         "writable": above.is_dir() and os.access(above, os.W_OK),
         "network": _cache.is_network(folder),
-        "entries": {entry.name: sum(path.stat().st_size for path in entry.glob("*")) for entry in entries},
+        "entries": [path.parent.name for path in sorted(folder.glob("c*-*/_c*.json"))],
     }
 
 
@@ -274,39 +244,15 @@ def _not_covered(devices: list[dict[str, Any]], text: str | None) -> list[str]:
 
 def render(found: Facts) -> str:
     """The facts as text for a person, problems last."""
-    torch_facts, cache = found["torch"], found["cache"]
-    rows = [
-        ("bucketwheel", f"{found['bucketwheel']['version']} ({found['bucketwheel']['path']})"),
-        ("python", f"{found['python']['version']}, {found['python']['soabi']} ({found['python']['path']})"),
-        ("torch", f"{torch_facts['version']}, CUDA {torch_facts['cuda']}"),
-        *found["tools"].items(),
-        ("driver", found["gpus"]["driver"] or "none"),
-    ]
-    for device in found["gpus"]["devices"]:
-        major, minor = device["capability"]
-        rows.append(("gpu", f"{device['name']}, {device['gib']} GiB, compute capability {major}.{minor}"))
-    for kind, module in found["modules"].items():
-        text = " ".join(filter(None, [module["state"], module.get("path")]))
-        text += f", for {module['archs']}" if module.get("archs") else ""
-        text += f", ready after {module['seconds']} s" if "seconds" in module else ""
-        rows.append((f"_{kind}", text))
-    rows += _nccl_rows(found["nccl"])
-    if cache["path"]:
-        size = sum(cache["entries"].values()) / 2**20
-        notes = "" if cache["writable"] else ", cannot be written"
-        notes += ", on a network file system" if cache["network"] else ""
-        rows.append(("cache", f"{cache['path']}: {len(cache['entries'])} entries, {size:.0f} MiB{notes}"))
-        rows += [("", f"{name}, {size / 2**20:.1f} MiB") for name, size in cache["entries"].items()]
-    rows += [("environment", f"{name}={value}") for name, value in found["environment"].items()]
-    lines = [f"{name:12} {text}" for name, text in rows]
+    lines = []
+    for section, facts in found.items():
+        if isinstance(facts, dict):
+            lines += [section, *(f"    {name:12} {_text(value)}" for name, value in facts.items())]
     lines += [f"\nwarning: {text}" for text in found["warnings"]] + [f"\nbroken: {text}" for text in found["errors"]]
     return "\n".join([*lines, "", ("all well", "works, with warnings", "broken")[found["status"]]])
 
 
-def _nccl_rows(facts: Facts) -> list[tuple[str, str]]:
-    versus = f"torch has {facts['torch']}" if facts["torch"] else "torch has none"
-    if "version" not in facts:
-        return [("nccl", f"{facts.get('error') or 'unknown ' + facts['unknown']} ({versus})")]
-    gates = [name if there else f"no {name}" for name, there in facts["features"].items()]
-    text = f"{nccl_library.version_text(facts['version'])} ({facts['path']}, {facts['found']}; {versus})"
-    return [("nccl", text), ("", ", ".join(gates))]
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(one)}" for name, one in value.items() if name != "error")
+    return "; ".join(map(_text, value)) if isinstance(value, list) else str(value)

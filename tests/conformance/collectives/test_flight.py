@@ -122,7 +122,7 @@ def test_communicators_of_one_name_write_files_of_their_own(tmp_path, capsys):
     assert {one["comm"] for one in found} == {"row"} and len({one["id"] for one in found}) == len(found) == 2 + 4
     shared = [one for one in found if one["world"] == 2]
     assert sorted(one["culprits"] for one in shared) == [[0], [1]] and not any(one["missing"] for one in shared)
-    assert len({ring["place"] for one in shared for ring in one["rings"].values()}) == 4
+    assert len({line.split()[0] for one in shared for line in one["ranks"].values()}) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- the files

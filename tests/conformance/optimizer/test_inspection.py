@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.optim import report
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 from tests.support.replica_ranks import with_replicas
@@ -105,30 +102,3 @@ def test_the_summary_of_one_process_is_that_of_its_tensors() -> None:
     assert {name: nbytes for name, nbytes in found.items() if nbytes} == expected
     params[0][1].float().sum().backward()
     assert opt.memory_summary()["grads"] == 2 * 4096
-
-
-@pytest.mark.parametrize(
-    "count, numel, granularity, warns",
-    [(4, 60001, 60001, True), (2400, 2, 1, True), (100, 2, 1, False), (4, 1 << 20, 1, False)],
-)
-def test_it_warns_once_of_padding(
-    monkeypatch: pytest.MonkeyPatch, count: int, numel: int, granularity: int, warns: bool
-) -> None:
-    """97 % of 25 KiB are nothing to warn of."""
-
-    def body(comm: Communicator) -> None:
-        params = [Parameter(torch.zeros(numel, dtype=torch.float64)) for _ in range(count)]
-        groups = [{"params": params, "granularity": granularity}]
-        ShardedAdamW(groups, process_group=comm, bucket_cap_mb=1 / 4).close()
-
-    monkeypatch.setattr(report, "_warned", False)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            run_local(2, body)
-    said = [str(w.message) for w in found if "% of the optimizer's buckets are parameters" in str(w.message)]
-    assert len(said) == int(warns)
-    if warns:
-        is_cut = granularity > 1
-        assert int(said[0].split(" %")[0]) < 70 and re.search(r"\(\d+\.\d\d MiB.*padding", said[0])
-        assert ("multiples of up to 60001" in said[0]) == is_cut == ("join" not in said[0])

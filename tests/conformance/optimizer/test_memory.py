@@ -21,8 +21,9 @@ from torch.nn import Parameter
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads.launch import Reductions
-from bucketwheel.optim.report import ShardedParts, bucket_bound
+from bucketwheel.optim.report import bucket_bound
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.optim.sharded_engine import ShardedEngine
 from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_bucket_slots import pair
 from tests.support.optim_twins import SHAPES, make_params, run_local
@@ -58,22 +59,24 @@ def params_of(dtypes: Sequence[torch.dtype]) -> list[Parameter]:
 PARAMS = len(SHAPES) + 5
 
 
-def parts_of(opt: ShardedAdamW) -> ShardedParts:
-    return opt._engine._parts()  # type: ignore[union-attr]
+def engine_of(opt: ShardedAdamW) -> ShardedEngine:
+    engine = opt._engine
+    assert isinstance(engine, ShardedEngine)
+    return engine
 
 
 def expect_sizes(opt: ShardedAdamW, options: dict[str, Any]) -> None:
     """What is there all the time: by the formula, by the summary, and by the tensors themselves."""
-    parts = parts_of(opt)
+    engine = engine_of(opt)
     half = {"bf16_remainder": {"remainder": 2}, "none": {}}.get(options.get("master_weights", ""), {"master_param": 4})
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(options.get("amsgrad"))
     expected: Counter[str] = Counter()
-    for space in parts.spaces:
+    for space in engine.spaces:
         is_double, is_half = space.dtype == F64, space.dtype in (BF16, F16)
         moment = 8 if is_double else 2 if "state_dtype" in options else 4
         kept = {name: moment for name in names} | (half if is_half else {})
         grad = 8 if is_double else 2 if "accum_dtype" in options else 4
-        numel, owned = space.packing.numel, space.packing.numel // parts.comm.size
+        numel, owned = space.packing.numel, space.packing.numel // engine.comm.size
         expected.update(params=numel * space.dtype.itemsize, grads=owned * grad)
         expected.update(params_padding=space.packing.padding * space.dtype.itemsize)
         expected.update(states=owned * sum(kept.values()), **{name: owned * nbytes for name, nbytes in kept.items()})
@@ -81,7 +84,7 @@ def expect_sizes(opt: ShardedAdamW, options: dict[str, Any]) -> None:
     assert {name: found[name] for name in expected} == expected
     assert {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "remainder"} & set(found) <= set(expected)
     tensors: dict[str, list[Tensor]] = {}
-    for space in parts.spaces:
+    for space in engine.spaces:
         tensors.setdefault("params", []).append(space.flat.flat)
         tensors.setdefault("grads", []).append(space.grad)
         for name, shard in space.states.items():
@@ -92,9 +95,9 @@ def expect_sizes(opt: ShardedAdamW, options: dict[str, Any]) -> None:
     }
     used = sum(p.nbytes for p in opt.param_groups[0]["params"])
     assert found["params"] - found["params_padding"] == used
-    segments = sum(len(space.packing.segments(parts.comm.rank)) for space in parts.spaces)
-    on_device = 8 * len(parts.infos) + 16 * segments + 8 * len(parts.buckets)
-    assert found["bookkeeping"] == 19 * len(parts.infos) + (on_device if parts.comm.device >= 0 else 0)
+    segments = sum(len(space.packing.segments(engine.comm.rank)) for space in engine.spaces)
+    on_device = 8 * len(engine.infos) + 16 * segments + 8 * len(engine.grads.buckets)
+    assert found["bookkeeping"] == 19 * len(engine.infos) + (on_device if engine.comm.device >= 0 else 0)
 
 
 def options_of(seed: int) -> tuple[list[torch.dtype], dict[str, Any], dict[str, Any]]:
@@ -117,17 +120,17 @@ def expect_windows(opt: ShardedAdamW, params: Sequence[Tensor], meet: Callable[[
     The buckets that are alive at once are within the bound, and counted to the byte. ``meet``: called after each gradient.
     Returns the most bytes at once.
     """
-    parts = parts_of(opt)
-    sizes, limit = [bucket.nbytes for bucket in parts.buckets], parts.options.max_inflight_buckets
-    overlap = parts.options.overlap_grad_sync
-    bound = bucket_bound(sizes, limit, len(parts.spaces), overlap=overlap, has_slots=parts.comm.is_registered)
-    pool = parts.grads.launcher.pool
+    engine = engine_of(opt)
+    sizes, limit = [bucket.nbytes for bucket in engine.grads.buckets], engine.options.max_inflight_buckets
+    overlap = engine.options.overlap_grad_sync
+    bound = bucket_bound(sizes, limit, len(engine.spaces), overlap=overlap, has_slots=engine.comm.is_registered)
+    pool = engine.grads.launcher.pool
     at_rest, most = pool.stats(), 0
     for window in range(4):
         in_order = list(reversed(range(PARAMS)))
         for index in in_order if window % 2 == 0 else [*in_order, *in_order[:3]]:
             (params[index] * 0.5).sum().backward()
-            live = [lease.nbytes for lease in parts.grads.launcher.reductions.live]
+            live = [lease.nbytes for lease in engine.grads.launcher.reductions.live]
             assert len(live) == pool.stats().live_leases - at_rest.live_leases
             assert opt.memory_summary()["buckets"] == sum(live)
             if window == 0:
@@ -179,9 +182,9 @@ def run_with_replicas(rank: int, shard: Communicator, replicate: Communicator, s
     groups = {"process_group": shard, "replicate_group": replicate}
     opt = ShardedAdamW(params, **groups, **precision, **options)
     expect_sizes(opt, precision)
-    parts = parts_of(opt)
+    engine = engine_of(opt)
     expect_windows(opt, params)
-    shards = [(b.numel // shard.size, 8 if b.dtype == F64 else 4) for b in parts.buckets]
+    shards = [(b.numel // shard.size, 8 if b.dtype == F64 else 4) for b in engine.grads.buckets]
     largest = max(-(-numel // replicate.size) * replicate.size * nbytes for numel, nbytes in shards)
     expected = options["max_inflight_buckets"] * leased(largest)
     assert replicate.pool.stats().high_water_bytes - before.live_bytes == expected > 0
@@ -211,7 +214,7 @@ def test_simulated_cuda_takes_what_the_formula_says(world: int) -> None:
             params = params_of(dtypes)
             opt = ShardedAdamW(params, process_group=comm, **precision, **options)
             expect_sizes(opt, precision)
-            reductions = parts_of(opt).grads.launcher.reductions
+            reductions = engine_of(opt).grads.launcher.reductions
 
             def meet_and_make_room() -> None:
                 barrier.wait(20)
@@ -256,7 +259,7 @@ def on_registered(rank: int, world: int, seed: int) -> int:
         params = params_of(dtypes)
         opt = ShardedAdamW(params, process_group=comm, **precision, **options)
         expect_sizes(opt, precision)
-        sizes = [bucket.nbytes for bucket in parts_of(opt).buckets]
+        sizes = [bucket.nbytes for bucket in engine_of(opt).grads.buckets]
         slots = min(options["max_inflight_buckets"], len(sizes))
         expected = sum(leased(max(sizes[first::slots])) for first in range(slots))
         assert comm.pool.stats().high_water_bytes == comm.pool.stats().live_bytes == expected

@@ -159,8 +159,7 @@ def test_n7_no_way_of_loading_casts_states(world: int | None, dtype: torch.dtype
 
 def poison_padding(opt: ShardedAdamW) -> None:
     """NaN wherever no parameter is: in the flat parameters and in every shard."""
-    engine: Any = opt._engine
-    for space in engine._spaces:
+    for space in opt._engine.spaces:
         is_padding = torch.ones(space.packing.numel, dtype=torch.bool)
         is_shard_padding = torch.ones(space.packing.shard_numel, dtype=torch.bool)
         for packed, begin in enumerate(space.packing.begins):
