@@ -103,18 +103,6 @@ inline void bind_cuda(py::module_& m) {
       "borrow_stream",
       [](uintptr_t native, int device) { return CudaDevice::at(device).borrow(reinterpret_cast<void*>(native)); },
       py::arg("native"), py::arg("device"));
-  m.def(
-      "cuda_facts",
-      [](int device) {
-        const CudaDeviceFacts& facts = CudaDevice::at(device).facts();
-        py::dict out;
-        out["name"] = facts.name;
-        out["capability"] = py::make_tuple(facts.major, facts.minor);
-        out["multiprocessors"] = facts.multiprocessors;
-        out["l2_bytes"] = facts.l2_bytes;
-        return out;
-      },
-      py::arg("device"));
 }
 
 inline void bind_device(py::module_& m) {

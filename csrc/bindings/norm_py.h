@@ -134,16 +134,6 @@ inline void bind_norm(py::module_& m) {
       "fold",
       [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
       py::arg("values"));
-  py::class_<SumsqAccumulator>(m, "SumsqAccumulator")
-      .def(py::init<>())
-      .def(
-          "consume",
-          [](SumsqAccumulator& self, py::handle values) {
-            const dlpack::Described block = block_of(values, DType::kFloat32, {"values", 0});
-            self.consume(static_cast<const float*>(block.data), block.numel);
-          },
-          py::arg("values"))
-      .def("result", [](const SumsqAccumulator& self) { return std::pair(self.result().sumsq, self.result().bad); });
   py::class_<PyShardAccumulator, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
            py::arg("segments"))

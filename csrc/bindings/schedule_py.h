@@ -61,32 +61,26 @@ inline std::vector<double> factors_of(const Schedule& schedule, std::string_view
   return doubles_of(bytes);
 }
 
-inline void bind_agreement(py::module_& m) {
+inline void bind_verdict(py::module_& m) {
   py::class_<StoreAction>(m, "Store")
-      .def(py::init<int, int, bool, bool>(), py::arg("param"), py::arg("bucket"), py::arg("late"), py::arg("add"))
       .def_readonly("param", &StoreAction::param)
       .def_readonly("bucket", &StoreAction::bucket)
       .def_readonly("late", &StoreAction::late)
-      .def_readonly("add", &StoreAction::add)
-      .def("__eq__", [](const StoreAction& a, const StoreAction& b) { return a == b; });
+      .def_readonly("add", &StoreAction::add);
   py::class_<LaunchAction>(m, "Launch")
-      .def(py::init<int, std::vector<int>, bool>(), py::arg("bucket"), py::arg("absent") = std::vector<int>{},
-           py::arg("late") = false)
       .def_readonly("bucket", &LaunchAction::bucket)
       .def_readonly("absent", &LaunchAction::absent)
-      .def_readonly("late", &LaunchAction::late)
-      .def("__eq__", [](const LaunchAction& a, const LaunchAction& b) { return a == b; });
-  py::class_<Agreement>(m, "Agreement")
-      .def_readonly("is_dirty", &Agreement::is_dirty)
-      .def_readonly("is_complete", &Agreement::is_complete)
-      .def_readonly("is_uneven", &Agreement::is_uneven)
-      .def_property_readonly("held", [](const Agreement& self) { return bytes_of(self.held); })
-      .def_readonly("void", &Agreement::voided)
-      .def_readonly("late", &Agreement::late)
-      .def_readonly("conflicts", &Agreement::conflicts)
-      .def_readonly("scaled_apart", &Agreement::scaled_apart)
-      .def_property_readonly("factors", [](const Agreement& self) { return bytes_of(self.factors); })
-      .def("__eq__", [](const Agreement& a, const Agreement& b) { return a == b; });
+      .def_readonly("late", &LaunchAction::late);
+  py::class_<WindowVerdict>(m, "WindowVerdict")
+      .def_readonly("is_dirty", &WindowVerdict::is_dirty)
+      .def_readonly("is_complete", &WindowVerdict::is_complete)
+      .def_readonly("is_uneven", &WindowVerdict::is_uneven)
+      .def_property_readonly("held", [](const WindowVerdict& self) { return bytes_of(self.held); })
+      .def_readonly("void", &WindowVerdict::voided)
+      .def_readonly("late", &WindowVerdict::late)
+      .def_readonly("conflicts", &WindowVerdict::conflicts)
+      .def_readonly("scaled_apart", &WindowVerdict::scaled_apart)
+      .def_property_readonly("factors", [](const WindowVerdict& self) { return bytes_of(self.factors); });
 }
 
 template <bool (Schedule::*kQuestion)(int) const>
@@ -96,7 +90,7 @@ bool ask_of_param(const Schedule& self, int param) {
 }
 
 inline void bind_schedule(py::module_& m) {
-  bind_agreement(m);
+  bind_verdict(m);
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
       .def(py::init<std::vector<std::vector<int>>, int, bool>(), py::arg("buckets_of"), py::arg("bucket_count"),
            py::arg("is_static") = false)
@@ -138,12 +132,12 @@ inline void bind_schedule(py::module_& m) {
           py::arg("notes"))
       .def(
           "close",
-          [](Schedule& self, const Agreement& agreement) {
+          [](Schedule& self, const WindowVerdict& verdict) {
             std::vector<LaunchAction> first, late;
-            self.close(agreement, &first, &late);
+            self.close(verdict, &first, &late);
             return py::make_tuple(std::move(first), std::move(late));
           },
-          py::arg("agreement"))
+          py::arg("verdict"))
       .def_property_readonly("is_learnt", &Schedule::is_learnt)
       .def("is_private", &ask_of_param<&Schedule::is_private>, py::arg("param"))
       .def(

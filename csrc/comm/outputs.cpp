@@ -10,10 +10,9 @@
 namespace bucketwheel {
 namespace {
 
-// [Note: outputs past the cache] Where an operation outgrows the cache, what is copied or summed as it is, is stored past
-// it: then the lines that are written need not be read first, a third of the bytes of a copy. Of smaller operations the
-// cache holds the outputs until somebody reads them. Sums that are scaled in float, and what a transport writes itself, are
-// stored as ever.
+// [Note: outputs past the cache] An operation that outgrows the cache stores its copies and plain sums past it. The
+// processor then need not read the lines that are written, which are a third of the bytes that a copy moves. The outputs
+// of smaller operations stay in the cache until somebody reads them. Sums that are scaled in float are stored as ever.
 // bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: quicker from here on; at 4 MiB sums are slower. Of short segments
 // the edges cost more.
 constexpr size_t kOutgrowsCacheBytes = size_t{8} << 20;

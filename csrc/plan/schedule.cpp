@@ -218,8 +218,8 @@ std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const do
   return out;
 }
 
-Agreement Schedule::agree(std::span<const std::string_view> notes) const {
-  Agreement agreement;
+WindowVerdict Schedule::agree(std::span<const std::string_view> notes) const {
+  WindowVerdict agreement;
   const int buckets = static_cast<int>(params_of_.size());
   agreement.is_dirty_on_all = agreement.is_complete = true;
   for (const std::string_view note : notes) {
@@ -233,7 +233,7 @@ Agreement Schedule::agree(std::span<const std::string_view> notes) const {
   return agreement;
 }
 
-void Schedule::agree_on_flags(std::span<const std::string_view> notes, Agreement* agreement) const {
+void Schedule::agree_on_flags(std::span<const std::string_view> notes, WindowVerdict* agreement) const {
   const size_t params = buckets_of_.size();
   // Per parameter over the ranks: the flags that any rank has, those that all have, and whether a rank has stored a
   // gradient that is not void.
@@ -276,7 +276,7 @@ void Schedule::agree_on_flags(std::span<const std::string_view> notes, Agreement
 //   has an older one beside those of others                   multiplied; what the rank put in was divided by it
 //   has no gradient of the parameter, or no part in the       does not count: the rank takes the others' factor, and
 //   window                                                    applies the rest of its own to what its shard holds
-void Schedule::agree_on_factors(std::span<const std::string_view> notes, Agreement* agreement) const {
+void Schedule::agree_on_factors(std::span<const std::string_view> notes, WindowVerdict* agreement) const {
   std::vector<NoteReader> readers;
   for (const std::string_view note : notes) {
     readers.emplace_back(note, param_count(), static_cast<int>(params_of_.size()));
@@ -311,7 +311,8 @@ void Schedule::agree_on_factors(std::span<const std::string_view> notes, Agreeme
   }
 }
 
-void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* first, std::vector<LaunchAction>* late) {
+void Schedule::close(const WindowVerdict& agreement, std::vector<LaunchAction>* first,
+                     std::vector<LaunchAction>* late) {
   if (!agreement.is_dirty) {
     return;
   }
@@ -338,10 +339,10 @@ void Schedule::close(const Agreement& agreement, std::vector<LaunchAction>* firs
   begin_window();
 }
 
-Agreement Schedule::assume(Flags held, Flags older, std::span<const double> factors) const {
+WindowVerdict Schedule::assume(Flags held, Flags older, std::span<const double> factors) const {
   const std::vector<uint8_t> own = notes(held, older, factors);
   const std::string_view view(reinterpret_cast<const char*>(own.data()), own.size());
-  Agreement agreement = agree({&view, 1});
+  WindowVerdict agreement = agree({&view, 1});
   if (is_dirty_ && std::any_of(held.begin(), held.end(), [](uint8_t is_held) { return is_held != 0; })) {
     agreement.held = static_held_;
   }

@@ -65,7 +65,7 @@ struct Actions {
 };
 
 // What all ranks know when a window closes.
-struct Agreement {
+struct WindowVerdict {
   bool is_dirty = false;          // some rank has new gradients
   bool is_dirty_on_all = false;   // every rank has
   bool is_complete = false;       // every rank had launched every bucket before the window was closed
@@ -77,7 +77,7 @@ struct Agreement {
   std::vector<int> conflicts;     // parameters that some ranks replaced or dropped and others did not: an error
   std::vector<int> scaled_apart;  // parameters that ranks scaled differently: an error
   std::vector<double> factors;    // each gradient is still to be multiplied by this; empty: all are 1
-  bool operator==(const Agreement&) const = default;
+  bool operator==(const WindowVerdict&) const = default;
 };
 
 // One byte for each parameter; empty for none at all.
@@ -133,15 +133,15 @@ class Schedule {
   // `factors`: its gradient is still to be multiplied by this; empty: all are 1.
   std::vector<uint8_t> notes(Flags held, Flags older, std::span<const double> factors) const;
   // The facts that follow from the notes of all ranks; the same on every rank. Error for notes of another layout.
-  Agreement agree(std::span<const std::string_view> notes) const;
+  WindowVerdict agree(std::span<const std::string_view> notes) const;
 
   // The launches that end the window, those of the late round last. Then a new window begins.
-  void close(const Agreement& agreement, std::vector<LaunchAction>* first, std::vector<LaunchAction>* late);
+  void close(const WindowVerdict& agreement, std::vector<LaunchAction>* first, std::vector<LaunchAction>* late);
 
   // [Note: static graph] Whether the first window has been closed, so that the others need no notes of other ranks.
   bool is_learnt() const { return is_static_ && is_learnt_; }
   // What `agree` would return if all ranks keep the promise. Only after `is_learnt`.
-  Agreement assume(Flags held, Flags older, std::span<const double> factors) const;
+  WindowVerdict assume(Flags held, Flags older, std::span<const double> factors) const;
   // Whether the last gradient of `param` breaks the promise: the first window had none, or fewer, or it replaces
   // another one, which the other ranks would have to know.
   bool is_deviation(int param) const { return is_learnt() && (!static_own_[param] || deviating_ == param); }
@@ -156,8 +156,8 @@ class Schedule {
   void begin_window();
   void count(int param);
   std::vector<LaunchAction> launches(bool all);
-  void agree_on_flags(std::span<const std::string_view> notes, Agreement* agreement) const;
-  void agree_on_factors(std::span<const std::string_view> notes, Agreement* agreement) const;
+  void agree_on_flags(std::span<const std::string_view> notes, WindowVerdict* agreement) const;
+  void agree_on_factors(std::span<const std::string_view> notes, WindowVerdict* agreement) const;
 
   std::vector<std::vector<int>> buckets_of_;
   std::vector<std::vector<int>> params_of_;

@@ -127,7 +127,7 @@ struct Rank {
     sent.emplace_back(std::pair(launch.bucket, launch.late), std::move(part));
   }
 
-  void settle(const Agreement& agreement) {
+  void settle(const WindowVerdict& agreement) {
     held = content = agreement.held;
     for (size_t i = 0; i < held.size(); ++i) {
       factors[i] = held[i] ? factors[i] : 1.0;
@@ -317,13 +317,13 @@ class Simulation {
         rank.send(launch);
       }
     }
-    const std::vector<Agreement> agreements = agree();
-    for (const Agreement& agreement : agreements) {
+    const std::vector<WindowVerdict> agreements = agree();
+    for (const WindowVerdict& agreement : agreements) {
       CHECK(agreement.conflicts.empty() && agreement.scaled_apart.empty());
       CHECK(agreement.held == agreements.front().held);
       CHECK(agreement.late == agreements.front().late || is_static_);
     }
-    const Agreement& agreement = agreements.front();
+    const WindowVerdict& agreement = agreements.front();
     std::vector<std::vector<LaunchAction>> lates(ranks_.size());
     for (size_t r = 0; r < ranks_.size(); ++r) {
       if (agreements[r].is_dirty) {
@@ -368,7 +368,7 @@ class Simulation {
     }
   }
 
-  std::vector<Agreement> agree() {
+  std::vector<WindowVerdict> agree() {
     std::vector<std::vector<uint8_t>> notes;
     std::vector<std::string_view> views;
     for (const Rank& rank : ranks_) {
@@ -377,7 +377,7 @@ class Simulation {
     for (const std::vector<uint8_t>& note : notes) {
       views.emplace_back(reinterpret_cast<const char*>(note.data()), note.size());
     }
-    std::vector<Agreement> agreements;
+    std::vector<WindowVerdict> agreements;
     for (const Rank& rank : ranks_) {
       CHECK(rank.schedule.find_deviation(rank.held) == -1);
       agreements.push_back(rank.schedule.is_learnt() ? rank.schedule.assume(rank.held, rank.older(), rank.factors)

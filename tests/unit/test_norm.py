@@ -39,10 +39,6 @@ def test_chunks_are_added_by_groups_of_64(chunks: int) -> None:
     x[::CHUNK] = each
     squares = [value * value for value in each.double().tolist()]
     assert core.sumsq([x]) == [(fold(squares), False)]
-    accumulator = core.SumsqAccumulator()
-    for begin in range(0, x.numel(), 10 * CHUNK):
-        accumulator.consume(x[begin : begin + 10 * CHUNK])
-    assert accumulator.result() == (fold(squares), False)
     assert core.fold(squares) == fold(squares)
     singles = [each[i : i + 1] for i in range(chunks)]
     assert ops.l2_norm(singles).item() == math.sqrt(fold(squares))
@@ -163,17 +159,6 @@ def test_empty_lists_and_layouts() -> None:
         ops.l2_norm([x, x.long()])
     with pytest.raises(TypeError, match=r"tensors\[0\]: expected a torch.Tensor, got int"):
         ops.l2_norm([3])
-
-
-@pytest.mark.parametrize("blocks", [[4096] * 30, [CHUNK, 1, 1023, 5000, 70000], [1] * 40 + [4096] * 20])
-def test_streamed_blocks_give_the_same_bits(blocks: list[int]) -> None:
-    x = values(sum(blocks), 4)
-    accumulator = core.SumsqAccumulator()
-    begin = 0
-    for numel in blocks:
-        accumulator.consume(x[begin : begin + numel])
-        begin += numel
-        assert accumulator.result() == core.sumsq([x[:begin]])[0]
 
 
 def cut(numel: int, block: int) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ def connect(rendezvous: Rendezvous, name: str, threads: int = 2) -> Any:
 
 
 def _connect(rendezvous: Rendezvous, name: str, threads: int) -> Any:
-    store, options = dist.PrefixStore(name, rendezvous.store), dist.ProcessGroupGloo._Options()
+    store, options = dist.PrefixStore(name, rendezvous.store), dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._threads = timedelta(seconds=rendezvous.left_s), threads
     try:
         options._devices = _devices()

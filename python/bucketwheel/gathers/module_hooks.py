@@ -4,8 +4,8 @@ Parameters wait for themselves when torch reads them (`pending_param`). The hook
 see, for compiled code, and to learn in which order forward needs the parameters.
 
 [Note: compiled forwards] Inside of compiled code there are no hooks and no waits: all that it uses has arrived before it is
-entered. A module's hook waits for its own parameters and for those of the modules below it whose forward is never called
-by Python, because one above them is compiled as a whole. Which these are is forgotten whenever something is compiled. As
+entered. A module's hook waits for its own parameters, and for those of modules below it that run inside of compiled code.
+Which these are is learnt anew whenever something is compiled. As
 long as nobody has called the attached model itself from Python since then (it is compiled as a whole), `step` waits.
 """
 

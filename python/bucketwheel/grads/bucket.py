@@ -193,9 +193,9 @@ def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
 # that must be the same place on all of them. Which bytes of a pool a bucket would get depends on the order in which
 # gradients arrive, and that may differ. What may not: a window launches every bucket once, in index order, and its late
 # rounds after all of these. So bucket b is reduced from slot b % count, which all ranks leased alike when the optimizer
-# was made. Its gradients are packed there unless the bucket is too early, that is, another bucket has still to be
-# reduced from that slot; where gradients come roughly in the order of the buckets none is. A bucket that is too early,
-# and everything late, is packed into ordinary memory and copied into the slot when it is launched.
+# was made. Its gradients are packed there, unless another bucket has still to be reduced from that slot: such a
+# bucket is too early. (None is where gradients come roughly in the order of the buckets.) What is too early or late is
+# packed into ordinary memory and copied into the slot when it is launched.
 
 _numbers = itertools.count()  # of optimizers: what one has in flight may outlive it
 

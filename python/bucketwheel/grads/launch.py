@@ -40,8 +40,8 @@ class Reductions:
     - On the CPU a hook waits for a moment. If that is in vain it takes more memory, and does not wait again in this
       window; each window that has waited in vain halves the patience of the next. A bucket's lease ends when its handle
       has completed and not before, so that an acquire never waits for it.
-    - On CUDA nobody waits. What all ranks have issued gives its memory on behind itself, in the stream; what a peer has yet
-      to issue keeps it, as a stream that waits for that memory would wait for the peer.
+    - On CUDA nobody waits. The memory of a reduce-scatter that all ranks have issued goes to the next bucket at once, which
+      the stream orders behind it. One that a peer has yet to issue keeps its memory: the stream would wait for that peer.
     - On CUDA between hosts (``is_blind``: not `Communicator.sees_peers`) a rank does not see what the others have issued.
       The ranks agree on whether all of them had launched everything before they closed the window. Once one had not,
       memory stays where it is until the window ends, in the next few windows too. (The first such window is bound as the
@@ -184,7 +184,7 @@ class Launcher:
         self._prepared_in: torch.cuda.Stream | None = None
 
     def begin_window(self, device: torch.device, *, is_captured: bool) -> None:
-        """A window opens, in whose reduce-scatters the current stream has prepared the shards for."""
+        """A window opens. The current stream has prepared the shards for its sums."""
         if not self._is_on_cpu:
             self._prepared_in = stream_of(device)
         if is_captured:  # [Note: captured windows]

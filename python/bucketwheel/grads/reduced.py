@@ -2,7 +2,7 @@
 
 The shards hold plain *sums* over the ranks. What everybody sees is ``sum * average * factor``, where ``average`` is
 1/world (or 1) and the factor (`GradFactors`) collects clipping, unscaling and manual scaling; both are folded into the
-Adam kernel (D7), so scaling a gradient costs no pass over it.
+Adam kernel, so scaling a gradient costs no pass over it.
 
 On CUDA sums of squares, norms and factors are device memory, and nothing here waits for the device. What is known of a
 parameter is kept by kind, one array for each: a step looks at all parameters, and there may be thousands.

@@ -216,7 +216,7 @@ class GradWindow:
     def close(self, why: str) -> Any:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
-        Returns what the ranks agreed on (the native ``Agreement``). Without new gradients anywhere it costs one exchange
+        Returns what the ranks agreed on (the native ``WindowVerdict``). Without new gradients anywhere it costs one exchange
         between the hosts. RuntimeError on every rank, and the window stays open, if ranks close it for different reasons
         ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it,
         another did not).

@@ -1,7 +1,7 @@
 """Adam rows: what the fused Adam kernel works on, with the step count and the gradient factor of every parameter.
 
 A row is a contiguous piece of one parameter with its gradient and states; a parameter may have several rows, or none on
-this rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step (D16).
+this rank. Step counts, use and gradient factors are kept per parameter and spread over the rows at each step.
 On CUDA they are in device memory, so that nothing waits for the device. A step that is captured in a CUDA graph reads
 step counts, factors and learning rates that are tensors on the device anew in each replay; which parameters are used
 is part of the graph.

@@ -28,7 +28,7 @@ class ParamInfo:
     """A trainable parameter as the optimizer knows it. ``index`` counts all of them, over all groups and dtypes.
 
     ``dtype``, ``stride`` and ``device`` are those it was taken with; the parameter may have been given other memory
-    since (D13).
+    since.
     """
 
     index: int

@@ -1,7 +1,7 @@
 """External edits: what others have done to parameters since the optimizer's last step.
 
 They may have written to one (a loaded model, a moving average, clamping), which its version counter shows, or given it
-other memory (`model.to()`, ``p.data = x``), which its address shows (D13).
+other memory (`model.to()`, ``p.data = x``), which its address shows.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class LocalEngine:
         self._rows.step()
         self._rows.table.clear_grads()  # zero_grad() is to free their memory
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
-        torch.autograd.graph.increment_version(updated)  # D14
+        torch.autograd.graph.increment_version(updated)
         self._edits.note_written()
         if core.is_capturing(self._device):  # what was captured has clipped nothing yet
             self._clips.clear()

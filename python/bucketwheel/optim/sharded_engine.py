@@ -149,7 +149,7 @@ class ShardedEngine:
         if self.options.broadcast_params:
             for space in spaces:
                 self.reducer.broadcast_into(space.flat.flat, 0).wait()
-            torch.autograd.graph.increment_version([info.param for info in infos])  # D14
+            torch.autograd.graph.increment_version([info.param for info in infos])
         for space in spaces:
             space.read_master(space.indices)
         self.infos += infos
@@ -253,13 +253,13 @@ class ShardedEngine:
                     if any(used[index] for index in bucket.grads.parts):
                         rows.step(bucket.first_row, bucket.last_row)
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
-            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])  # D14
+            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])
             self._edits.note_written()
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
 
     def _find_edits(self) -> Edits:
-        """RuntimeError if a parameter was moved that cannot come back: D13."""
+        """RuntimeError if a parameter was moved that cannot come back."""
         edits = self._edits.find()
         for space in self.spaces if edits.moved else ():
             space.flat.expect_bindable(edits.moved)
