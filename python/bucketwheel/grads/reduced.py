@@ -57,8 +57,8 @@ class ReducedGrads:
     """The gradients of all parameters after reduction. Methods marked collective are called by all ranks in one order.
 
     Flags are bytes, one for each parameter. ``row_sums`` (CUDA): float64; reduce-scatters write the sums of squares of
-    shard spans there. ``replicate``: to the ranks whose shards hold the same sums. Norms need only ``comm``; what ranks
-    say of themselves is asked of both.
+    shard spans there. ``replicate``: the ranks whose shards hold the same sums. A norm asks the ranks of ``comm`` alone; what
+    ranks must agree on is asked of both.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class ReducedGrads:
         """
         if self._sums is None or (self._has_graph and self.factors.are_unsure):
             own = self._sums_on_cpu() if self._is_on_cpu else self._sums_on_cuda()
-            self._sums = self._over_ranks(self._everyone(own))  # what the ranks say goes: it grows with the world
+            self._sums = self._over_ranks(self._everyone(own))  # what they say is dropped, as it grows with the world
         return self._sums
 
     def _sums_on_cpu(self) -> Tensor:
