@@ -204,3 +204,13 @@ def test_denormals_are_kept_whatever_mode_the_thread_is_in() -> None:
         torch.set_flush_denormal(False)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(bits(a), bits(b))
+
+
+def test_numbers_that_are_tensors_are_read_at_each_step() -> None:
+    """Those that a step was made with before may have changed since."""
+    decay = torch.tensor(0.5)
+    for _ in range(2):
+        p, g, m, v = torch.ones(4), *(torch.zeros(4) for _ in range(3))
+        ops.adam_step([p], [g], [m], [v], 1, lr=1.0, weight_decay=decay)
+        assert torch.equal(p, torch.full((4,), 1.0 - decay.item()))
+        decay.mul_(0.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -113,17 +114,17 @@ def adam_step(
     optional = (max_exp_avg_sqs, master_params, remainders)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
     try:
-        options = _native_options(decoupled, maximize, stochastic, stochastic_param, seed, skip)
+        options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
             module.use_torch_threads(torch.get_num_threads())
-            group = _native_group(float(lr), beta1, beta2, eps, weight_decay)
+            group = _native_group(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay))
             module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
         elif not skip:
             hyper, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
             _adam_step_cuda(device, lists, steps, lr, hyper, grad_scale, flag, param_ids, options)
     except (TypeError, ValueError) as error:
         _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
-        if "incompatible" in str(error) or "unhashable" in str(error):
+        if any(word in str(error) for word in ("incompatible", "unhashable", "as an integer")):
             _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
         raise
     if skip:

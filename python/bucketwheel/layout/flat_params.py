@@ -115,7 +115,7 @@ class FlatParams:
 
     def rebind(self, moved: Collection[int]) -> None:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their
-        values: D13."""
+        values."""
         for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
                 slot = self._slots[at]

@@ -35,7 +35,7 @@ _USUAL = {
 
 def memory_of(engine: ShardedEngine) -> dict[str, int]:
     """`ShardedAdamW.memory_summary` of a sharded optimizer."""
-    found = Counter[str]()
+    found = Counter[str](dict.fromkeys(("params", "params_padding", "grads", "states"), 0))
     for space in engine.spaces:
         found["params"] += space.flat.lease.nbytes
         found["params_padding"] += space.packing.padding * space.dtype.itemsize
