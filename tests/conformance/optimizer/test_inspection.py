@@ -29,12 +29,11 @@ TABLE = """\
 sharded over 2 ranks (local)
 parameters: bfloat16, float32; reduce_dtype=float32; master_weights='bf16_remainder'; amsgrad
 overlap_param_sync=True, max_inflight_buckets=3, buckets of 128.00 KiB
-bucket  wire       MiB  params  padding  shard bytes  first             last
-     0  float32  0.125       8    0.0 %       65,536  layers.15.weight  layers.8.weight
-     1  float32  0.004      16    6.2 %        2,048  layers.15.norm    layers.0.norm
-     2  float32  0.125       8    0.0 %       65,536  layers.7.weight   layers.0.weight
+bucket     wire    MiB  params  padding  shard bytes  from, to
+     0  float32  0.125       8    0.0 %       65,536  layers.15.weight, layers.8.weight
+     1  float32  0.004      16    6.2 %        2,048  layers.15.norm, layers.0.norm
+     2  float32  0.125       8    0.0 %       65,536  layers.7.weight, layers.0.weight
 total: 32 parameters, 66,496 elements, 0.1 % padding, 3 buckets
-sent by a rank in a step: 196.00 KiB (200,704 bytes)
 expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB)"""
 
 
@@ -77,17 +76,15 @@ def test_the_table_with_replicas_and_of_one_process() -> None:
     lines = texts[0].splitlines()
     assert lines[0] == "sharded over 2 ranks (local), replicated 3 times (local)"
     assert lines[2] == "gradient_average=False, static_graph=True, max_inflight_buckets=2, buckets of 16.00 MiB"
-    # Both directions of both dtypes, and 4/3 of the fp32 sums of half of the elements.
-    numel = 16 * 4096 + 16 * 64
-    assert lines[-2].endswith(f"({16 * 4096 * 2 + 16 * 64 * 4 + 4 * numel // 2 * 4 // 3:,} bytes)")
     assert "partial_sums 256.01 KiB" in lines[-1]  # twice 128 KiB, rounded up to threes
 
     local = ShardedAdamW(named(), state_dtype=torch.bfloat16)
     lines = local.describe().splitlines()
     assert lines[0] == "local: one process, 32 parameters, nothing is sharded"
     assert lines[1] == "parameters: bfloat16, float32; state_dtype=bfloat16"
-    assert lines[3].split() == ["bfloat16", "16", "65,536", "131,072", "524,288", "layers.0.weight", "layers.15.weight"]
-    assert lines[4].split() == ["float32", "16", "960", "3,840", "3,840", "layers.0.norm", "layers.15.norm"]
+    assert lines[3].split()[:5] == ["bfloat16", "16", "65,536", "131,072", "524,288"]
+    assert lines[3].endswith("  layers.0.weight, layers.15.weight")
+    assert lines[4].split() == ["float32", "16", "960", "3,840", "3,840", "layers.0.norm,", "layers.15.norm"]
     assert f"({2 * (131072 + 3840) + 524288 + 3840:,} bytes" in lines[5]
 
 
