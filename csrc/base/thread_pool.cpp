@@ -147,24 +147,21 @@ class Loop {
 
 class ThreadPool {
  public:
-  // Reads the wanted size under the lock: of several concurrent callers the last one sees the last value.
+  // Of several concurrent callers the last one sees the last value. Before the first loop there are no helpers.
   void resize() {
     std::lock_guard lock(mutex_);
-    wanted_ = wanted_threads.load() - 1;
-    is_running_.resize(std::max(is_running_.size(), static_cast<size_t>(wanted_)));
-    for (int index = 0; index < wanted_; ++index) {
-      if (!is_running_[static_cast<size_t>(index)]) {
-        std::thread([this, index] { help(index); }).detach();
-        is_running_[static_cast<size_t>(index)] = true;
-      }
+    if (is_started_) {
+      start();
     }
-    wake_.notify_all();  // those beyond `wanted_` leave
   }
 
   void run(Loop& loop) {
     int sleepers;
     {
       std::lock_guard lock(mutex_);
+      if (!is_started_) {
+        start();
+      }
       loop.following = loops_;
       loops_ = &loop;
       posted_.fetch_add(1, std::memory_order_release);
@@ -189,9 +186,21 @@ class ThreadPool {
     }
   }
 
-  uint64_t generation() const { return generation_; }
-
  private:
+  // With the lock held.
+  void start() {
+    is_started_ = true;
+    wanted_ = wanted_threads.load() - 1;
+    is_running_.resize(std::max(is_running_.size(), static_cast<size_t>(wanted_)));
+    for (int index = 0; index < wanted_; ++index) {
+      if (!is_running_[static_cast<size_t>(index)]) {
+        std::thread([this, index] { help(index); }).detach();
+        is_running_[static_cast<size_t>(index)] = true;
+      }
+    }
+    wake_.notify_all();  // those beyond `wanted_` leave
+  }
+
   Loop* loop_with_work() const {
     Loop* loop = loops_;
     while (loop != nullptr && !loop->has_work()) {
@@ -228,8 +237,8 @@ class ThreadPool {
     }
   }
 
-  const uint64_t generation_ = fork_generation();
   std::mutex mutex_;
+  bool is_started_ = false;
   std::condition_variable wake_;  // helpers sleep here
   std::condition_variable done_;  // callers sleep here
   Loop* loops_ = nullptr;
@@ -239,23 +248,6 @@ class ThreadPool {
   int sleeping_ = 0;
 };
 
-// Never destroyed: helpers may outlive every static destructor. A forked child leaves its parent's pool alone too,
-// whose helpers do not exist there and whose mutex may be locked for ever.
-std::atomic<ThreadPool*> current_pool{nullptr};
-
-ThreadPool& pool() {
-  ThreadPool* existing = current_pool.load(std::memory_order_acquire);
-  while (existing == nullptr || existing->generation() != fork_generation()) {
-    ThreadPool* fresh = new ThreadPool();
-    if (current_pool.compare_exchange_strong(existing, fresh)) {
-      fresh->resize();
-      return *fresh;
-    }
-    delete fresh;  // another thread was faster: `existing` is its pool
-  }
-  return *existing;
-}
-
 }  // namespace
 
 void set_num_threads(int threads) {
@@ -263,10 +255,7 @@ void set_num_threads(int threads) {
   if (wanted_threads.exchange(threads) == threads) {
     return;
   }
-  ThreadPool* existing = current_pool.load();
-  if (existing != nullptr && existing->generation() == fork_generation()) {
-    existing->resize();
-  }
+  per_process<ThreadPool>().resize();
 }
 
 void use_openmp_team() { has_openmp_team = true; }
@@ -287,7 +276,7 @@ void parallel_for_ranges(int64_t count, int64_t grain, RangeFunction function, v
   Loop loop(count, grain, function, context);
   const auto work = [](void* of, int thread) { static_cast<Loop*>(of)->work(thread); };
   if (!has_openmp_team || !run_on_openmp_team(num_threads(), work, &loop)) {
-    pool().run(loop);
+    per_process<ThreadPool>().run(loop);
   }
 }
 

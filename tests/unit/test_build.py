@@ -291,6 +291,25 @@ def test_a_folder_that_others_may_write_to_is_refused(tree: TinyTree, mode: int)
         assert "chmod -R go-w" in message and "BW_CACHE_DIR=" in message and "only read" in message
 
 
+def test_builds_are_closed_in_an_older_cache_and_the_temporary_folder_is_made_at_once(
+    tree: TinyTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.cache.mkdir(mode=0o755, exist_ok=True)
+    tree.cache.chmod(0o755)
+    assert tree.run("import os; os.umask(0)\n" + LOAD)[0] == "42"
+    assert not (tree.cache / "builds").stat().st_mode & 0o022
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache, "is_network", lambda _: True)
+    monkeypatch.delenv("BW_CACHE_DIR", raising=False)
+    folder = cache.cache_dir()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    (tmp_path / "prepared").mkdir()
+    folder.symlink_to(tmp_path / "prepared")
+    with pytest.raises(cache.BuildError, match="it is a link"):
+        cache.cache_dir()
+
+
 def test_another_users_folder_is_refused_and_roots_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_root()
     os.chown(tmp_path, STRANGER, STRANGER)

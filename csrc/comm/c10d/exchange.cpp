@@ -22,8 +22,9 @@ struct Call {
 };
 static_assert(std::is_trivially_copyable_v<Call>);
 
-// From here on copying costs more than an all_to_all for each peer does.
+// From here on copying costs more than an all_to_all for each peer does, whose messages grow with the square of the world.
 constexpr size_t kInPlaceBytes = size_t{256} << 10;
+constexpr int kInPlaceWorld = 4;
 
 size_t window_bytes_of(const ProcessGroup& group, int world) {
   const size_t peers = static_cast<size_t>(std::max(world - 1, 1));
@@ -88,7 +89,8 @@ void C10dExchange::compare_calls() {
 
 void C10dExchange::start(uint64_t chunk) {
   const Piece* const first = chunks_.begin(chunk);
-  const bool is_one = first + 1 == chunks_.end(chunk) && (world_ == 2 || first->size_bytes >= kInPlaceBytes);
+  const bool is_large = world_ == 2 || (first->size_bytes >= kInPlaceBytes && world_ <= kInPlaceWorld);
+  const bool is_one = first + 1 == chunks_.end(chunk) && is_large;
   is_one ? start_in_place(chunk) : start_packed(chunk);
 }
 

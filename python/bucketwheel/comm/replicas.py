@@ -22,7 +22,6 @@ import collections
 import contextlib
 import hashlib
 import json
-import pickle
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -201,7 +200,7 @@ class Replicas:
 
     def _spread(self, group: list[bytes]) -> list[bytes]:
         """The payloads of all shard groups by rank, from those of this one."""
-        return [payload for other in self._among_replicas(pickle.dumps(group)) for payload in pickle.loads(other)]
+        return [payload for other in self._among_replicas(_packed(group)) for payload in _unpacked(other)]
 
     def _among_replicas(self, payload: bytes) -> list[bytes]:
         """Everyone's of the replicas, of any length: in as many rounds as the longest takes."""
@@ -403,6 +402,19 @@ class ReplicaReduction(Handle):
 
 REPLICAS_MARK = b"replicate_group:"  # begins the first payload that ranks with replicas exchange
 _LENGTH = struct.Struct("<q")
+
+
+def _packed(payloads: Sequence[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(one)) + one for one in payloads)
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    found, at = [], 0
+    while at < len(packed):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(packed, at)[0]
+        found.append(packed[begin:at])
+    return found
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

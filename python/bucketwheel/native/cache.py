@@ -57,7 +57,10 @@ def _choose_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
+    folder = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)  # before somebody else does: the name is known
+    return folder
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
@@ -86,7 +89,9 @@ def expect_trusted(path: Path, module: Module = CPU) -> None:
         status = path.stat()
     except OSError:
         return
-    if status.st_uid not in {0, os.geteuid(), os.stat(__file__).st_uid}:
+    if path.is_symlink() and path.parent == Path(tempfile.gettempdir()):
+        why = "it is a link, which whoever made it can turn"
+    elif status.st_uid not in {0, os.geteuid(), os.stat(__file__).st_uid}:
         why = f"it belongs to another user, {status.st_uid}"
     elif status.st_mode & _WRITABLE_BY_OTHERS:
         why = f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"

@@ -169,8 +169,9 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
     folder = cache / "builds" / "-".join([module.kind, *hashes])
     failure = folder / "failed.txt"
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _cache.expect_trusted(cache, module)
+        for made in (cache, cache / "builds"):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _cache.expect_trusted(made, module)
         with _cache.take(folder, module) as waited:
             recipe = compile.copy_sources(recipe, folder)  # what is compiled now, whatever is edited meanwhile
             key = _toolchain.build_key(recipe, toolchain)
