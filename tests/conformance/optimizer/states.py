@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.scripts import DISTRIBUTIONS, ON_CPU, SHARDED, WIDE, script
 from tests.conformance.optimizer.updates import variant
