@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "native" / "core.pyi"
-HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`. Most attributes can only be read."""
+HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -47,7 +47,10 @@ def _members(bound: type) -> Iterator[str]:
             yield f"{name}: ClassVar[None]  # type: ignore[assignment]"
         elif isinstance(value, property):
             result = _parsed(f"{name}{(value.fget.__doc__ or '').splitlines()[0]}").returns
-            yield f"{name}: {_python_type(ast.unparse(result) if result else 'object')}"
+            kind = _python_type(ast.unparse(result) if result else "object")
+            yield f"@property\n    def {name}(self) -> {kind}: ..."
+            if value.fset is not None:
+                yield f"@{name}.setter\n    def {name}(self, value: {kind}) -> None: ..."
         elif isinstance(value, staticmethod):
             yield f"@staticmethod\n    {_definition(value.__func__.__doc__, is_method=False)}"
         else:
@@ -112,7 +115,9 @@ def names_in(stub: str) -> dict[str, str]:
                 found[prefix + node.name] = f"class {', '.join(map(ast.unparse, node.bases))}"
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef):
-                found[prefix + node.name] = ast.unparse(node)
+                kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
+                setter = ".setter" if kinds == [f"{node.name}.setter"] else ""
+                found[prefix + node.name + setter] = ast.unparse(node)
             elif isinstance(node, ast.AnnAssign):
                 found[prefix + ast.unparse(node.target)] = ast.unparse(node)
 

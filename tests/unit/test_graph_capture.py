@@ -1,4 +1,5 @@
-"""The memory of captured buckets. What may be captured, and what comes of it: tests/conformance/optimizer/test_optim_captured*.py."""
+"""The memory of captured buckets. What may be captured, and what comes of it: test_optim_captured*.py of the conformance
+tests."""
 
 from __future__ import annotations
 
