@@ -1,7 +1,7 @@
 """What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 class AdamArguments:
     def __init__(
