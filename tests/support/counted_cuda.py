@@ -25,8 +25,8 @@ SOURCES = [
 CAPSULE = b"bucketwheel.cuda_api"
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
+def build() -> Path:
+    """The library, compiled where its sources changed."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
     built = ROOT / "build" / f"counted_cuda-{digest}.so"
     if not built.exists():
@@ -36,7 +36,12 @@ def _library() -> ctypes.CDLL:
         command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-shared", "-fPIC", *includes, str(SOURCES[0])]
         subprocess.run([*command, "-o", str(unfinished)], check=True, timeout=120)
         unfinished.rename(built)
-    library = ctypes.CDLL(str(built))
+    return built
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build()))
     library.counted_cuda.argtypes, library.counted_cuda.restype = [ctypes.c_void_p], ctypes.c_void_p
     library.counted_cuda_name.argtypes, library.counted_cuda_name.restype = [ctypes.c_size_t], ctypes.c_char_p
     library.counted_cuda_calls.argtypes, library.counted_cuda_calls.restype = [ctypes.c_size_t], ctypes.c_uint64
