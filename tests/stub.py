@@ -17,7 +17,7 @@ STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "native"
 HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 '''
 # What is of every class, or of none in particular.
 _NOT_OURS = {"__doc__", "__module__", "_pybind11_conduit_v1_", "__name__", "__qualname__", "__dict__", "__weakref__"}
@@ -48,9 +48,7 @@ def _members(bound: type) -> Iterator[str]:
         elif isinstance(value, property):
             result = _parsed(f"{name}{(value.fget.__doc__ or '').splitlines()[0]}").returns
             kind = _python_type(ast.unparse(result) if result else "object")
-            yield f"@property\n    def {name}(self) -> {kind}: ..."
-            if value.fset is not None:
-                yield f"@{name}.setter\n    def {name}(self, value: {kind}) -> None: ..."
+            yield f"{name}: {kind if value.fset else f'Final[{kind}]'}"
         elif isinstance(value, staticmethod):
             yield f"@staticmethod\n    {_definition(value.__func__.__doc__, is_method=False)}"
         else:
@@ -115,9 +113,7 @@ def names_in(stub: str) -> dict[str, str]:
                 found[prefix + node.name] = f"class {', '.join(map(ast.unparse, node.bases))}"
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef):
-                kinds = [ast.unparse(decorator) for decorator in node.decorator_list]
-                setter = ".setter" if kinds == [f"{node.name}.setter"] else ""
-                found[prefix + node.name + setter] = ast.unparse(node)
+                found[prefix + node.name] = ast.unparse(node)
             elif isinstance(node, ast.AnnAssign):
                 found[prefix + ast.unparse(node.target)] = ast.unparse(node)
 

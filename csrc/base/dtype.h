@@ -33,29 +33,9 @@ constexpr bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat64;
 }
 
-// torch's names, for messages.
-constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kInt64:
-      return "int64";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt16:
-      return "int16";
-    case DType::kUInt8:
-      return "uint8";
-    case DType::kInt8:
-      return "int8";
-  }
-  return "?";
-}
+// torch's names, in the order of DType.
+inline constexpr const char* kDTypeNames[] = {"float32", "bfloat16", "float16", "float64", "int64",
+                                              "int32",   "uint8",    "int16",   "int8"};
+constexpr const char* name_of(DType dtype) { return kDTypeNames[static_cast<size_t>(dtype)]; }
 
 }  // namespace bucketwheel

@@ -124,8 +124,7 @@ class TensorSegments {
 
   [[noreturn]] void throw_unfit(py::handle object, dlpack::Name name) const {
     const dlpack::Described tensor = dlpack::describe_item(object, name, device_);  // says what is wrong, but for gaps
-    throw ValueError(name.text() + " is not contiguous: shape " + tensor.shape_text() + ", strides " +
-                     dlpack::text_of(tensor.strides));
+    throw ValueError(name.text() + " is not contiguous: " + tensor.layout_text());
   }
   [[noreturn]] static void throw_unequal(py::handle full_object, dlpack::Name full_name, py::handle shard_object,
                                          dlpack::Name shard_name, int world) {
@@ -176,8 +175,7 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
 inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::handle stream,
                                   const std::vector<HandleRef>& after, bool timing) {
   const dlpack::Described described = dlpack::describe_item(tensor, {"tensor", 0}, comm.device());
-  BW_EXPECTS(described.is_contiguous(), "tensor is not contiguous: shape " + described.shape_text() + ", strides " +
-                                            dlpack::text_of(described.strides));
+  BW_EXPECTS(described.is_contiguous(), "tensor is not contiguous: " + described.layout_text());
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held(tensor));
   const View view{described.data, described.numel, described.dtype};
@@ -209,8 +207,8 @@ inline HandleRef start_request(const Request& request, py::handle stream, const 
 inline View full_view(const Comm& comm, py::handle full) {
   const dlpack::Described tensor = dlpack::describe_item(full, {"full", 0}, comm.device());
   BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
-             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) +
-                 "), got shape " + tensor.shape_text() + ", strides " + dlpack::text_of(tensor.strides));
+             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) + "), got " +
+                 tensor.layout_text());
   return {tensor.data, tensor.numel, tensor.dtype};
 }
 

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -96,58 +97,33 @@ inline const Torch& torch_api() {
   return torch;
 }
 
+// In the order of DType.
+inline constexpr DTypeAbi kDTypeAbis[] = {{2, 32, 1}, {4, 16, 1}, {2, 16, 1}, {2, 64, 1}, {0, 64, 1},
+                                          {0, 32, 1}, {1, 8, 1},  {0, 16, 1}, {0, 8, 1}};
+inline constexpr const char* kSupportedDTypes =
+    ": float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported";
+
 inline DType dtype_of(const DTypeAbi& dtype) {
-  if (dtype.lanes == 1) {
-    switch (dtype.code << 8 | dtype.bits) {
-      case 2 << 8 | 32:
-        return DType::kFloat32;
-      case 4 << 8 | 16:
-        return DType::kBFloat16;
-      case 2 << 8 | 16:
-        return DType::kFloat16;
-      case 2 << 8 | 64:
-        return DType::kFloat64;
-      case 0 << 8 | 64:
-        return DType::kInt64;
-      case 0 << 8 | 32:
-        return DType::kInt32;
-      case 0 << 8 | 16:
-        return DType::kInt16;
-      case 0 << 8 | 8:
-        return DType::kInt8;
-      case 1 << 8 | 8:
-        return DType::kUInt8;
-      default:
-        break;
+  for (size_t i = 0; i < std::size(kDTypeAbis); ++i) {
+    if (dtype.code == kDTypeAbis[i].code && dtype.bits == kDTypeAbis[i].bits && dtype.lanes == 1) {
+      return static_cast<DType>(i);
     }
   }
   throw TypeError("unsupported dtype (DLPack code " + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) +
-                  " bits): float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported");
+                  " bits)" + kSupportedDTypes);
 }
-inline DTypeAbi abi_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return {2, 32, 1};
-    case DType::kBFloat16:
-      return {4, 16, 1};
-    case DType::kFloat16:
-      return {2, 16, 1};
-    case DType::kFloat64:
-      return {2, 64, 1};
-    case DType::kInt64:
-      return {0, 64, 1};
-    case DType::kInt32:
-      return {0, 32, 1};
-    case DType::kInt16:
-      return {0, 16, 1};
-    case DType::kInt8:
-      return {0, 8, 1};
-    case DType::kUInt8:
-      return {1, 8, 1};
-  }
-  throw TypeError("unknown dtype");
-}
+inline DTypeAbi abi_of(DType dtype) { return kDTypeAbis[static_cast<size_t>(dtype)]; }
 
+// None: neither the cpu nor cuda.
+inline std::optional<DeviceId> device_of(const DeviceAbi& device) {
+  if (device.type != 1 && device.type != 2) {
+    return std::nullopt;
+  }
+  if (device.type == 1 && !is_posing()) {
+    return DeviceId{};
+  }
+  return DeviceId{DeviceId::Kind::kCuda, device.type == 1 ? 0 : device.index};
+}
 inline DeviceAbi abi_of(DeviceId device) {
   return device.kind == DeviceId::Kind::kCpu || is_posing() ? DeviceAbi{1, 0} : DeviceAbi{2, device.index};
 }
@@ -162,6 +138,14 @@ inline void* current_cuda_stream(int index) {
     throw py::error_already_set();
   }
   return stream;
+}
+
+inline std::string text_of(std::span<const int64_t> values) {
+  std::string text = "[";
+  for (size_t i = 0; i < values.size(); ++i) {
+    text += (i != 0 ? ", " : "") + std::to_string(values[i]);
+  }
+  return text + "]";
 }
 
 // What native code needs to know of a tensor. Strides count elements.
@@ -184,26 +168,18 @@ struct Described {
     }
     return true;
   }
-  std::string shape_text() const {
-    std::string text = "[";
-    for (size_t i = 0; i < shape.size(); ++i) {
-      text += (i ? ", " : "") + std::to_string(shape[i]);
-    }
-    return text + "]";
-  }
+  std::string shape_text() const { return text_of(shape); }
+  std::string layout_text() const { return "shape " + text_of(shape) + ", strides " + text_of(strides); }
 };
 
 inline Described describe_abi(const TensorAbi& tensor) {
   Described out;
-  if (tensor.device.type != 1 && tensor.device.type != 2) {
+  const std::optional<DeviceId> device = device_of(tensor.device);
+  if (!device) {
     throw TypeError("unsupported device (DLPack type " + std::to_string(tensor.device.type) +
                     "): cpu and cuda are supported");
   }
-  if (tensor.device.type == 1 && !is_posing()) {
-    out.device = {DeviceId::Kind::kCpu, 0};
-  } else {
-    out.device = {DeviceId::Kind::kCuda, tensor.device.type == 1 ? 0 : tensor.device.index};
-  }
+  out.device = *device;
   out.dtype = dtype_of(tensor.dtype);
   out.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   out.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
@@ -267,11 +243,7 @@ inline bool look_at(py::handle object, TensorAbi* tensor) {
 
 // Whether the tensor is on `device` and has no gaps; then its elements are `*numel` from `*data` on.
 inline bool is_dense_on(const TensorAbi& tensor, DeviceId device, void** data, int64_t* numel) {
-  const bool is_posed = tensor.device.type == 1 && is_posing();
-  const DeviceId own = tensor.device.type == 1 && !is_posed
-                           ? DeviceId{}
-                           : DeviceId{DeviceId::Kind::kCuda, is_posed ? 0 : tensor.device.index};
-  if ((tensor.device.type != 1 && tensor.device.type != 2) || own != device) {
+  if (device_of(tensor.device) != device) {
     return false;
   }
   int64_t dense = 1;
@@ -327,14 +299,6 @@ inline py::object make_tensor(void* data, DType dtype, std::vector<int64_t> shap
 // and strides, so that element i of each in memory order is the same element. Anything else is an error, never a
 // guess.
 
-inline std::string text_of(std::span<const int64_t> values) {
-  std::string text = "[";
-  for (size_t i = 0; i < values.size(); ++i) {
-    text += (i != 0 ? ", " : "") + std::to_string(values[i]);
-  }
-  return text + "]";
-}
-
 // Some permutation of a contiguous tensor: every element of the memory it spans is used, once.
 inline bool is_dense(const Described& tensor) {
   if (tensor.numel == 0 || tensor.is_contiguous()) {
@@ -385,12 +349,8 @@ struct Name {
   std::string text() const { return item_text(list, index); }
 };
 
-inline void expect_cpu(const Described& tensor, Name name) {
-  BW_EXPECTS(tensor.device.kind == DeviceId::Kind::kCpu, name.text() + " is not on the cpu");
-}
 inline void expect_dense(const Described& tensor, Name name) {
-  BW_EXPECTS(is_dense(tensor), name.text() + " has gaps or overlaps itself: shape " + tensor.shape_text() +
-                                   ", strides " + text_of(tensor.strides));
+  BW_EXPECTS(is_dense(tensor), name.text() + " has gaps or overlaps itself: " + tensor.layout_text());
 }
 inline void expect_same_layout(const Described& tensor, Name name, const Described& like, Name like_name) {
   BW_EXPECTS(tensor.shape == like.shape,
@@ -420,9 +380,6 @@ inline void expect_same_device(const Described& tensor, Name name, const Describ
 }
 
 inline void expect_device(const Described& tensor, DeviceId device, Name name) {
-  if (device.kind == DeviceId::Kind::kCpu) {
-    expect_cpu(tensor, name);
-  }
   BW_EXPECTS(tensor.device == device,
              name.text() + " is on " + text_of(tensor.device) + ", expected " + text_of(device));
 }

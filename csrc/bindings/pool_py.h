@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -20,14 +21,11 @@ namespace bucketwheel {
 namespace py = pybind11;
 
 inline DType dtype_named(const std::string& name) {
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64, DType::kInt64, DType::kInt32,
-                      DType::kInt16, DType::kInt8, DType::kUInt8}) {
-    if (name == name_of(dtype)) {
-      return dtype;
-    }
+  const auto* const found = std::ranges::find(kDTypeNames, name);
+  if (found == std::end(kDTypeNames)) {
+    throw TypeError("unsupported dtype " + name + dlpack::kSupportedDTypes);
   }
-  throw TypeError("unsupported dtype " + name +
-                  ": float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported");
+  return static_cast<DType>(found - kDTypeNames);
 }
 
 // Slabs that are torch tensors (uint8), so that torch's own accounting of memory sees them.
@@ -94,12 +92,8 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
     fits = fits && !__builtin_mul_overflow(size_bytes, static_cast<size_t>(extent), &size_bytes);
   }
   if (!fits || offset_bytes > lease->size_bytes() || size_bytes > lease->size_bytes() - offset_bytes) {
-    std::string text;
-    for (int64_t extent : shape) {
-      text += (text.empty() ? "" : ", ") + std::to_string(extent);
-    }
     throw ValueError("lease '" + lease->key() + "' of " + std::to_string(lease->size_bytes()) +
-                     " bytes cannot hold a " + dtype_name + " tensor of shape [" + text + "]" +
+                     " bytes cannot hold a " + dtype_name + " tensor of shape " + dlpack::text_of(shape) +
                      (fits ? " (" + std::to_string(size_bytes) + " bytes)" : "") +
                      (offset_bytes ? " at byte " + std::to_string(offset_bytes) : ""));
   }

@@ -205,7 +205,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     std::string found(params_.size(), '\0');
     BW_EXPECTS(py::len(params) == params_.size(), "look: other parameters than were added");
     for (size_t index = 0; index < params_.size(); ++index) {
-      const py::object grad = py::object(params[index]).attr(name_grad());
+      const py::object grad = py::object(params[index]).attr(names().grad);
       found[index] = grad.is_none() ? '\0' : grad.is(params_[index].placeholder) ? '\1' : '\2';
     }
     return found;
@@ -244,9 +244,15 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // time. What Python does about a gradient is slow: after a backward's large operations nothing of it is in the cache.
   static constexpr int64_t kMostBytes = 16 << 20;
 
-  static PyObject* name_grad() {
-    static PyObject* name = PyUnicode_InternFromString("grad");
-    return name;
+  // Attributes.
+  struct Names {
+    PyObject* grad = PyUnicode_InternFromString("grad");
+    PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+    PyObject* is_in_reducer = PyUnicode_InternFromString("is_in_reducer");
+  };
+  static const Names& names() {
+    static const Names names;
+    return names;
   }
 
   static PyObject* call(PyObject* self, PyObject* param) {
@@ -272,7 +278,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     }
     const Param& known = params_[static_cast<size_t>(index)];
     {
-      const py::object grad = param.attr(name_grad());
+      const py::object grad = param.attr(names().grad);
       if (grad.is_none() || grad.is(known.placeholder)) {
         return;
       }
@@ -285,7 +291,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
       }
     }
     const bool is_ready = schedule_->arrive(index, launch_);
-    if (PyObject_SetAttr(param.ptr(), name_grad(), known.placeholder.ptr()) != 0) {
+    if (PyObject_SetAttr(param.ptr(), names().grad, known.placeholder.ptr()) != 0) {
       throw py::error_already_set();
     }
     if (is_ready) {
@@ -305,7 +311,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     TensorAbi tensor;
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
         !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) || is_negated(grad) ||
-        is_true(known.placeholder.attr(name_in_reducer()))) {
+        is_true(known.placeholder.attr(names().is_in_reducer))) {
       return false;
     }
     for (const Part& part : known.parts) {
@@ -347,15 +353,13 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   // torch negates some tensors when they are read: their memory has the other sign.
   static bool is_negated(const py::object& grad) {
-    static PyObject* name = PyUnicode_InternFromString("is_neg");
-    return is_true(grad.attr(name)());
+    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), names().is_neg));
+    if (!answer) {
+      throw py::error_already_set();
+    }
+    return is_true(answer);
   }
   static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
-  static PyObject* name_in_reducer() {
-    static PyObject* name = PyUnicode_InternFromString("is_in_reducer");
-    return name;
-  }
-
   std::shared_ptr<Schedule> schedule_;
   py::object owner_;
   std::vector<Bucket> buckets_;

@@ -71,7 +71,7 @@ class GradWindow:
         self.buckets = list(buckets)
         self.reduced = reduced
         self._is_on_cpu = comm.device < 0
-        self._params = [info.param for info in self.infos]
+        self.params = [info.param for info in self.infos]
         self._overlap = overlap
         self._lock = threading.RLock()
         # Flags: which parameters have a gradient on any rank. Agreed by each `close`, until the next.
@@ -86,7 +86,7 @@ class GradWindow:
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
         self._arrivals = self._make_arrivals()
         self.launcher = Launcher(comm, self.buckets, self._arrivals, slots=slots, max_inflight=max_inflight)
-        self._hooks = [add_hook(param, self._arrivals.hook(index)) for index, param in enumerate(self._params)]
+        self._hooks = [add_hook(param, self._arrivals.hook(index)) for index, param in enumerate(self.params)]
         for drop in (*(hook.remove for hook in self._hooks), self._arrivals.disable):  # a hook may outlive the buckets
             weakref.finalize(self, drop).atexit = False
 
@@ -102,7 +102,7 @@ class GradWindow:
         for index, holding in enumerate(self._buckets_of_params()):
             parts = [(b, self.buckets[b].parts[index]) for b in holding]
             places = [(b, part.begin, part.param_begin, part.numel) for b, part in parts]
-            arrivals.add_param(self._params[index], self._placeholders[index], places)
+            arrivals.add_param(self.params[index], self._placeholders[index], places)
         return arrivals
 
     @property
@@ -164,7 +164,7 @@ class GradWindow:
     def _open_window(self, arriving: int | None, remaining: Sequence[float] | None = None) -> None:
         """Prepares the shards for new sums: drops what p.grad no longer stands for, applies pending factors (all but
         ``remaining``)."""
-        found = self._arrivals.look(self._params)
+        found = self._arrivals.look(self.params)
         others = 0 if self._no_sync_depth else found.count(_PLAIN) - (arriving is not None)
         found = found.translate(_IS_PLACEHOLDER)
         state = WindowState.EAGER
@@ -206,7 +206,7 @@ class GradWindow:
                 self._is_captured("grad_sync(parameters)")
             for index in indices:
                 kept = self._kept.pop(index, None)
-                if kept is not None and self._params[index].grad is self._placeholders[index]:
+                if kept is not None and self.params[index].grad is self._placeholders[index]:
                     self._arrive(index, kept, add=True, launch=True)
             for launch in self._schedule.complete(indices):
                 self.launcher.launch(launch)
@@ -247,14 +247,14 @@ class GradWindow:
         """`_is_captured`. CaptureError if the captured call would read gradients from outside of the graph."""
         is_captured = self._is_captured(what)
         if is_captured and not self._is_open:
-            found = self._arrivals.look(self._params)
+            found = self._arrivals.look(self.params)
             self.captures.expect_own_grads(any(found), _PLAIN in found)
         return is_captured
 
     def _sweep(self) -> bytes:
         """Takes gradients that no hook took: kept from `no_sync`, or assigned by hand. Flags: whether p.grad is a
         placeholder."""
-        found: bytes = self._arrivals.look(self._params)
+        found: bytes = self._arrivals.look(self.params)
         if not self._kept and _PLAIN not in found:
             return found.translate(_IS_HELD)
         for index, what in enumerate(found):
@@ -263,10 +263,10 @@ class GradWindow:
                 if kept is not None:
                     self._arrive(index, kept, add=True, launch=self._overlap)
             elif what == _PLAIN:
-                grad = self._params[index].grad
+                grad = self.params[index].grad
                 assert grad is not None
                 self._arrive(index, grad, add=False, launch=self._overlap)
-                self._params[index].grad = self._placeholders[index]
+                self.params[index].grad = self._placeholders[index]
         return found.translate(_IS_HELD)
 
     def _agree(self, why: str, held: bytes) -> Any:
@@ -340,7 +340,7 @@ class GradWindow:
         self.held = held
         self.reduced.set_content(held)
         if held != before:
-            for param, is_held, had, placeholder in zip(self._params, held, before, self._placeholders, strict=True):
+            for param, is_held, had, placeholder in zip(self.params, held, before, self._placeholders, strict=True):
                 if is_held and not had:
                     param.grad = placeholder
 
@@ -354,7 +354,7 @@ class GradWindow:
             self._schedule.discard()
             for bucket in self.buckets:
                 bucket.drop_memory(late_only=True)
-            for param in self._params:
+            for param in self.params:
                 param.grad = None
             if self._is_open:
                 self.reduced.factors.reset_all()
@@ -368,7 +368,7 @@ class GradWindow:
             self._schedule.forget_window()
             self.launcher.forget_captured()
             self._state = WindowState.CLOSED
-        for param in self._params:
+        for param in self.params:
             param.grad = None
 
     @contextlib.contextmanager
@@ -380,8 +380,8 @@ class GradWindow:
             self._arrivals.ignore(True)
             if self._no_sync_depth == 1:
                 for index, grad in self._kept.items():  # so that autograd adds to it by itself
-                    if self._params[index].grad is self._placeholders[index]:
-                        self._params[index].grad = grad
+                    if self.params[index].grad is self._placeholders[index]:
+                        self.params[index].grad = grad
                 self._kept.clear()
         try:
             yield
@@ -493,7 +493,7 @@ class GradWindow:
                 if index in self._kept:
                     self._kept[index].zero_()
                 elif self._is_open:
-                    self._arrive(index, torch.zeros_like(self._params[index]), add=False, launch=False)
+                    self._arrive(index, torch.zeros_like(self.params[index]), add=False, launch=False)
                 else:
                     self.reduced.replace_by_zero(index)
             if not self._is_open:
@@ -509,8 +509,8 @@ class GradWindow:
 
     def carry_over(self, held: bytes) -> None:
         """The shards hold gradients of the first parameters: flags."""
-        held = held.ljust(len(self._params), b"\0")
-        for param, is_held, placeholder in zip(self._params, held, self._placeholders, strict=True):
+        held = held.ljust(len(self.params), b"\0")
+        for param, is_held, placeholder in zip(self.params, held, self._placeholders, strict=True):
             if is_held:
                 param.grad = placeholder
         self.held = held
@@ -520,7 +520,7 @@ class GradWindow:
         self._arrivals.disable()
         for hook in self._hooks:
             hook.remove()
-        for param, placeholder in zip(self._params, self._placeholders, strict=True):
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
             if param.grad is placeholder:
                 param.grad = None
         self.launcher.release()

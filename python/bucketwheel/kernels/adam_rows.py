@@ -145,7 +145,7 @@ class GradFactors:
         if self._entries is None or not isinstance(factor, Tensor) or index_of(factor) != self._device:
             known, number = self._known, float(factor)
             if len(indices) == len(known):
-                self._known = array.array("d", [value * number for value in known])
+                self._known = array.array("d", map(number.__mul__, known))
                 return
             for index in indices:
                 known[index] *= number

@@ -6,6 +6,7 @@ other memory (`model.to()`, ``p.data = x``), which its address shows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,13 @@ class ExternalEdits:
     def note_written(self) -> None:
         """The optimizer has written to its parameters, or has taken what others wrote."""
         self._versions = [param._version for param in self._params]
+
+    def note_step(self, edits: Edits, used: bytes) -> None:
+        """The optimizer has written once to the parameters ``used`` (flags), and has taken the ``edits`` that `find` gave."""
+        if edits is _NONE:  # nothing is read again: that takes as long as to find them
+            self._versions = list(map(operator.add, self._versions, used))
+        else:
+            self.note_written()
 
     def note_bound(self) -> None:
         """The optimizer works on the parameters where they are now."""

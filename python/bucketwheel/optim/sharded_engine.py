@@ -234,9 +234,8 @@ class ShardedEngine:
         grads, reduced = self.grads, self.reduced
         try:
             edits = self._find_edits()
-            is_comparing = self._is_debugging and not core.is_capturing(
-                self.device
-            )  # which reads what is on the device
+            # Comparing reads what is on the device.
+            is_comparing = self._is_debugging and not core.is_capturing(self.device)
             groups = group_texts(param_groups) if is_comparing else None
         except (RuntimeError, TypeError) as error:
             grads.refuse(str(error))
@@ -253,8 +252,8 @@ class ShardedEngine:
                     if any(used[index] for index in bucket.grads.parts):
                         rows.step(bucket.first_row, bucket.last_row)
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
-            torch.autograd.graph.increment_version([info.param for info in self.infos if used[info.index]])
-            self._edits.note_written()
+            torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
+            self._edits.note_step(edits, used)
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
 
