@@ -57,12 +57,12 @@ inline IssueOptions issue_options(DeviceId device, py::handle stream, const std:
   return out;
 }
 
-// The tensors of one call as segments, checked against each other; they live as long as the operation needs them.
-class TensorSegments {
+// The tensors of one call as pairs, checked against each other; they live as long as the operation needs them.
+class TensorPairs {
  public:
   // Each `full` has world x the elements of its `shard`. The lists' names are those of the caller's arguments.
-  TensorSegments(const char* full_list, const py::sequence& fulls, const char* shard_list, const py::sequence& shards,
-                 const Comm& comm)
+  TensorPairs(const char* full_list, const py::sequence& fulls, const char* shard_list, const py::sequence& shards,
+              const Comm& comm)
       : device_(comm.device()) {
     const int world = comm.world();
     const py::object full_items = items_of(fulls);
@@ -71,7 +71,7 @@ class TensorSegments {
     const auto shard_count = static_cast<size_t>(PySequence_Fast_GET_SIZE(shard_items.ptr()));
     BW_EXPECTS(count == shard_count, std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
                                          shard_list + " has " + std::to_string(shard_count));
-    segments_.reserve(count);
+    pairs_.reserve(count);
     held_->reserve(2 * count);
     for (size_t i = 0; i < count; ++i) {
       const py::handle full_object = PySequence_Fast_GET_ITEM(full_items.ptr(), static_cast<Py_ssize_t>(i));
@@ -83,11 +83,11 @@ class TensorSegments {
       if (full.dtype != shard.dtype || full.numel != world * shard.numel) {
         throw_unequal(full_object, full_name, shard_object, shard_name, world);
       }
-      segments_.push_back({full, shard});
+      pairs_.push_back({full, shard});
     }
   }
 
-  std::vector<Segment> take() { return std::move(segments_); }
+  std::vector<TensorPair> take() { return std::move(pairs_); }
   IssueOptions options(py::handle stream, const std::vector<HandleRef>& after, bool timing) {
     IssueOptions out = issue_options(device_, stream, after, timing);
     out.keepalive.push_back(std::move(held_));
@@ -137,13 +137,13 @@ class TensorSegments {
   }
 
   const DeviceId device_;
-  std::vector<Segment> segments_;
+  std::vector<TensorPair> pairs_;
   std::shared_ptr<HeldList> held_ = std::make_shared<HeldList>();
 };
 
 inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
                                     py::handle stream, const std::vector<HandleRef>& after, bool timing) {
-  TensorSegments tensors("outputs", outputs, "inputs", inputs, comm);
+  TensorPairs tensors("outputs", outputs, "inputs", inputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
   const WithoutGil unlocked;
   return comm.all_gather(tensors.take(), std::move(options));
@@ -166,7 +166,7 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
                                         py::handle op, py::handle stream, const std::vector<HandleRef>& after,
                                         bool timing) {
   const Reduction reduction = reduction_of(op);
-  TensorSegments tensors("inputs", inputs, "outputs", outputs, comm);
+  TensorPairs tensors("inputs", inputs, "outputs", outputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
   const WithoutGil unlocked;
   return comm.reduce_scatter(tensors.take(), reduction, nullptr, std::move(options));
@@ -185,14 +185,14 @@ inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::h
 
 inline std::shared_ptr<Request> make_all_gather_request(const CommRef& comm, const py::sequence& outputs,
                                                         const py::sequence& inputs) {
-  TensorSegments tensors("outputs", outputs, "inputs", inputs, *comm);
+  TensorPairs tensors("outputs", outputs, "inputs", inputs, *comm);
   return tensors.request(comm, {Collective::kAllGather, {}, 0});
 }
 
 inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm, const py::sequence& outputs,
                                                             const py::sequence& inputs, py::handle op) {
   const OperationKind kind{Collective::kReduceScatter, reduction_of(op), 0};
-  TensorSegments tensors("inputs", inputs, "outputs", outputs, *comm);
+  TensorPairs tensors("inputs", inputs, "outputs", outputs, *comm);
   return tensors.request(comm, kind);
 }
 
@@ -216,11 +216,11 @@ inline View full_view(const Comm& comm, py::handle full) {
 inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
                                         py::handle stream, const std::vector<HandleRef>& after, bool timing) {
   const View tensor = full_view(comm, full);
-  const Segment segment{tensor, {nullptr, tensor.numel / comm.world(), tensor.dtype}};
+  const TensorPair pair{tensor, {nullptr, tensor.numel / comm.world(), tensor.dtype}};
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held(full));
   const WithoutGil unlocked;
-  return comm.reduce_scatter({segment}, {}, std::move(sink), std::move(options));
+  return comm.reduce_scatter({pair}, {}, std::move(sink), std::move(options));
 }
 
 // Hands the first `numel` elements on: the rest of the gathered buffer is there because ranks have equal parts.
@@ -228,13 +228,13 @@ class FirstElements final : public ReduceSink {
  public:
   FirstElements(std::shared_ptr<ReduceSink> sink, int64_t numel) : sink_(std::move(sink)), numel_(numel) {}
   bool takes(DType dtype) const override { return sink_->takes(dtype); }
-  void consume(size_t segment, int64_t begin, const void* values, int64_t numel) override {
+  void consume(size_t pair, int64_t begin, const void* values, int64_t numel) override {
     if (begin < numel_) {
-      sink_->consume(segment, begin, values, std::min(numel, numel_ - begin));
+      sink_->consume(pair, begin, values, std::min(numel, numel_ - begin));
     }
   }
-  void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t, Stream& stream) override {
-    sink_->enqueue(segment, sources, dtype, numel_, stream);
+  void enqueue(size_t pair, std::span<const void* const> sources, DType dtype, int64_t, Stream& stream) override {
+    sink_->enqueue(pair, sources, dtype, numel_, stream);
   }
 
  private:

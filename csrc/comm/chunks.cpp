@@ -7,11 +7,11 @@ namespace bucketwheel {
 Chunks::Chunks(const Operation& op, size_t window_bytes) {
   first_.push_back(0);
   size_t used_bytes = 0;
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const View& shard = op.segments[i].shard;
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
+    const View& shard = op.pairs[i].shard;
     const size_t element_bytes = size_of(shard.dtype);
     for (int64_t begin = 0; begin < shard.numel;) {
-      // What is left of the segment if it fits, else as many whole blocks as fit.
+      // What is left of the pair if it fits, else as many whole blocks as fit.
       const auto room = static_cast<int64_t>((window_bytes - used_bytes) / element_bytes);
       int64_t numel = shard.numel - begin;
       if (numel > room) {

@@ -10,12 +10,12 @@
 
 namespace bucketwheel {
 
-// [Note: chunks] The shards of all segments are laid one after the other and cut into windows of at most
+// [Note: chunks] The shards of all pairs are laid one after the other and cut into windows of at most
 // `window_bytes`. Small tensors share a window, large ones span several. A staging slot of an all-gather holds one
 // window, of the rank's shards; that of a reduce-scatter one window for each peer, of the parts that the peer will
 // own. Pieces begin at multiples of kSinkBlockNumel, as reduction sinks want it.
 struct Piece {
-  size_t segment;
+  size_t pair;
   int64_t begin;  // element of the shard
   int64_t numel;
   size_t begin_bytes;  // the same two in bytes

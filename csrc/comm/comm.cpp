@@ -8,27 +8,27 @@
 
 namespace bucketwheel {
 
-std::shared_ptr<Operation> Comm::checked(const OperationKind& kind, std::vector<Segment> segments,
+std::shared_ptr<Operation> Comm::checked(const OperationKind& kind, std::vector<TensorPair> pairs,
                                          std::shared_ptr<ReduceSink> sink) const {
-  auto op = make_operation(kind, std::move(segments), std::move(sink), rank(), world());
-  for (size_t i = 0; kind.collective == Collective::kReduceScatter && i < op->segments.size(); ++i) {
-    const DType dtype = op->segments[i].full.dtype;
-    BW_EXPECTS(is_float(dtype) || sums_integers(), "segment " + std::to_string(i) + ": reduce_scatter of " +
+  auto op = make_operation(kind, std::move(pairs), std::move(sink), rank(), world());
+  for (size_t i = 0; kind.collective == Collective::kReduceScatter && i < op->pairs.size(); ++i) {
+    const DType dtype = op->pairs[i].full.dtype;
+    BW_EXPECTS(is_float(dtype) || sums_integers(), "pair " + std::to_string(i) + ": reduce_scatter of " +
                                                        name_of(dtype) + " on a CUDA device is not " +
                                                        "supported: float32, bfloat16, float16 and float64 are");
   }
   return op;
 }
 
-HandleRef Comm::all_gather(std::vector<Segment> segments, IssueOptions options, std::shared_ptr<ReduceSink> sink) {
+HandleRef Comm::all_gather(std::vector<TensorPair> pairs, IssueOptions options, std::shared_ptr<ReduceSink> sink) {
   expect_usable();
-  return issue(checked({Collective::kAllGather, {}, 0}, std::move(segments), std::move(sink)), std::move(options));
+  return issue(checked({Collective::kAllGather, {}, 0}, std::move(pairs), std::move(sink)), std::move(options));
 }
 
-HandleRef Comm::reduce_scatter(std::vector<Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
+HandleRef Comm::reduce_scatter(std::vector<TensorPair> pairs, Reduction reduction, std::shared_ptr<ReduceSink> sink,
                                IssueOptions options) {
   expect_usable();
-  return issue(checked({Collective::kReduceScatter, reduction, 0}, std::move(segments), std::move(sink)),
+  return issue(checked({Collective::kReduceScatter, reduction, 0}, std::move(pairs), std::move(sink)),
                std::move(options));
 }
 

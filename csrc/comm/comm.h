@@ -33,7 +33,7 @@ struct View {
 
 // One item of a coalesced call: `full` holds world x shard elements, rank r's part at r * shard.numel.
 // The shard may be the rank's own part of `full` (in place); any other overlap is an error.
-struct Segment {
+struct TensorPair {
   View full;
   View shard;
 };
@@ -47,7 +47,7 @@ struct Reduction {
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
 // operation in ascending order, never concurrently. `sum` holds the sums of elements [begin, begin + numel) of the
-// shard of item `segment`: float, or double where the buckets are float64; of an all-gather, those elements of its full
+// shard of item `pair`: float, or double where the buckets are float64; of an all-gather, those elements of its full
 // buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard: so few that what is done to one fits
 // beside the loads of the next. bench_comm.py --quick, "64 MiB reduce-scatter, pool, to a sink", an AMD EPYC, commit
@@ -58,12 +58,11 @@ class ReduceSink {
   virtual ~ReduceSink() = default;
   // Asked before an operation is issued: whether sums of buckets of `dtype` can be taken.
   virtual bool takes(DType dtype) const = 0;
-  virtual void consume(size_t segment, int64_t begin, const void* sum, int64_t numel) = 0;
-  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `segment`: the sum of sources[r] in rank
+  virtual void consume(size_t pair, int64_t begin, const void* sum, int64_t numel) = 0;
+  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `pair`: the sum of sources[r] in rank
   // order, each of `numel` elements of `dtype` in device memory (one source, of an all-gather). TypeError from a sink
   // that is for host memory.
-  virtual void enqueue(size_t segment, std::span<const void* const> sources, DType dtype, int64_t numel,
-                       Stream& stream);
+  virtual void enqueue(size_t pair, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream);
 };
 
 struct IssueOptions {
@@ -97,14 +96,14 @@ class Comm {
   virtual StreamRef stream() const = 0;
 
   // A sink takes the gathered full buffers as well, which are floats of 32 or 16 bits then.
-  HandleRef all_gather(std::vector<Segment> segments, IssueOptions options, std::shared_ptr<ReduceSink> sink = nullptr);
+  HandleRef all_gather(std::vector<TensorPair> pairs, IssueOptions options, std::shared_ptr<ReduceSink> sink = nullptr);
   // With a sink, `shard.data` may be null (nothing is stored, the sink takes the sums; kSum only).
-  HandleRef reduce_scatter(std::vector<Segment> segments, Reduction reduction, std::shared_ptr<ReduceSink> sink,
+  HandleRef reduce_scatter(std::vector<TensorPair> pairs, Reduction reduction, std::shared_ptr<ReduceSink> sink,
                            IssueOptions options);
   // `tensor` becomes what it is on rank `root`.
   HandleRef broadcast(const View& tensor, int root, IssueOptions options);
   // make_operation() for this rank and world. ValueError for what this backend does not sum, too.
-  std::shared_ptr<Operation> checked(const OperationKind& kind, std::vector<Segment> segments,
+  std::shared_ptr<Operation> checked(const OperationKind& kind, std::vector<TensorPair> pairs,
                                      std::shared_ptr<ReduceSink> sink) const;
   // Enqueues an operation that checked() has made. Sets its seq: an Operation is issued once.
   virtual HandleRef issue(std::shared_ptr<Operation> op, IssueOptions options) = 0;

@@ -104,7 +104,7 @@ void FlightRing::issued(const Operation& op, Clock::time_point now) {
   std::lock_guard lock(mutex_);
   last_seq_ = op.seq;
   entries_[op.seq % kCapacity] = {
-      op.seq, op.collective, State::kIssued, op.segments.size(), op.size_bytes, seconds_of(now), 0, 0};
+      op.seq, op.collective, State::kIssued, op.pairs.size(), op.size_bytes, seconds_of(now), 0, 0};
 }
 
 void FlightRing::started(uint64_t seq) {

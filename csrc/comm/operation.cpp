@@ -10,15 +10,15 @@
 namespace bucketwheel {
 namespace {
 
-std::string at(size_t segment) { return "segment " + std::to_string(segment) + ": "; }
+std::string at(size_t pair) { return "pair " + std::to_string(pair) + ": "; }
 
 void check_reduction(const Operation& op) {
   const Reduction& reduction = op.reduction;
   BW_EXPECTS(!op.sink || reduction.op == ReduceOp::kSum,
              std::string("op '") + name_of(reduction.op) + "' does not go with a sink: 'sum' does");
   BW_EXPECTS(std::isfinite(reduction.factor), "the factor of op 'premul' is " + std::to_string(reduction.factor));
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const DType dtype = op.segments[i].full.dtype;
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
+    const DType dtype = op.pairs[i].full.dtype;
     BW_EXPECTS(is_float(dtype) || reduction.op == ReduceOp::kSum, at(i) + "op '" + name_of(reduction.op) + "' of " +
                                                                       name_of(dtype) +
                                                                       " is not supported: of integers only 'sum' is");
@@ -28,9 +28,9 @@ void check_reduction(const Operation& op) {
   }
 }
 
-void check_segment(const Operation& op, size_t i, int world) {
-  const View& full = op.segments[i].full;
-  const View& shard = op.segments[i].shard;
+void check_pair(const Operation& op, size_t i, int world) {
+  const View& full = op.pairs[i].full;
+  const View& shard = op.pairs[i].shard;
   if (full.dtype != shard.dtype) {
     throw TypeError(at(i) + "the full buffer is " + name_of(full.dtype) + ", the shard " + name_of(shard.dtype));
   }
@@ -46,25 +46,25 @@ void check_segment(const Operation& op, size_t i, int world) {
 struct Range {
   const std::byte* begin;
   const std::byte* end;
-  size_t segment;
+  size_t pair;
 };
 
-Range range_of(const View& view, size_t segment) {
+Range range_of(const View& view, size_t pair) {
   const auto* begin = static_cast<const std::byte*>(view.data);
-  return {begin, begin + view.size_bytes(), segment};
+  return {begin, begin + view.size_bytes(), pair};
 }
 
 [[noreturn]] void throw_overlap(const char* what, const Range& a, const Range& b) {
-  throw ValueError(at(a.segment) + what + (a.segment == b.segment ? "" : " of segment " + std::to_string(b.segment)) +
+  throw ValueError(at(a.pair) + what + (a.pair == b.pair ? "" : " of pair " + std::to_string(b.pair)) +
                    "; a shard may only be its rank's own part of its full buffer");
 }
 
 void check_overlap(const Operation& op, int rank) {
   const bool gathers = op.collective == Collective::kAllGather;
   std::vector<Range> outputs;
-  outputs.reserve(op.segments.size());
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const View& output = gathers ? op.segments[i].full : op.segments[i].shard;
+  outputs.reserve(op.pairs.size());
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
+    const View& output = gathers ? op.pairs[i].full : op.pairs[i].shard;
     if (output.numel != 0 && output.data != nullptr) {
       outputs.push_back(range_of(output, i));
     }
@@ -75,18 +75,18 @@ void check_overlap(const Operation& op, int rank) {
       throw_overlap("the output overlaps the output", outputs[k], outputs[k - 1]);
     }
   }
-  for (size_t i = 0; i < op.segments.size(); ++i) {
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
     const Range input = range_of(op.input_of(i), i);
     if (input.begin == input.end) {
       continue;
     }
-    const auto* own_part = static_cast<const std::byte*>(op.segments[i].full.data) +
-                           static_cast<size_t>(rank) * op.segments[i].shard.size_bytes();
+    const auto* own_part = static_cast<const std::byte*>(op.pairs[i].full.data) +
+                           static_cast<size_t>(rank) * op.pairs[i].shard.size_bytes();
     // The first output that ends behind the input's begin; outputs are disjoint, so their ends are sorted too.
     auto output = std::upper_bound(outputs.begin(), outputs.end(), input.begin,
                                    [](const std::byte* begin, const Range& range) { return begin < range.end; });
     for (; output != outputs.end() && output->begin < input.end; ++output) {
-      if (output->segment != i || op.segments[i].shard.data != own_part) {
+      if (output->pair != i || op.pairs[i].shard.data != own_part) {
         throw_overlap("the input overlaps the output", input, *output);
       }
     }
@@ -147,10 +147,10 @@ Description Operation::description() const {
   out.reduce = static_cast<uint8_t>(reduction.op);
   out.factor = reduction.factor;
   out.root = root;
-  out.tensors = segments.size();
+  out.tensors = pairs.size();
   out.size_bytes = size_bytes;
-  for (size_t i = 0; i < std::min(segments.size(), Description::kShown); ++i) {
-    out.shown[i] = {static_cast<uint8_t>(segments[i].full.dtype), segments[i].full.numel};
+  for (size_t i = 0; i < std::min(pairs.size(), Description::kShown); ++i) {
+    out.shown[i] = {static_cast<uint8_t>(pairs[i].full.dtype), pairs[i].full.numel};
   }
   return out;
 }
@@ -184,12 +184,12 @@ std::string mismatch_text(std::span<const std::string> calls) {
   return text;
 }
 
-std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<TensorPair> listed,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world) {
   auto op = std::make_shared<Operation>();
   static_cast<OperationKind&>(*op) = kind;
-  op->segments = std::move(listed);
-  const std::vector<Segment>& segments = op->segments;
+  op->pairs = std::move(listed);
+  const std::vector<TensorPair>& pairs = op->pairs;
   op->sink = std::move(sink);
   if (kind.collective == Collective::kReduceScatter || op->sink) {
     check_reduction(*op);
@@ -200,13 +200,13 @@ std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector
   hash.add(static_cast<uint64_t>(kind.collective) << 8 | static_cast<uint64_t>(kind.reduction.op));
   hash.add(std::bit_cast<uint64_t>(kind.reduction.factor));
   hash.add(static_cast<uint64_t>(kind.root));
-  hash.add(segments.size());
-  op->inputs.reserve(segments.size());
-  for (size_t i = 0; i < segments.size(); ++i) {
-    check_segment(*op, i, world);
-    hash.add(static_cast<uint64_t>(segments[i].full.dtype));
-    hash.add(static_cast<uint64_t>(segments[i].full.numel));
-    op->size_bytes += segments[i].full.size_bytes();
+  hash.add(pairs.size());
+  op->inputs.reserve(pairs.size());
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    check_pair(*op, i, world);
+    hash.add(static_cast<uint64_t>(pairs[i].full.dtype));
+    hash.add(static_cast<uint64_t>(pairs[i].full.numel));
+    op->size_bytes += pairs[i].full.size_bytes();
     op->inputs.push_back(static_cast<const std::byte*>(op->input_of(i).data));
   }
   if (kind.collective != Collective::kBroadcast) {

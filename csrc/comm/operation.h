@@ -38,9 +38,9 @@ struct Description {
 };
 
 struct Operation : OperationKind {
-  std::vector<Segment> segments;  // of a broadcast: one, whose full buffer and shard are the tensor
+  std::vector<TensorPair> pairs;  // of a broadcast: one, whose full buffer and shard are the tensor
   std::shared_ptr<ReduceSink> sink;
-  // By segment: the shard of an all-gather, the full buffer of a reduce-scatter, the tensor of a broadcast.
+  // By pair: the shard of an all-gather, the full buffer of a reduce-scatter, the tensor of a broadcast.
   std::vector<const std::byte*> inputs;
   std::shared_ptr<void> owner;  // of the inputs, where somebody may read them after its end
   size_t size_bytes = 0;        // of the full buffers
@@ -49,11 +49,11 @@ struct Operation : OperationKind {
 
   bool reduces() const { return collective == Collective::kReduceScatter; }
   bool has_input(int rank) const { return collective != Collective::kBroadcast || rank == root; }
-  const View& input_of(size_t segment) const { return reduces() ? segments[segment].full : segments[segment].shard; }
+  const View& input_of(size_t pair) const { return reduces() ? pairs[pair].full : pairs[pair].shard; }
   // Where the output of what is gathered, or broadcast, holds the input of `rank`.
-  std::byte* place_of(int rank, size_t segment) const {
+  std::byte* place_of(int rank, size_t pair) const {
     const auto part = collective == Collective::kBroadcast ? size_t{0} : static_cast<size_t>(rank);
-    return static_cast<std::byte*>(segments[segment].full.data) + part * segments[segment].shard.size_bytes();
+    return static_cast<std::byte*>(pairs[pair].full.data) + part * pairs[pair].shard.size_bytes();
   }
   Description description() const;
 };
@@ -63,9 +63,9 @@ std::string text_of(const Description& description);
 // "ranks called different operations:" and what each called, by rank.
 std::string mismatch_text(std::span<const std::string> calls);
 
-// Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the segment.
+// Checks everything that one rank can check and fills what is derived. ValueError or TypeError names the pair.
 // Outputs overlap nothing, except that a shard may be its rank's own part of its full buffer.
-std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<Segment> listed,
+std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector<TensorPair> listed,
                                           std::shared_ptr<ReduceSink> sink, int rank, int world);
 
 }  // namespace bucketwheel

@@ -13,15 +13,15 @@ namespace {
 // [Note: outputs past the cache] An operation that outgrows the cache stores its copies and plain sums past it. The
 // processor then need not read the lines that are written, which are a third of the bytes that a copy moves. The outputs
 // of smaller operations stay in the cache until somebody reads them. Sums that are scaled in float are stored as ever.
-// bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: quicker from here on; at 4 MiB sums are slower. Of short segments
+// bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: quicker from here on; at 4 MiB sums are slower. Of short pairs
 // the edges cost more.
 constexpr size_t kOutgrowsCacheBytes = size_t{8} << 20;
-constexpr size_t kLeastSegmentBytes = size_t{64} << 10;
+constexpr size_t kLeastPairBytes = size_t{64} << 10;
 // Sums on their way past the cache: they and what is added stay in the first level of it.
 constexpr size_t kSumsBytes = 4096;
 
-bool goes_past_cache(const Operation& op, size_t segment) {
-  return op.size_bytes >= kOutgrowsCacheBytes && op.segments[segment].shard.size_bytes() >= kLeastSegmentBytes;
+bool goes_past_cache(const Operation& op, size_t pair) {
+  return op.size_bytes >= kOutgrowsCacheBytes && op.pairs[pair].shard.size_bytes() >= kLeastPairBytes;
 }
 
 // What a reduction does to a sum before it is rounded to its dtype.
@@ -66,8 +66,8 @@ void store_sums_as_they_are(const Operation& op, bool goes_past, std::byte* out,
 
 }  // namespace
 
-void put_gathered(const Operation& op, size_t segment, void* to, const void* from, size_t bytes) {
-  if (goes_past_cache(op, segment)) {
+void put_gathered(const Operation& op, size_t pair, void* to, const void* from, size_t bytes) {
+  if (goes_past_cache(op, pair)) {
     cpu_kernels().copy_past_cache(to, from, bytes);
   } else {
     std::memcpy(to, from, bytes);
@@ -75,25 +75,24 @@ void put_gathered(const Operation& op, size_t segment, void* to, const void* fro
 }
 
 void copy_own_part(const Operation& op, int rank) {
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const Segment& segment = op.segments[i];
-    const size_t bytes = segment.shard.size_bytes();
-    std::byte* to = static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * bytes;
-    if (bytes != 0 && to != segment.shard.data) {
-      put_gathered(op, i, to, segment.shard.data, bytes);
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
+    const TensorPair& pair = op.pairs[i];
+    const size_t bytes = pair.shard.size_bytes();
+    std::byte* to = static_cast<std::byte*>(pair.full.data) + static_cast<size_t>(rank) * bytes;
+    if (bytes != 0 && to != pair.shard.data) {
+      put_gathered(op, i, to, pair.shard.data, bytes);
     }
   }
 }
 
-void store_sums(const Operation& op, size_t segment, int64_t begin, int64_t numel,
-                std::span<const std::byte*> sources) {
+void store_sums(const Operation& op, size_t pair, int64_t begin, int64_t numel, std::span<const std::byte*> sources) {
   const int world = static_cast<int>(sources.size());
-  const View& shard = op.segments[segment].shard;
+  const View& shard = op.pairs[pair].shard;
   const size_t element_bytes = size_of(shard.dtype);
   std::byte* const out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes;
   const bool is_double = shard.dtype == DType::kFloat64;
   if (!op.sink && (op.reduction.op == ReduceOp::kSum || is_double)) {  // all that there is for integers
-    store_sums_as_they_are(op, goes_past_cache(op, segment), out, shard.dtype, numel, sources);
+    store_sums_as_they_are(op, goes_past_cache(op, pair), out, shard.dtype, numel, sources);
     return;
   }
   alignas(kCacheLineBytes) std::byte room[kSinkBlockNumel * sizeof(double)];
@@ -108,7 +107,7 @@ void store_sums(const Operation& op, size_t segment, int64_t begin, int64_t nume
       scale(op.reduction, world, sum, count);
     }
     if (op.sink) {
-      op.sink->consume(segment, begin + done, room, count);
+      op.sink->consume(pair, begin + done, room, count);
     } else {
       store_fp32(out + static_cast<size_t>(done) * element_bytes, shard.dtype, reinterpret_cast<const float*>(room),
                  count);
@@ -120,8 +119,8 @@ void store_sums(const Operation& op, size_t segment, int64_t begin, int64_t nume
 }
 
 void feed_gathered(const Operation& op) {
-  for (size_t i = 0; i < op.segments.size(); ++i) {
-    const View& full = op.segments[i].full;
+  for (size_t i = 0; i < op.pairs.size(); ++i) {
+    const View& full = op.pairs[i].full;
     const auto* from = static_cast<const std::byte*>(full.data);
     alignas(kCacheLineBytes) float block[kSinkBlockNumel];
     for (int64_t begin = 0; begin < full.numel; begin += kSinkBlockNumel) {

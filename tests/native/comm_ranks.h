@@ -25,7 +25,7 @@ inline float value(int rank, int64_t i) {
   return static_cast<float>((i * 7 + rank * 13) % 101) * (rank == 1 ? 1e6f : 0.37f);
 }
 
-inline Segment segment(void* full, void* shard, int64_t shard_numel, int world, DType dtype = DType::kFloat32) {
+inline TensorPair pair(void* full, void* shard, int64_t shard_numel, int world, DType dtype = DType::kFloat32) {
   return {{full, shard_numel * world, dtype}, {shard, shard_numel, dtype}};
 }
 
@@ -60,16 +60,16 @@ struct CheckSink final : ReduceSink {
   bool takes(DType dtype) const override { return dtype != DType::kFloat64; }
   void consume(size_t index, int64_t begin, const void* sums, int64_t numel) override {
     const auto* const sum = static_cast<const float*>(sums);
-    CHECK(index == segment || (index > segment && at == static_cast<int64_t>(shards[segment]->size())));
-    at = index == segment ? at : 0;
-    segment = index;
+    CHECK(index == pair || (index > pair && at == static_cast<int64_t>(shards[pair]->size())));
+    at = index == pair ? at : 0;
+    pair = index;
     const auto size = static_cast<int64_t>(shards[index]->size());
     CHECK(begin == at && begin % kSinkBlockNumel == 0 && (numel % kSinkBlockNumel == 0 || begin + numel == size));
     std::memcpy(shards[index]->data() + begin, sum, static_cast<size_t>(numel) * sizeof(float));
     at += numel;
   }
   std::vector<Floats*> shards;
-  size_t segment = 0;
+  size_t pair = 0;
   int64_t at = 0;
 };
 
@@ -86,7 +86,7 @@ inline void check_values(Comm& comm, int64_t numel, bool uses_pool) {
   for (int64_t i = 0; i < numel; ++i) {
     own[i] = value(rank, i);
   }
-  const Segment gathered = segment(full, own, numel, world);
+  const TensorPair gathered = pair(full, own, numel, world);
   comm.all_gather({gathered}, {})->synchronize();
   for (int r = 0; r < world; ++r) {
     for (int64_t i = 0; i < numel; ++i) {
@@ -99,8 +99,8 @@ inline void check_values(Comm& comm, int64_t numel, bool uses_pool) {
   }
   Floats shard(static_cast<size_t>(numel));
   Floats by_sink(static_cast<size_t>(numel));
-  const Segment plain = segment(full, shard.data(), numel, world);
-  const Segment sunk = segment(full, nullptr, numel, world);
+  const TensorPair plain = pair(full, shard.data(), numel, world);
+  const TensorPair sunk = pair(full, nullptr, numel, world);
   auto sink = std::make_shared<CheckSink>(std::vector<Floats*>{&by_sink});
   const HandleRef first = comm.reduce_scatter({plain}, {}, nullptr, {});
   const HandleRef second = comm.reduce_scatter({sunk}, {}, std::move(sink), {});

@@ -41,20 +41,20 @@ void on_threads(int world, bool stages_inputs, std::chrono::nanoseconds timeout,
 
 TEST(chunks_cover_everything_once_in_order) {
   constexpr size_t kWindow = size_t{64} << 10;
-  std::vector<Segment> segments;
+  std::vector<TensorPair> pairs;
   for (const int64_t numel : {0, 1, 5000, 40'000, 0, 3, 4096, 4097, 16'384, 100'000}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kUInt8}) {
-      segments.push_back({{nullptr, 2 * numel, dtype}, {nullptr, numel, dtype}});
+      pairs.push_back({{nullptr, 2 * numel, dtype}, {nullptr, numel, dtype}});
     }
   }
   Operation op;
-  op.segments = segments;
+  op.pairs = pairs;
   const Chunks chunks(op, kWindow);
   CHECK(chunks.count() > 10);
   size_t index = 0;
   int64_t at = 0;
   const auto skip_complete = [&] {
-    while (index < segments.size() && at == segments[index].shard.numel) {
+    while (index < pairs.size() && at == pairs[index].shard.numel) {
       ++index;
       at = 0;
     }
@@ -64,16 +64,16 @@ TEST(chunks_cover_everything_once_in_order) {
     CHECK(chunks.begin(chunk) != chunks.end(chunk));
     for (const Piece* piece = chunks.begin(chunk); piece != chunks.end(chunk); ++piece) {
       skip_complete();
-      CHECK(piece->segment == index && piece->begin == at && piece->begin % kSinkBlockNumel == 0 && piece->numel > 0);
+      CHECK(piece->pair == index && piece->begin == at && piece->begin % kSinkBlockNumel == 0 && piece->numel > 0);
       CHECK(piece->offset_bytes >= used && piece->offset_bytes % kCacheLineBytes == 0);
-      used = piece->offset_bytes + static_cast<size_t>(piece->numel) * size_of(segments[index].shard.dtype);
+      used = piece->offset_bytes + static_cast<size_t>(piece->numel) * size_of(pairs[index].shard.dtype);
       CHECK(used <= kWindow);
       at += piece->numel;
     }
   }
   skip_complete();
-  CHECK(index == segments.size());
-  op.segments.clear();
+  CHECK(index == pairs.size());
+  op.pairs.clear();
   CHECK(Chunks(op, kWindow).count() == 0);
 }
 
@@ -95,7 +95,7 @@ TEST(late_ranks_do_not_read_what_a_failed_rank_has_freed) {
     on_threads(2, false, 20s, [i](Comm& comm) {
       constexpr int64_t kNumel = 100'000;
       auto memory = std::make_shared<Floats>(3 * kNumel);
-      const Segment item = segment(memory->data(), memory->data() + 2 * kNumel, kNumel, 2);
+      const TensorPair item = pair(memory->data(), memory->data() + 2 * kNumel, kNumel, 2);
       IssueOptions options;
       options.keepalive.push_back(std::move(memory));
       try {

@@ -98,10 +98,10 @@ struct Tensors {
       fulls.emplace_back(static_cast<size_t>(numel * world));
     }
   }
-  std::vector<Segment> segments() {
-    std::vector<Segment> all;
+  std::vector<TensorPair> pairs() {
+    std::vector<TensorPair> all;
     for (size_t i = 0; i < shards.size(); ++i) {
-      all.push_back(segment(fulls[i].data(), shards[i].data(), static_cast<int64_t>(shards[i].size()), world));
+      all.push_back(pair(fulls[i].data(), shards[i].data(), static_cast<int64_t>(shards[i].size()), world));
     }
     return all;
   }
@@ -119,7 +119,7 @@ void check_values(Comm& comm, const std::vector<int64_t>& sizes) {
       shard[i] = value(rank, static_cast<int64_t>(i));
     }
   }
-  comm.all_gather(tensors.segments(), {})->synchronize();
+  comm.all_gather(tensors.pairs(), {})->synchronize();
   for (size_t t = 0; t < sizes.size(); ++t) {
     for (int r = 0; r < world; ++r) {
       for (int64_t i = 0; i < sizes[t]; ++i) {
@@ -130,7 +130,7 @@ void check_values(Comm& comm, const std::vector<int64_t>& sizes) {
       tensors.fulls[t][i] = value(rank, static_cast<int64_t>(i));
     }
   }
-  const HandleRef first = comm.reduce_scatter(tensors.segments(), {}, nullptr, {});
+  const HandleRef first = comm.reduce_scatter(tensors.pairs(), {}, nullptr, {});
   first->synchronize();
   for (size_t t = 0; t < sizes.size(); ++t) {
     for (int64_t i = 0; i < sizes[t]; ++i) {
@@ -169,14 +169,14 @@ TEST(c10d_abort_and_close) {
       }
       std::this_thread::sleep_for(50ms);  // mostly, rank 1 has begun
       comm.abort("enough");
-      CHECK_THROWS(CommError, "aborted by rank 0: enough", comm.all_gather(tensors.segments(), {}));
+      CHECK_THROWS(CommError, "aborted by rank 0: enough", comm.all_gather(tensors.pairs(), {}));
     } else {
-      const HandleRef handle = comm.all_gather(tensors.segments(), {});
+      const HandleRef handle = comm.all_gather(tensors.pairs(), {});
       issued.open();
       CHECK_THROWS(PeerError, "aborted by rank 0: enough", handle->synchronize());
     }
     comm.close({});
-    CHECK_THROWS(ClosedError, "closed", comm.all_gather(tensors.segments(), {}));
+    CHECK_THROWS(ClosedError, "closed", comm.all_gather(tensors.pairs(), {}));
   });
 }
 
@@ -186,12 +186,12 @@ TEST(c10d_close_in_flight) {
   }
   Ranks ranks(2);
   Tensors tensors({1'000}, 2);
-  const HandleRef handle = ranks.comms[0]->all_gather(tensors.segments(), {});
+  const HandleRef handle = ranks.comms[0]->all_gather(tensors.pairs(), {});
   ranks.comms[0]->close(Clock::now() + 50ms);
   CHECK_THROWS(ClosedError, "closed while operations were in flight", handle->synchronize());
   sleep_until([&] { return ranks.peers[1]->trouble(0, [](int) { return false; }, "").has_value(); });
   CHECK_THROWS(PeerError, "rank 0 closed while operations were in flight",
-               ranks.comms[1]->all_gather(tensors.segments(), {})->synchronize());
+               ranks.comms[1]->all_gather(tensors.pairs(), {})->synchronize());
 }
 
 // The group fails while nobody says why.
@@ -201,7 +201,7 @@ TEST(c10d_broken_group) {
   }
   Ranks ranks(2);
   Tensors tensors({1'000}, 2);
-  const HandleRef handle = ranks.comms[0]->all_gather(tensors.segments(), {});
+  const HandleRef handle = ranks.comms[0]->all_gather(tensors.pairs(), {});
   ranks.board->break_all();
   CHECK_THROWS(CommError, "the process group failed in all_gather of 1 tensor, 8000 bytes: float32[2000]: cut",
                handle->synchronize());
@@ -224,7 +224,7 @@ TEST(c10d_close_waits_for_nobody) {
   ranks.run([&](Comm& comm) {
     Tensors tensors({10'000}, 2);
     const auto sink = comm.rank() == 1 ? std::make_shared<WaitingSink>(closed) : nullptr;
-    const HandleRef handle = comm.reduce_scatter(tensors.segments(), {}, sink, {});
+    const HandleRef handle = comm.reduce_scatter(tensors.pairs(), {}, sink, {});
     if (comm.rank() == 0) {
       handle->synchronize();
       comm.close({});
@@ -233,7 +233,7 @@ TEST(c10d_close_waits_for_nobody) {
     } else {
       handle->synchronize();
       CHECK_THROWS(PeerError, "rank 0 has closed the communicator",
-                   comm.all_gather(tensors.segments(), {})->synchronize());
+                   comm.all_gather(tensors.pairs(), {})->synchronize());
     }
   });
 }

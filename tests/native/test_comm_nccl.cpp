@@ -120,12 +120,12 @@ struct Gathering {
   Gathering(NcclComm& comm, float value, const StreamRef& caller = default_stream())
       : shard(std::make_shared<std::vector<float>>(kNumel, value + static_cast<float>(comm.rank()))),
         full(std::make_shared<std::vector<float>>(static_cast<size_t>(comm.world()) * kNumel)) {
-    const Segment segment{{full->data(), comm.world() * kNumel, DType::kFloat32},
+    const TensorPair pair{{full->data(), comm.world() * kNumel, DType::kFloat32},
                           {shard->data(), kNumel, DType::kFloat32}};
     IssueOptions options;
     options.caller = caller;
     options.keepalive = {shard, full};
-    handle = comm.all_gather({segment}, options);
+    handle = comm.all_gather({pair}, options);
   }
   void expect(float value) const {
     for (size_t i = 0; i < full->size(); ++i) {
@@ -243,8 +243,8 @@ TEST(what_is_enqueued_while_all_is_given_up_fails_too) {
   FlightRing flight({"late", 0, 1, "nccl"});
   Inflight inflight(flight);
   float value = 0;
-  const Segment segment{{&value, 1, DType::kFloat32}, {&value, 1, DType::kFloat32}};
-  const auto op = make_operation({}, {segment}, nullptr, 0, 1);
+  const TensorPair pair{{&value, 1, DType::kFloat32}, {&value, 1, DType::kFloat32}};
+  const auto op = make_operation({}, {pair}, nullptr, 0, 1);
   op->seq = 1;
   inflight.enter(op, Clock::now());
   CHECK(inflight.front() && inflight.front()->op == op);

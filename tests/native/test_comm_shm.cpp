@@ -92,7 +92,7 @@ TEST(memory_is_handed_on_while_operations_run) {
       for (int64_t i = 0; i < kNumel * world; ++i) {
         full[i] = value(comm.rank(), i + round);
       }
-      const Segment item = segment(full, sums[static_cast<size_t>(round)].data(), kNumel, world);
+      const TensorPair item = pair(full, sums[static_cast<size_t>(round)].data(), kNumel, world);
       handles.push_back(comm.reduce_scatter({item}, {}, nullptr, {}));
       lease->release(handles.back()->event());
       if (round % 8 == 0) {
@@ -145,7 +145,7 @@ TEST(an_abort_in_the_middle_of_an_operation) {
         std::this_thread::sleep_for(i * 10us);
       }
       try {
-        comm.all_gather({segment(full, full + comm.rank() * kNumel, kNumel, 2)}, {})->synchronize();
+        comm.all_gather({pair(full, full + comm.rank() * kNumel, kNumel, 2)}, {})->synchronize();
       } catch (const CommError& error) {
         CHECK(std::strstr(error.what(), "enough") != nullptr);
       }
@@ -162,7 +162,7 @@ TEST(a_lost_rank_is_seen_by_all_who_wait) {
       3, 40s,
       [](Comm& comm) {
         Floats full(12), shard(4);
-        const Segment item = segment(full.data(), shard.data(), 4, 3);
+        const TensorPair item = pair(full.data(), shard.data(), 4, 3);
         CHECK_THROWS(PeerError, "rank 2", comm.all_gather({item}, {})->synchronize());
         CHECK_THROWS(PeerError, "rank 2", comm.post({}));
       },

@@ -153,8 +153,8 @@ void C10dExchange::take(uint64_t chunk) {
 void C10dExchange::scatter(uint64_t chunk, int from) {
   const std::byte* const data = group_.room(room_of(chunk)).received + received_at(from, bytes_of(chunk));
   for (const Piece* piece = chunks_.begin(chunk); piece != chunks_.end(chunk); ++piece) {
-    put_gathered(op_, piece->segment, op_.place_of(from, piece->segment) + piece->begin_bytes,
-                 data + piece->offset_bytes, piece->size_bytes);
+    put_gathered(op_, piece->pair, op_.place_of(from, piece->pair) + piece->begin_bytes, data + piece->offset_bytes,
+                 piece->size_bytes);
   }
 }
 
@@ -166,13 +166,13 @@ void C10dExchange::reduce(uint64_t chunk) {
       sources[static_cast<size_t>(r)] =
           r == rank_ ? input_for(r, *piece) : data + received_at(r, bytes_of(chunk)) + piece->offset_bytes;
     }
-    store_sums(op_, piece->segment, piece->begin, piece->numel, sources);
+    store_sums(op_, piece->pair, piece->begin, piece->numel, sources);
   }
 }
 
 const std::byte* C10dExchange::input_for(int peer, const Piece& piece) const {
   const size_t part = op_.reduces() ? static_cast<size_t>(peer) : 0;
-  return op_.inputs[piece.segment] + part * op_.segments[piece.segment].shard.size_bytes() + piece.begin_bytes;
+  return op_.inputs[piece.pair] + part * op_.pairs[piece.pair].shard.size_bytes() + piece.begin_bytes;
 }
 
 size_t C10dExchange::received_at(int peer, size_t bytes) const {

@@ -186,12 +186,12 @@ void Exchange::stage(uint64_t chunk) {
   const int own_rank = team_.rank();
   std::byte* slot = team_.control().staging(own_rank, static_cast<int>(chunk % Control::kStagingSlots));
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
-    const std::byte* from = op_.inputs[piece->segment] + piece->begin_bytes;
+    const std::byte* from = op_.inputs[piece->pair] + piece->begin_bytes;
     if (!op_.reduces()) {
       std::memcpy(slot + piece->offset_bytes, from, piece->size_bytes);
       continue;
     }
-    const size_t shard_bytes = op_.segments[piece->segment].shard.size_bytes();
+    const size_t shard_bytes = op_.pairs[piece->pair].shard.size_bytes();
     for (int r = 0; r < team_.world(); ++r) {
       if (r != own_rank) {
         std::memcpy(slot + window_of(own_rank, r) + piece->offset_bytes, from + static_cast<size_t>(r) * shard_bytes,
@@ -204,8 +204,8 @@ void Exchange::stage(uint64_t chunk) {
 
 void Exchange::gather_direct(int rank) {
   const PeerInputs& inputs = peers_[static_cast<size_t>(rank)].inputs;
-  for (size_t i = 0; i < op_.segments.size(); ++i) {
-    const size_t bytes = op_.segments[i].shard.size_bytes();
+  for (size_t i = 0; i < op_.pairs.size(); ++i) {
+    const size_t bytes = op_.pairs[i].shard.size_bytes();
     if (bytes != 0) {
       put_gathered(op_, i, op_.place_of(rank, i), inputs.begins[i], bytes);
     }
@@ -215,14 +215,14 @@ void Exchange::gather_direct(int rank) {
 void Exchange::gather_staged(int rank, uint64_t chunk) {
   const std::byte* slot = team_.control().staging(rank, static_cast<int>(chunk % Control::kStagingSlots));
   for (const Piece* piece = chunks_->begin(chunk); piece != chunks_->end(chunk); ++piece) {
-    put_gathered(op_, piece->segment, op_.place_of(rank, piece->segment) + piece->begin_bytes,
-                 slot + piece->offset_bytes, piece->size_bytes);
+    put_gathered(op_, piece->pair, op_.place_of(rank, piece->pair) + piece->begin_bytes, slot + piece->offset_bytes,
+                 piece->size_bytes);
   }
 }
 
-const std::byte* Exchange::part_of(int rank, size_t segment) const {
-  return peers_[static_cast<size_t>(rank)].inputs.begins[segment] +
-         static_cast<size_t>(team_.rank()) * op_.segments[segment].shard.size_bytes();
+const std::byte* Exchange::part_of(int rank, size_t pair) const {
+  return peers_[static_cast<size_t>(rank)].inputs.begins[pair] +
+         static_cast<size_t>(team_.rank()) * op_.pairs[pair].shard.size_bytes();
 }
 
 size_t Exchange::window_of(int owner, int reader) const {
@@ -230,12 +230,12 @@ size_t Exchange::window_of(int owner, int reader) const {
 }
 
 void Exchange::reduce_all() {
-  for (size_t i = 0; i < op_.segments.size(); ++i) {
-    if (op_.segments[i].shard.numel != 0) {
+  for (size_t i = 0; i < op_.pairs.size(); ++i) {
+    if (op_.pairs[i].shard.numel != 0) {
       for (int r = 0; r < team_.world(); ++r) {
         sources_[static_cast<size_t>(r)] = part_of(r, i);
       }
-      store_sums(op_, i, 0, op_.segments[i].shard.numel, sources_);
+      store_sums(op_, i, 0, op_.pairs[i].shard.numel, sources_);
     }
   }
 }
@@ -245,10 +245,10 @@ void Exchange::reduce_chunk(uint64_t chunk) {
     for (int r = 0; r < team_.world(); ++r) {
       const std::byte* slot = team_.control().staging(r, static_cast<int>(chunk % Control::kStagingSlots));
       sources_[static_cast<size_t>(r)] = peers_[static_cast<size_t>(r)].is_direct
-                                             ? part_of(r, piece->segment) + piece->begin_bytes
+                                             ? part_of(r, piece->pair) + piece->begin_bytes
                                              : slot + window_of(r, team_.rank()) + piece->offset_bytes;
     }
-    store_sums(op_, piece->segment, piece->begin, piece->numel, sources_);
+    store_sums(op_, piece->pair, piece->begin, piece->numel, sources_);
   }
 }
 

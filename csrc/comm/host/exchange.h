@@ -41,8 +41,8 @@ class Exchange {
   void reduce_all();
   void reduce_chunk(uint64_t chunk);
 
-  const std::byte* part_of(int rank, size_t segment) const;  // what this rank shall own of a direct rank's input
-  size_t window_of(int owner, int reader) const;             // offset in the owner's staging slot
+  const std::byte* part_of(int rank, size_t pair) const;  // what this rank shall own of a direct rank's input
+  size_t window_of(int owner, int reader) const;          // offset in the owner's staging slot
   Team::Wait wait() const { return {op_.seq, deadline_}; }
 
   Team& team_;

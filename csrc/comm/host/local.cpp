@@ -24,7 +24,7 @@ class LocalTransport final : public Transport {
   }
   bool find_inputs(int, const RankRecord& theirs, const Operation& op, PeerInputs& out) override {
     const auto* begins = reinterpret_cast<const std::byte* const*>(theirs.inputs_address);
-    out.begins.assign(begins, begins + op.segments.size());
+    out.begins.assign(begins, begins + op.pairs.size());
     return true;
   }
 

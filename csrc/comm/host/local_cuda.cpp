@@ -150,17 +150,17 @@ void LocalCudaBoard::enqueue(const Meeting& meeting) {
 
 void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
   void* const native = native_stream(*stream_, "all_gather");
-  for (size_t i = 0; i < meeting.front()->op->segments.size(); ++i) {
-    const size_t bytes = meeting.front()->op->segments[i].shard.size_bytes();
+  for (size_t i = 0; i < meeting.front()->op->pairs.size(); ++i) {
+    const size_t bytes = meeting.front()->op->pairs[i].shard.size_bytes();
     for (const auto& to : meeting) {
       for (int r = 0; r < world_ && bytes != 0; ++r) {
-        const void* from = meeting[static_cast<size_t>(r)]->op->segments[i].shard.data;
-        std::byte* const part = part_of(to->op->segments[i].full, r, bytes);
+        const void* from = meeting[static_cast<size_t>(r)]->op->pairs[i].shard.data;
+        std::byte* const part = part_of(to->op->pairs[i].full, r, bytes);
         if (part != from) {  // in place
           BW_CUDA_TRY(memcpy_async, part, from, bytes, native);
         }
       }
-      const View& full = to->op->segments[i].full;
+      const View& full = to->op->pairs[i].full;
       const void* const gathered = full.data;
       if (to->op->sink && full.numel != 0) {
         to->op->sink->enqueue(i, {&gathered, 1}, full.dtype, full.numel, *stream_);
@@ -171,9 +171,9 @@ void LocalCudaBoard::launch_all_gather(const Meeting& meeting) {
 
 void LocalCudaBoard::launch_broadcast(const Meeting& meeting) {
   const Operation& first = *meeting.front()->op;
-  const View& from = meeting[static_cast<size_t>(first.root)]->op->segments.front().full;
+  const View& from = meeting[static_cast<size_t>(first.root)]->op->pairs.front().full;
   for (const auto& to : meeting) {
-    void* const data = to->op->segments.front().full.data;
+    void* const data = to->op->pairs.front().full.data;
     if (data != from.data && from.numel != 0) {
       BW_CUDA_TRY(memcpy_async, data, from.data, from.size_bytes(), native_stream(*stream_, "broadcast"));
     }
@@ -183,17 +183,17 @@ void LocalCudaBoard::launch_broadcast(const Meeting& meeting) {
 void LocalCudaBoard::launch_reduce_scatter(const Meeting& meeting) {
   void* const native = native_stream(*stream_, "reduce_scatter");
   const int max_blocks = CudaDevice::at(device_index_).fill_blocks(kCudaBlockThreads);
-  for (size_t i = 0; i < meeting.front()->op->segments.size(); ++i) {
+  for (size_t i = 0; i < meeting.front()->op->pairs.size(); ++i) {
     for (int r = 0; r < world_; ++r) {
       const Operation& op = *meeting[static_cast<size_t>(r)]->op;
-      const View& shard = op.segments[i].shard;
+      const View& shard = op.pairs[i].shard;
       if (shard.numel == 0) {
         continue;
       }
       ReduceLaunch launch;
       for (int source = 0; source < world_; ++source) {
         launch.sources[source] =
-            part_of(meeting[static_cast<size_t>(source)]->op->segments[i].full, r, shard.size_bytes());
+            part_of(meeting[static_cast<size_t>(source)]->op->pairs[i].full, r, shard.size_bytes());
       }
       if (op.sink) {
         op.sink->enqueue(i, {launch.sources, static_cast<size_t>(world_)}, shard.dtype, shard.numel, *stream_);

@@ -334,10 +334,10 @@ class ShmTransport final : public Transport {
   const PoolRef& pool() const override { return pool_; }
 
   bool describe_inputs(const Operation& op, RankRecord& own) override {
-    if (op.segments.size() > RankRecord::kMaxParts) {
+    if (op.pairs.size() > RankRecord::kMaxParts) {
       return false;
     }
-    for (size_t i = 0; i < op.segments.size(); ++i) {
+    for (size_t i = 0; i < op.pairs.size(); ++i) {
       const size_t bytes = op.input_of(i).size_bytes();
       own.parts[i] = {kNoSlab, 0};
       if (bytes != 0) {
@@ -352,11 +352,11 @@ class ShmTransport final : public Transport {
   }
 
   bool find_inputs(int peer, const RankRecord& theirs, const Operation& op, PeerInputs& out) override {
-    out.begins.assign(op.segments.size(), nullptr);
+    out.begins.assign(op.pairs.size(), nullptr);
     out.mappings.clear();  // of a look before
     uint32_t mapped_slab = kNoSlab;
     const Mapping* current = nullptr;
-    for (size_t i = 0; i < op.segments.size(); ++i) {
+    for (size_t i = 0; i < op.pairs.size(); ++i) {
       const InputPart& part = theirs.parts[i];
       const size_t bytes = op.input_of(i).size_bytes();
       if (bytes == 0) {

@@ -349,9 +349,9 @@ std::vector<EventRef> NcclComm::order(Stream& stream, const IssueOptions& option
 // Where the tensors lie in registered memory, which must be the same on all ranks: " at slab 0 + 512, ...".
 std::string NcclComm::place_text(const Operation& op) const {
   std::string text;
-  for (const Segment& segment : op.segments) {
+  for (const TensorPair& pair : op.pairs) {
     const bool is_input = op.collective == Collective::kReduceScatter;
-    const View& view = is_input || op.collective == Collective::kAllGather ? segment.full : segment.shard;
+    const View& view = is_input || op.collective == Collective::kAllGather ? pair.full : pair.shard;
     if (memory_ == nullptr || view.numel == 0) {
       continue;
     }

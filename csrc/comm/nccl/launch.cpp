@@ -12,8 +12,8 @@
 namespace bucketwheel {
 namespace {
 
-std::byte* own_part(const Segment& segment, int rank) {
-  return static_cast<std::byte*>(segment.full.data) + static_cast<size_t>(rank) * segment.shard.size_bytes();
+std::byte* own_part(const TensorPair& pair, int rank) {
+  return static_cast<std::byte*>(pair.full.data) + static_cast<size_t>(rank) * pair.shard.size_bytes();
 }
 
 bool goes_on(int result) { return result == kNcclSuccess || result == kNcclInProgress; }
@@ -23,9 +23,9 @@ class Operators {
  public:
   Operators(const NcclSession& session, const Operation& op) : session_(session), reduction_(op.reduction) {
     if (op.collective == Collective::kReduceScatter && reduction_.op == ReduceOp::kPreMul) {
-      for (const Segment& segment : op.segments) {
-        if (!made_.contains(segment.full.dtype)) {
-          made_[segment.full.dtype] = make(segment.full.dtype);
+      for (const TensorPair& pair : op.pairs) {
+        if (!made_.contains(pair.full.dtype)) {
+          made_[pair.full.dtype] = make(pair.full.dtype);
         }
       }
     }
@@ -73,22 +73,21 @@ class Operators {
   std::map<DType, int> made_;
 };
 
-int call(const NcclSession& session, const Operation& op, const Segment& segment, int reduction, void* native,
+int call(const NcclSession& session, const Operation& op, const TensorPair& pair, int reduction, void* native,
          NcclCall* called) {
   const NcclApi& nccl = session.api();
-  const View& shard = segment.shard;
+  const View& shard = pair.shard;
   const auto numel = static_cast<size_t>(shard.numel);
   switch (op.collective) {
     case Collective::kAllGather:
       *called = NcclCall::all_gather;
-      return BW_NCCL_CALL(nccl, all_gather, shard.data, segment.full.data, nccl_move_count(shard.dtype, numel),
+      return BW_NCCL_CALL(nccl, all_gather, shard.data, pair.full.data, nccl_move_count(shard.dtype, numel),
                           nccl_move_type(shard.dtype), session.comm(), native);
     case Collective::kReduceScatter:
       *called = NcclCall::reduce_scatter;
       // A sink takes the sums from where the rank's own part of the input was.
-      return BW_NCCL_CALL(nccl, reduce_scatter, segment.full.data,
-                          op.sink ? own_part(segment, session.rank()) : shard.data, numel, nccl_type(shard.dtype),
-                          reduction, session.comm(), native);
+      return BW_NCCL_CALL(nccl, reduce_scatter, pair.full.data, op.sink ? own_part(pair, session.rank()) : shard.data,
+                          numel, nccl_type(shard.dtype), reduction, session.comm(), native);
     case Collective::kBroadcast:
       *called = NcclCall::broadcast;
       return BW_NCCL_CALL(nccl, broadcast, shard.data, shard.data, nccl_move_count(shard.dtype, numel),
@@ -106,16 +105,16 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
     throw CommError("the communicator has ended");
   }
   const Operators operators(session, op);
-  const auto has_elements = [](const Segment& segment) { return segment.full.numel != 0; };
-  const bool is_group = std::ranges::count_if(op.segments, has_elements) > 1;
+  const auto has_elements = [](const TensorPair& pair) { return pair.full.numel != 0; };
+  const bool is_group = std::ranges::count_if(op.pairs, has_elements) > 1;
   NcclCall called = NcclCall::group_start;
   if (is_group) {
     BW_NCCL_TRY(nccl, group_start);
   }
   int result = kNcclSuccess;
-  for (const Segment& segment : op.segments) {
-    if (has_elements(segment) && goes_on(result)) {
-      result = call(session, op, segment, operators.of(segment.full.dtype), native, &called);
+  for (const TensorPair& pair : op.pairs) {
+    if (has_elements(pair) && goes_on(result)) {
+      result = call(session, op, pair, operators.of(pair.full.dtype), native, &called);
     }
   }
   if (is_group) {  // always closed, or the thread's next call of any communicator would be part of it
@@ -132,11 +131,11 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
   if (result != kNcclSuccess) {
     throw nccl_error(nccl, called, result);
   }
-  for (size_t i = 0; op.sink && i < op.segments.size(); ++i) {
-    const Segment& segment = op.segments[i];
+  for (size_t i = 0; op.sink && i < op.pairs.size(); ++i) {
+    const TensorPair& pair = op.pairs[i];
     const bool is_sum = op.collective == Collective::kReduceScatter;
-    const void* const from = is_sum ? own_part(segment, session.rank()) : segment.full.data;
-    const View& taken = is_sum ? segment.shard : segment.full;
+    const void* const from = is_sum ? own_part(pair, session.rank()) : pair.full.data;
+    const View& taken = is_sum ? pair.shard : pair.full;
     if (taken.numel != 0) {
       op.sink->enqueue(i, {&from, 1}, taken.dtype, taken.numel, stream);
     }
