@@ -13,8 +13,8 @@ namespace {
 // [Note: outputs past the cache] An operation that outgrows the cache stores its copies and plain sums past it. The
 // processor then need not read the lines that are written, which are a third of the bytes that a copy moves. The outputs
 // of smaller operations stay in the cache until somebody reads them. Sums that are scaled in float are stored as ever.
-// bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: quicker from here on; at 4 MiB sums are slower. Of short pairs
-// the edges cost more.
+// Measured with bench_comm.py, 2 ranks, an AMD EPYC, commit f49b275: from 8 MiB on this is quicker; at 4 MiB sums are
+// slower, and so are pairs shorter than 64 KiB in operations of any size.
 constexpr size_t kOutgrowsCacheBytes = size_t{8} << 20;
 constexpr size_t kLeastPairBytes = size_t{64} << 10;
 // Sums on their way past the cache: they and what is added stay in the first level of it.
@@ -91,7 +91,7 @@ void store_sums(const Operation& op, size_t pair, int64_t begin, int64_t numel, 
   const size_t element_bytes = size_of(shard.dtype);
   std::byte* const out = static_cast<std::byte*>(shard.data) + static_cast<size_t>(begin) * element_bytes;
   const bool is_double = shard.dtype == DType::kFloat64;
-  if (!op.sink && (op.reduction.op == ReduceOp::kSum || is_double)) {  // all that there is for integers
+  if (!op.sink && (op.reduction.op == ReduceOp::kSum || is_double)) {  // integers always come here
     store_sums_as_they_are(op, goes_past_cache(op, pair), out, shard.dtype, numel, sources);
     return;
   }

@@ -43,9 +43,9 @@ class Reductions:
     - On CUDA nobody waits. The memory of a reduce-scatter that all ranks have issued goes to the next bucket at once, which
       the stream orders behind it. One that a peer has yet to issue keeps its memory: the stream would wait for that peer.
     - On CUDA between hosts (``is_blind``: not `Communicator.sees_peers`) a rank does not see what the others have issued.
-      The ranks agree on whether all of them had launched everything before they closed the window. Once one had not,
-      memory stays where it is until the window ends, in the next few windows too. (The first such window is bound as the
-      others are: who knows that graphs differ can set ``max_inflight_buckets`` high.)
+      When a window closes they agree on whether all of them had launched every bucket before. If one had not, then in the
+      next few windows no memory goes on to another bucket before the window ends. (The first such window comes too early
+      to be known: if your ranks run different graphs, set ``max_inflight_buckets`` high.)
 
     Buckets that gather count beside these: gradients that have come must lie somewhere. docs/memory.md has what that makes
     at most.
@@ -118,11 +118,9 @@ class Reductions:
         """Waits for all of them. CUDA: the current stream waits, and this thread until all ranks have issued them."""
         is_captured = core.is_capturing(self._device)
         for handle, _ in self._running:
-            if (
-                not is_captured or handle.is_captured
-            ):  # an earlier window, before the capture, has waited for the others
+            if not is_captured or handle.is_captured:  # in a capture the others were waited for before it began
                 handle.wait()
-        if self._last is not None:  # behind those before it, which may have given their memory on
+        if self._last is not None:  # it ends after all before it, whose handles may be gone with their memory
             self._last.wait()
             self._last = None
         self._retire()

@@ -57,8 +57,8 @@ class ReducedGrads:
     """The gradients of all parameters after reduction. Methods marked collective are called by all ranks in one order.
 
     Flags are bytes, one for each parameter. ``row_sums`` (CUDA): float64; reduce-scatters write the sums of squares of
-    shard spans there. ``replicate``: the ranks whose shards hold the same sums. A norm asks the ranks of ``comm`` alone; what
-    ranks must agree on is asked of both.
+    shard spans there. ``replicate``: the ranks whose shards hold the same sums. A norm adds what the ranks of ``comm`` have;
+    what all ranks must agree on (`found_inf`) asks those of ``replicate`` too.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class ReducedGrads:
         """
         if self._sums is None or (self._has_graph and self.factors.are_unsure):
             own = self._sums_on_cpu() if self._is_on_cpu else self._sums_on_cuda()
-            self._sums = self._over_ranks(self._everyone(own))  # what they say is dropped, as it grows with the world
+            self._sums = self._over_ranks(self._everyone(own))  # the ranks' own sums are not kept: world x params
         return self._sums
 
     def _sums_on_cpu(self) -> Tensor:
@@ -266,7 +266,7 @@ class ReducedGrads:
             offsets.append(offsets[-1] + len(param.pieces))
         rows = [piece.row for param in self._params for piece in param.pieces]
         tables = (self._uploads.numbers("first_row_of", offsets), self._uploads.numbers("rows_of", rows))
-        if not core.is_capturing(self._device):  # else perhaps uploaded by each replay alone
+        if not core.is_capturing(self._device):  # in a capture only replays may fill them
             self._row_tables = tables
         return tables
 
@@ -319,7 +319,7 @@ class ReducedGrads:
         smallest."""
         param, has_content = self._params[index], bool(self._content[index])
         if not has_content or not param.pieces:
-            has_part = has_content or not param.info.param.numel()  # as part of a whole one, or as a norm of nothing
+            has_part = has_content or not param.info.param.numel()  # other ranks have elements of it, or nobody has any
             return self._new().fill_(math.inf if ord == -math.inf and has_part else 0.0)
         norms = torch.stack([torch.linalg.vector_norm(p.grad, ord, dtype=torch.float64) for p in param.pieces])
         if math.isinf(ord):

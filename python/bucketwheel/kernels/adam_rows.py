@@ -75,8 +75,8 @@ class GradFactors:
         self._entries = None if is_on_host else torch.ones(count, dtype=torch.float64, device=torch_device(device))
         self._states = bytearray(count)  # CUDA: of each entry
         self._uploads = Uploads(device)
-        # CUDA graphs. None until something is captured. Then the capture in which all entries were last set to 1, 0 if
-        # that was outside of any: elsewhere a replay may have changed what the host knows of them.
+        # CUDA graphs. None until something is captured; then the id of the capture in which all entries were last set to 1,
+        # or 0 if that was outside of a capture. The host knows the entries in that capture only: a replay may change them.
         self._ones_in: int | None = None
 
     @property
