@@ -148,27 +148,33 @@ def test_options_that_nccl_has_not(rank_pool):
         assert "invalid literal" in messages[3]
 
 
-def run_python(code: str, **env: str) -> str:
-    """In a new process: a forked one has imported bucketwheel already."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-PRINT = "import os, bucketwheel; from bucketwheel.comm import nccl; "
-PRINT += "print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'], nccl._is_launch_order_kept)"
+# In a new process, as a forked one of the tests has imported bucketwheel; there each import in a process of its own.
+IMPORTS = """import os, sys, torch, torch.distributed as dist
+for setup in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        exec(setup)
+        import bucketwheel
+        from bucketwheel.comm import nccl
+        print(os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"], nccl._is_launch_order_kept, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 
 
 def test_the_launch_order_is_asked_for_at_import():
-    with mock.patch.dict(os.environ):
-        os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
-        assert run_python(PRINT) == "1 True"
-        assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="0") == "0 False"
-        assert run_python(PRINT, NCCL_LAUNCH_ORDER_IMPLICIT="1") == "1 True"
-        group = "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
-        assert run_python(group + PRINT) == "1 True"
+    group = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+    second = "config = dist.get_backend_config; "
+    second += "dist.get_backend_config = lambda g=None: config(g) if g is dist.group.WORLD else 'cuda:nccl'; "
+    answers = {
+        "": "1 True",
+        "os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] = '0'": "0 False",
+        "os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] = '1'": "1 True",
+        group: "1 True",
         # A second group, and one that may have been and gone: it has needed CUDA.
-        second = "config = dist.get_backend_config; dist.get_backend_config = lambda g=None: config(g) if g is dist.group.WORLD else 'cuda:nccl'; "
-        assert run_python(group + "dist.new_group([0]); " + second + PRINT) == "1 False"
-        assert run_python("import torch; torch.cuda.is_initialized = lambda: True; " + PRINT) == "1 False"
+        group + "dist.new_group([0]); " + second: "1 False",
+        "torch.cuda.is_initialized = lambda: True": "1 False",
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    command = [sys.executable, "-c", IMPORTS, *answers]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == list(answers.values()), done.stderr
