@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 STUB = Path(__file__).resolve().parents[1] / "python" / "bucketwheel" / "native" / "core.pyi"
-HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
+HEAD = '''"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`. ``Final``: cannot be assigned to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final

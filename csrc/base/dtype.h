@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "base/platform.h"
 
@@ -36,6 +37,9 @@ constexpr bool is_float(DType dtype) {
 // torch's names, in the order of DType.
 inline constexpr const char* kDTypeNames[] = {"float32", "bfloat16", "float16", "float64", "int64",
                                               "int32",   "uint8",    "int16",   "int8"};
-constexpr const char* name_of(DType dtype) { return kDTypeNames[static_cast<size_t>(dtype)]; }
+static_assert(std::size(kDTypeNames) == static_cast<size_t>(DType::kInt8) + 1);
+constexpr const char* name_of(DType dtype) {  // it may be a peer's
+  return static_cast<size_t>(dtype) < std::size(kDTypeNames) ? kDTypeNames[static_cast<size_t>(dtype)] : "?";
+}
 
 }  // namespace bucketwheel

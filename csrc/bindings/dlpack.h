@@ -100,6 +100,7 @@ inline const Torch& torch_api() {
 // In the order of DType.
 inline constexpr DTypeAbi kDTypeAbis[] = {{2, 32, 1}, {4, 16, 1}, {2, 16, 1}, {2, 64, 1}, {0, 64, 1},
                                           {0, 32, 1}, {1, 8, 1},  {0, 16, 1}, {0, 8, 1}};
+static_assert(std::size(kDTypeAbis) == std::size(kDTypeNames));
 inline constexpr const char* kSupportedDTypes =
     ": float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported";
 

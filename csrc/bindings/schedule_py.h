@@ -360,6 +360,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     return is_true(answer);
   }
   static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
+
   std::shared_ptr<Schedule> schedule_;
   py::object owner_;
   std::vector<Bucket> buckets_;

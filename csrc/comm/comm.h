@@ -31,7 +31,7 @@ struct View {
   size_t size_bytes() const { return static_cast<size_t>(numel) * size_of(dtype); }
 };
 
-// One item of a coalesced call: `full` holds world x shard elements, rank r's part at r * shard.numel.
+// A tensor pair of a coalesced call: `full` holds world x shard elements, rank r's part at r * shard.numel.
 // The shard may be the rank's own part of `full` (in place); any other overlap is an error.
 struct TensorPair {
   View full;
@@ -47,7 +47,7 @@ struct Reduction {
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
 // operation in ascending order, never concurrently. `sum` holds the sums of elements [begin, begin + numel) of the
-// shard of item `pair`: float, or double where the buckets are float64; of an all-gather, those elements of its full
+// shard of tensor pair `pair`: float, or double where the buckets are float64; of an all-gather, those elements of its full
 // buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard: so few that what is done to one fits
 // beside the loads of the next. bench_comm.py --quick, "64 MiB reduce-scatter, pool, to a sink", an AMD EPYC, commit
@@ -59,7 +59,7 @@ class ReduceSink {
   // Asked before an operation is issued: whether sums of buckets of `dtype` can be taken.
   virtual bool takes(DType dtype) const = 0;
   virtual void consume(size_t pair, int64_t begin, const void* sum, int64_t numel) = 0;
-  // CUDA: enqueues, in `stream`, the taking of the whole shard of item `pair`: the sum of sources[r] in rank
+  // CUDA: enqueues, in `stream`, the taking of the whole shard of tensor pair `pair`: the sum of sources[r] in rank
   // order, each of `numel` elements of `dtype` in device memory (one source, of an all-gather). TypeError from a sink
   // that is for host memory.
   virtual void enqueue(size_t pair, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream);

@@ -10,7 +10,7 @@
 namespace bucketwheel {
 namespace {
 
-std::string at(size_t pair) { return "pair " + std::to_string(pair) + ": "; }
+std::string at(size_t pair) { return "tensor pair " + std::to_string(pair) + ": "; }
 
 void check_reduction(const Operation& op) {
   const Reduction& reduction = op.reduction;
@@ -55,7 +55,7 @@ Range range_of(const View& view, size_t pair) {
 }
 
 [[noreturn]] void throw_overlap(const char* what, const Range& a, const Range& b) {
-  throw ValueError(at(a.pair) + what + (a.pair == b.pair ? "" : " of pair " + std::to_string(b.pair)) +
+  throw ValueError(at(a.pair) + what + (a.pair == b.pair ? "" : " of tensor pair " + std::to_string(b.pair)) +
                    "; a shard may only be its rank's own part of its full buffer");
 }
 

@@ -28,7 +28,7 @@ bool is_finite(double value) {
   return (std::bit_cast<uint64_t>(value) & kExponent) != kExponent;
 }
 
-SumSquares with_finiteness(double sum) { return {sum, !is_finite(sum)}; }
+SumSquares with_nonfinite_flag(double sum) { return {sum, !is_finite(sum)}; }
 
 double chunk_sumsq(const CpuKernels& kernels, const NormRow& row, int64_t begin, int64_t numel) {
   const int64_t used = std::min(numel, kNormLanes);
@@ -87,7 +87,7 @@ std::vector<SumSquares> sumsq(std::span<const NormRow> rows) {
   for (size_t r = 0; r < rows.size(); ++r) {
     const int64_t first = segments.first_chunk(static_cast<int64_t>(r));
     results[r] =
-        with_finiteness(fold(partial.data() + first, segments.first_chunk(static_cast<int64_t>(r) + 1) - first));
+        with_nonfinite_flag(fold(partial.data() + first, segments.first_chunk(static_cast<int64_t>(r) + 1) - first));
   }
   return results;
 }
@@ -139,7 +139,7 @@ SumSquares SumsqAccumulator::result() const {
   if (in_chunk_ != 0) {
     sum.add(fold_lanes(lanes_, used_lanes()));
   }
-  return with_finiteness(sum.result());
+  return with_nonfinite_flag(sum.result());
 }
 
 void expect_shard_dtype(DType dtype) {

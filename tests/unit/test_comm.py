@@ -25,14 +25,14 @@ def zeros(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 BASE = zeros(64)
-OVERLAP = r"pair {}: the {} overlaps the output"
+OVERLAP = r"tensor pair {}: the {} overlaps the output"
 
 # What is wrong, beside what tests/conformance/collectives/requests.py has of every backend: outputs and inputs of an
 # all_gather in a world of 2 on rank 0, and what the ValueError names.
 BAD_GATHERS = {
     "input in another rank's part": (BASE[:4], BASE[2:4], OVERLAP.format(0, "input")),
     "input half in its own part": (BASE[:4], BASE[1:3], OVERLAP.format(0, "input")),
-    "outputs overlap": ([BASE[:4], BASE[3:7]], [zeros(2), zeros(2)], OVERLAP.format(1, "output") + " of pair 0"),
+    "outputs overlap": ([BASE[:4], BASE[3:7]], [zeros(2), zeros(2)], OVERLAP.format(1, "output") + " of tensor pair 0"),
     "input in another output": ([zeros(4), BASE[:4]], [BASE[3:5], zeros(2)], OVERLAP.format(0, "input")),
     "gaps in the output": (zeros(4, 4)[:, ::2], zeros(4), r"outputs\[0\] is not contiguous: shape \[4, 2\], strides"),
 }

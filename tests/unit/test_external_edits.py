@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import pytest
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.optim.external_edits import ExternalEdits
 
 
-def watched(policy: str) -> tuple[list[Parameter], ExternalEdits]:
-    params = [Parameter(torch.ones(3)) for _ in range(4)]
+def watched(policy: str, *, chunks: int = 1) -> tuple[list[Parameter], ExternalEdits]:
+    """Four parameters; ``chunks`` of them share a version counter."""
+    params = [Parameter(part) for part in torch.ones(3 * chunks).chunk(chunks)]
+    params += [Parameter(torch.ones(3)) for _ in range(4 - chunks)]
     infos = [ParamInfo(i, f"p{i}", p, 0, 1, p.dtype, p.stride(), p.device) for i, p in enumerate(params)]
     edits = ExternalEdits(policy)
     edits.add(infos[:2])
@@ -47,3 +52,16 @@ def test_a_loaded_state_is_followed_and_no_edit(policy: str) -> None:
     edits.note_written()
     edits.note_bound()
     assert edits.find() == ExternalEdits(policy).find()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_no_step_is_taken_for_an_edit(chunks: int) -> None:
+    params, edits = watched("error", chunks=chunks)
+    for used in (b"\1\1\1\1", b"\1\1\1\1", b"\1\0\0\1", b"\1\0\0\1", b"\0\1\1\0", b"\1\1\1\1"):
+        found = edits.find()
+        assert found == ExternalEdits("error").find()
+        increment_version(list(compress(params, used)))
+        edits.note_step(found, used)
+    with torch.no_grad():
+        params[3].mul_(2)
+    assert edits.find().refused == 3

@@ -103,7 +103,7 @@ class Control {
 // Wakes whoever sleeps on the record's doorbell.
 void ring(RankRecord& record);
 
-// The inputs of one peer as this rank reads them, by segment, and what keeps them mapped.
+// The inputs of one peer as this rank reads them, by tensor pair, and what keeps them mapped.
 struct PeerInputs {
   std::vector<const std::byte*> begins;
   std::vector<std::shared_ptr<const void>> mappings;

@@ -191,11 +191,11 @@ def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
 
 # [Note: bucket slots] NCCL reads the input of a reduce-scatter where it lies on the other ranks, so in registered memory
 # that must be the same place on all of them. Which bytes of a pool a bucket would get depends on the order in which
-# gradients arrive, and ranks may differ in that. They never differ in this: a window launches every bucket once, in index
-# order, and its late rounds after all of these. So bucket b is reduced from slot b % count, which all ranks leased alike when the optimizer
-# was made. Its gradients are packed there, unless another bucket has still to be reduced from that slot: such a
-# bucket is too early. (None is where gradients come roughly in the order of the buckets.) What is too early or late is
-# packed into ordinary memory and copied into the slot when it is launched.
+# gradients arrive, and ranks may differ in that. They never differ in this: a window launches every bucket once, in
+# index order, and its late rounds after all of these. So bucket b is reduced from slot b % count, which all ranks
+# leased alike when the optimizer was made. Its gradients are packed there, unless another bucket has still to be
+# reduced from that slot: such a bucket is too early. (None is where gradients come roughly in the order of the
+# buckets.) What is too early or late is packed into ordinary memory and copied into the slot when it is launched.
 
 _numbers = itertools.count()  # of optimizers: what one has in flight may outlive it
 

@@ -44,8 +44,8 @@ class Reductions:
       the stream orders behind it. One that a peer has yet to issue keeps its memory: the stream would wait for that peer.
     - On CUDA between hosts (``is_blind``: not `Communicator.sees_peers`) a rank does not see what the others have issued.
       When a window closes they agree on whether all of them had launched every bucket before. If one had not, then in the
-      next few windows no memory goes on to another bucket before the window ends. (The first such window comes too early
-      to be known: if your ranks run different graphs, set ``max_inflight_buckets`` high.)
+      next few windows no memory goes on to another bucket before the window ends. (In the first such window memory goes on,
+      and a stream may wait for a peer: if your ranks run different graphs, set ``max_inflight_buckets`` high.)
 
     Buckets that gather count beside these: gradients that have come must lie somewhere. docs/memory.md has what that makes
     at most.
@@ -120,7 +120,7 @@ class Reductions:
         for handle, _ in self._running:
             if not is_captured or handle.is_captured:  # in a capture the others were waited for before it began
                 handle.wait()
-        if self._last is not None:  # it ends after all before it, whose handles may be gone with their memory
+        if self._last is not None:  # it ends after all before it, also those that `_running` has no more
             self._last.wait()
             self._last = None
         self._retire()

@@ -2,7 +2,7 @@
 
 The buffer is cut as `plan.pack` says, so a bucket's parameters are one contiguous range and its all-gather writes
 straight into the parameters. The `Parameter` objects stay what they are; only their memory moves. Each gets a storage
-of its own, so that saving one saves just that one, and a version counter of its own.
+of its own, so that saving one saves just that one.
 """
 
 from __future__ import annotations

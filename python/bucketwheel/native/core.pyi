@@ -1,4 +1,4 @@
-"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`."""
+"""What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`. ``Final``: cannot be assigned to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

@@ -41,6 +41,7 @@ class ExternalEdits:
         # Versions after our last write. Unknown from the loading of a state to the next step: the model may be loaded later,
         # and that is no edit.
         self._versions: list[int] = []
+        self._raised_by_one = b""  # flags: what a step has used that raised versions by just that
         self._pointers: list[int] = []  # where the parameters were when the optimizer took them, or bound them again
 
     def add(self, infos: Sequence[ParamInfo]) -> None:
@@ -69,11 +70,17 @@ class ExternalEdits:
         self._versions = [param._version for param in self._params]
 
     def note_step(self, edits: Edits, used: bytes) -> None:
-        """The optimizer has written once to the parameters ``used`` (flags), and has taken the ``edits`` that `find` gave."""
-        if edits is _NONE:  # nothing is read again: that takes as long as to find them
-            self._versions = list(map(operator.add, self._versions, used))
+        """The optimizer has written once to the parameters ``used`` (flags), and has taken the ``edits`` that `find` gave.
+
+        A step that uses what the last one used raises versions as that did, so they are not read again, which would take as
+        long as `find` does; unless parameters share a version counter (chunks of one tensor do).
+        """
+        raised = list(map(operator.add, self._versions, used))
+        if edits is _NONE and used == self._raised_by_one:
+            self._versions = raised
         else:
             self.note_written()
+            self._raised_by_one = used if self._versions == raised else b""
 
     def note_bound(self) -> None:
         """The optimizer works on the parameters where they are now."""
