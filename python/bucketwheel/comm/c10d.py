@@ -69,9 +69,8 @@ class _Group:
     def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
         """``group``: none where there is one rank, which starts nothing."""
         self._group = group
-        self._all_to_all: Any = getattr(
-            group, "alltoall_base", getattr(group, "all_to_all_single", None)
-        )  # its newer name
+        newer: Any = getattr(group, "all_to_all_single", None)
+        self._all_to_all: Any = getattr(group, "alltoall_base", newer)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._limit_s = timeout_s + _LATE_S
         length = max(min(_PEER_BYTES * len(self._peers), _ROOM_BYTES), _LEAST_BYTES * max(len(self._peers), 1))

@@ -88,9 +88,7 @@ class ReducedGrads:
         # window, or until the sums are made again (CUDA).
         self._edited = bytearray(param_count)
         self._arrival_sums = core.ParamSums() if self._is_on_cpu else None
-        self._row_tables: tuple[Tensor, Tensor] | None = (
-            None  # CUDA: `_rows_of_params`, once uploaded outside of a capture
-        )
+        self._row_tables: tuple[Tensor, Tensor] | None = None  # CUDA: `_rows_of_params`, if not uploaded in a capture
         # Per parameter, of the whole gradient: the sum of squares. None from any change until somebody asks.
         self._sums: Tensor | None = None
         # CUDA: a window has ended in a capture (on all ranks, while a capture may fail on some before that). Stays.
@@ -290,9 +288,9 @@ class ReducedGrads:
         return self._norms_of_all(ord)[self._places(indices)].to(self.norm_dtype)
 
     def _places(self, indices: Sequence[int]) -> Tensor:
-        return (
-            torch.tensor(indices, dtype=torch.int64) if self._is_on_cpu else self._uploads.numbers("indices", indices)
-        )
+        if self._is_on_cpu:
+            return torch.tensor(indices, dtype=torch.int64)
+        return self._uploads.numbers("indices", indices)
 
     def _norms_of_all(self, ord: float) -> Tensor:
         count = len(self._params)
