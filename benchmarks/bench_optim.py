@@ -11,7 +11,8 @@ GPT step: batch 1 x 64 tokens, fp32, one thread per rank. Overhead = time of a s
 step) minus the time of forward + backward alone of the same model without hooks, taken next to each other; all systems
 interleaved in one job. "cpu" is the same difference in CPU time of a rank's threads, which other work on the machine
 disturbs less. No system pays for what glibc gives back and takes again (keep_freed_memory). Limit: the bare loops, which
-pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak over some steps of the proportional set size, summed over the ranks, one fresh job per system.
+pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak over some steps of the proportional set size,
+summed over the ranks, one fresh job per system.
 
 Host time of a step: models of 300 and 3,000 tiny parameters, where nearly all of a step is bookkeeping (host_step.py).
 """
@@ -191,7 +192,8 @@ def print_gpt(
         return f"{size_bytes / 2**20:8.0f}"
 
     print(
-        "system          fwd+bwd ms   step ms  overhead ms  spread     cpu ms    peak PSS MiB     anon    shmem   (summed over ranks)"
+        "system          fwd+bwd ms   step ms  overhead ms  spread     cpu ms    peak PSS MiB     anon    shmem   "
+        "(summed over ranks)"
     )
     for name in names:
         row = f"{name:14s}  {base[name].median_s * 1e3:10.1f}  {step[name].median_s * 1e3:8.1f}"

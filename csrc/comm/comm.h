@@ -47,8 +47,8 @@ struct Reduction {
 
 // Takes a reduced shard block by block instead of a plain store. Called on the communicator's stream, blocks of one
 // operation in ascending order, never concurrently. `sum` holds the sums of elements [begin, begin + numel) of the
-// shard of tensor pair `pair`: float, or double where the buckets are float64; of an all-gather, those elements of its full
-// buffer, as they were gathered.
+// shard of tensor pair `pair`: float, or double where the buckets are float64; of an all-gather, those elements of its
+// full buffer, as they were gathered.
 // A block is a multiple of kSinkBlockNumel elements, except the last of a shard: so few that what is done to one fits
 // beside the loads of the next. bench_comm.py --quick, "64 MiB reduce-scatter, pool, to a sink", an AMD EPYC, commit
 // a23a3a3: 5.8 and 6.4 ms, with four times as many 8.4 and 7.3.

@@ -1,4 +1,5 @@
-"""The factors of gradients: on the device they are what they are on the host, in graphs too. The rows: tests/unit/test_adam_table.py."""
+"""The factors of gradients: on the device they are what they are on the host, in graphs too. The rows:
+tests/unit/test_adam_table.py."""
 
 from __future__ import annotations
 

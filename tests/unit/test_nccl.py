@@ -17,7 +17,8 @@ from tests.support.requirements import need_nccl
 
 pytestmark = pytest.mark.timeout_s(300)
 LIBRARY = "lib/libnccl.so.2"
-PRINT = "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); print(info.found, info.path, info.version, sep='|')"
+IMPORT = "from bucketwheel.comm import nccl_library as nccl; info = nccl.info(); "
+PRINT = IMPORT + "print(info.found, info.path, info.version, sep='|')"
 NCCL_API = Path(__file__).resolve().parents[2] / "csrc" / "comm" / "nccl" / "api.h"
 
 
@@ -183,7 +184,7 @@ def test_a_library_that_is_not_nccl_is_refused(not_nccl: Path) -> None:
 
 # ---- the fake --------------------------------------------------------------------------------------------------------
 
-FEATURES = "from bucketwheel.comm import nccl_library as nccl; print(*sorted(k for k, there in nccl.info().features.items() if there))"
+FEATURES = IMPORT + "print(*sorted(k for k, there in info.features.items() if there))"
 OF_VERSION = {"22799": "windows", "22800": "windows zero_cta", "23000": "symmetric_avg windows zero_cta"}
 
 
