@@ -99,20 +99,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, and so are all of tests/frameworks: their imports are paid once. But the runs of
-    test_native.py, each of another build of the C++ tests, are shared out: together they take half an hour. So are
-    those of the optimizer's suite, in four parts.
+    test_native.py are shared out by how the C++ tests are compiled: together they take half an hour. So are those of the
+    optimizer's suite, in four parts.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, runs = "tests/frameworks/", "tests/native/test_native.py::"
-            if nodeid.startswith(folder):
-                return folder
-            suite = "tests/conformance/optimizer/test_suite.py::"
-            if nodeid.startswith(suite):
-                return f"{suite}{zlib.crc32(nodeid.encode()) % 4}"
-            return nodeid.split("[")[0] if nodeid.startswith(runs) else super()._split_scope(nodeid)
+            name, _, case = nodeid.partition("[")
+            if nodeid.startswith("tests/frameworks/"):
+                return "tests/frameworks/"
+            if name == "tests/native/test_native.py::test_native":
+                return name + next((preset for preset in ("thread", "address") if preset in case.split("-")[1]), "")
+            if name.startswith("tests/native/test_native.py::"):
+                return name
+            if name.startswith("tests/conformance/optimizer/test_suite.py::"):
+                return f"{name}{zlib.crc32(nodeid.encode()) % 4}"
+            return super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -20,10 +20,9 @@ def some_floats() -> np.ndarray:
     return np.concatenate(parts).view(np.float32)
 
 
-def rewritten(high: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rewritten(high: np.ndarray, low: np.ndarray, zero: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The halves after a step that changes nothing: decoded and encoded."""
     p, remainder = tensor_of(high, torch.bfloat16), tensor_of(low, torch.int16)
-    zero = torch.zeros(high.size)
     ops.adam_step([p], [zero], [zero.clone()], [zero.clone()], 1, lr=0.0, remainders=[remainder])
     return bits_of(p), bits_of(remainder)
 
@@ -33,7 +32,7 @@ def test_a_split_master_is_decoded_and_encoded_without_loss() -> None:
     high, low = split(x)
     nan = np.isnan(x)
     assert np.array_equal(join(high, low).view(np.uint32)[~nan], x.view(np.uint32)[~nan])
-    new_high, new_low = rewritten(high, low)
+    new_high, new_low = rewritten(high, low, torch.zeros(high.size))
     assert np.array_equal(new_high, high)
     assert np.array_equal(new_low, low)
     assert (new_high[nan] == 0x7FC0).all()
@@ -66,20 +65,22 @@ def test_stochastic_rounding_of_special_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_every_float(part: int) -> None:
-    """All 2^32, in eight parts: cast to 16 bits as torch does it, and as a split master there and back."""
-    block, first = 1 << 24, part * 2**29 - 2**31
-    for begin in range(first, first + 2**29, block):
+    """All 2^32, in four parts: cast to 16 bits as torch does it, and as a split master there and back."""
+    block, first = 1 << 18, part * 2**30 - 2**31  # blocks that stay in the cache
+    zeros = torch.zeros(block)
+    for begin in range(first, first + 2**30, block):
         bit = torch.arange(begin, begin + block, dtype=torch.int32)
         x = bit.view(torch.float32)
-        for dtype, nan in ((torch.float16, 0x7E00), (torch.bfloat16, 0x7FC0)):
+        nan = x.isnan()
+        for dtype, bits_of_nan in ((torch.float16, 0x7E00), (torch.bfloat16, 0x7FC0)):
             to = torch.empty(block, dtype=dtype)
             core.copy_all([to], [x])
-            expected = torch.where(x.isnan(), nan, x.to(dtype).view(torch.int16))
+            expected = torch.where(nan, bits_of_nan, x.to(dtype).view(torch.int16))
             assert torch.equal(to.view(torch.int16), expected), hex(begin)
         high, low = split(x.numpy())
-        again = rewritten(high, low)
+        again = rewritten(high, low, zeros)
         assert np.array_equal(again[0], high) and np.array_equal(again[1], low), hex(begin)
         exact = join(*again).view(np.int32)
-        assert np.array_equal(exact[~np.isnan(x.numpy())], bit.numpy()[~np.isnan(x.numpy())]), hex(begin)
+        assert ((exact == bit.numpy()) | nan.numpy()).all(), hex(begin)
