@@ -113,8 +113,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return name + next((preset for preset in ("thread", "address") if preset in case.split("-")[1]), "")
             if name.startswith("tests/native/test_native.py::"):
                 return name
-            if name.startswith("tests/conformance/optimizer/test_suite.py::"):
-                return f"{name}{zlib.crc32(nodeid.encode()) % 4}"
+            suite = "tests/conformance/optimizer/test_suite.py::"
+            if nodeid.startswith(suite):
+                return f"{suite}{zlib.crc32(nodeid.encode()) % 4}"
             return super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -43,7 +43,7 @@ _EXIT_TIMEOUT_S = 30.0  # tearing down torch is seconds of work on a busy machin
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 # What the fork server imports. The first optimizer of a process imports the third, which takes as long as torch.
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "bucketwheel"]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
 _ASKED_FOR_AT_IMPORT = "NCCL_LAUNCH_ORDER_IMPLICIT"  # by bucketwheel, which a forked process has imported
 _READ_LATE = ("BW_", "GLOO_", "NCCL_", "PYTEST_")  # variables that a forked process can follow
 

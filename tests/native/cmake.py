@@ -39,7 +39,8 @@ def find_tool(name: str) -> str:
 
 @functools.cache
 def built(target: str, preset: str = "plain") -> Path:
-    """The path of a target, which is up to date. Processes that ask at once wait for each other."""
+    """The path of a target, which is up to date. Processes that ask at once wait for each other. The preset ``syntax``
+    makes no files, so each process parses all again."""
     folder = ROOT / "build" / "cmake" / preset
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):

@@ -14,7 +14,7 @@ from bucketwheel.testing import RankPool
 from tests.support import simulated_cuda, simulated_nccl
 from tests.support.comm_cases import EVERYWHERE, ON_PROCESSES, ON_THREADS
 
-testing._PRELOADED.append("tests.faults.plans")  # it imports what most ranks do
+testing._PRELOADED.append("tests.faults.plans")  # it imports what most ranks do; PYTHONPATH has this tree
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from bucketwheel.native.modules import native
-from tests.support.packages import ROOT, copy_tree, make_sdist, plain_environment, run
-from tests.support.requirements import has_nvcc
+from tests.support.packages import ROOT, copy_tree, install_setuptools, make_sdist, plain_environment, run
+from tests.support.requirements import has_nvcc, need_nvcc
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(900)]
 
@@ -96,11 +96,14 @@ if "cuda" in sys.argv: print(_build.find(CUDA).origin, _build.cuda().api is not 
 """
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_wheel_from_the_sdist(sdist: Path, tmp_path: Path, is_compiled: bool) -> None:
-    """Its sources are the tree's: if nothing is compiled ahead, it takes from the cache what the tree has built. BW_AOT=cuda
-    compiles all that BW_AOT=cpu does, but needs an nvcc."""
-    aot = ("cuda" if has_nvcc() else "cpu") if is_compiled else ""
+@pytest.mark.parametrize("aot", ["", "cpu", "cuda"])
+def test_a_wheel_from_the_sdist(sdist: Path, tmp_path: Path, aot: str) -> None:
+    """Its sources are the tree's: if nothing is compiled ahead, it takes from the cache what the tree has built. That an
+    installed package builds from its own sources is for test_build.py and `make matrix`."""
+    if aot == "cuda":
+        need_nvcc()
+    if aot == "cpu" and has_nvcc():
+        pytest.skip("BW_AOT=cuda compiles all that BW_AOT=cpu does, and is tested here")
     wheel = make_wheel(sdist, tmp_path, aot)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -122,10 +125,22 @@ def test_a_wheel_from_the_sdist(sdist: Path, tmp_path: Path, is_compiled: bool) 
         changes |= {"BW_CACHE_DIR": str(tmp_path / "cache"), "CXX": "no-such-c++", "NVCC": "no-such-nvcc"}
     else:
         native()  # is in the cache from now on
-        changes |= {name: value for name, value in os.environ.items() if name == "BW_CACHE_DIR"}
+        changes |= {name: os.path.abspath(value) for name, value in os.environ.items() if name == "BW_CACHE_DIR"}
     out = run([str(python), "-c", OP, aot], cwd=tmp_path, **changes)
     assert out.split() == {"": ["cached"], "cpu": ["installed"], "cuda": ["installed", "installed", "True"]}[aot]
-    assert not (tmp_path / "cache").exists()
+    assert not aot or not (tmp_path / "cache").exists()
+
+
+RECORDER = "CPU, CUDA = 'cpu', 'cuda'\ndef build_into(folder, modules): print('compiled:', *modules)\n"
+
+
+def test_what_is_compiled_at_install(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    (tree / "python" / "bucketwheel" / "native" / "modules.py").write_text(RECORDER)
+    path = str(install_setuptools(tmp_path))
+    for aot, compiled in (("", []), ("cpu", ["cpu"]), ("cuda", ["cpu cuda"])):
+        out = run([sys.executable, "setup.py", "--quiet", "build_py"], cwd=tree, PYTHONPATH=path, BW_AOT=aot)
+        assert re.findall(r"^compiled: (.*)$", out, re.M) == compiled, aot
 
 
 def test_an_editable_install_compiles_nothing_ahead(tmp_path: Path) -> None:
