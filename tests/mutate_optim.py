@@ -1,6 +1,6 @@
 """Do the tests notice a broken optimizer? Breaks one place at a time in grads/, optim/ and gathers/, and runs tests on it.
 
-    python tests/mutate_optim.py [--seed 0] [--count 180] [--folder grads] [--jobs 2] [--limit 300] [--label new] [TEST ...]
+    python tests/mutate_optim.py [--seed 0] [--count 180] [--folder grads] [--jobs 2] [--limit 900] [--label new] [TEST ...]
 
 Mutants are of the syntax tree: a condition is negated, a statement dropped, an operator or a constant exchanged, a
 function left at once. Which ones, the seed says; so two runs with one seed compare two sets of tests, by ``--label``.
@@ -30,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("python/bucketwheel")
 FOLDERS = ("grads", "optim", "gathers")
-TESTS = ["tests/conformance/optimizer", "tests/unit/test_placeholder.py", "tests/stock/test_stock.py"]
+TESTS = ["tests/conformance/optimizer", "tests/unit/test_placeholder.py"]
+TESTS += ["tests/stock/test_stock.py", "tests/stock/test_ddp_wrapper.py"]
 PAIRS = [(ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)]
 PAIRS += [(ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Div, ast.Mod)]
 OPERATORS: dict[type, type] = {**dict(PAIRS), **{b: a for a, b in PAIRS}}  # type: ignore[type-var]
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=180)
     parser.add_argument("--folder", choices=FOLDERS, action="append")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--limit", type=float, default=300.0)  # seconds for the tests of one mutant
+    parser.add_argument("--limit", type=float, default=900.0)  # seconds for the tests of one mutant
     parser.add_argument("--label", default="new")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants_optim.jsonl")
     parser.add_argument("tests", nargs="*", default=TESTS)
