@@ -20,6 +20,7 @@ from bucketwheel.native import toolchain
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "native"
 BUILD_TIMEOUT_S = 780.0
+BUILT = "TESTS_BUILT"  # a variable: what this process or one before it has built, which its ranks need not wait for
 
 
 def run_checked(
@@ -42,6 +43,9 @@ def built(target: str, preset: str = "plain") -> Path:
     """The path of a target, which is up to date. Processes that ask at once wait for each other. The preset ``syntax``
     makes no files, so each process parses all again."""
     folder = ROOT / "build" / "cmake" / preset
+    known = os.environ.get(BUILT, "").split(os.pathsep)
+    if str(folder / target) in known:
+        return folder / target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):
         if not is_configured(folder):
@@ -50,6 +54,7 @@ def built(target: str, preset: str = "plain") -> Path:
             run_checked([*argv, f"-DPython_EXECUTABLE={sys.executable}"], 100, env={**os.environ, **compiler})
         # As `cmake --build` does, which takes three times as long where there is nothing to do.
         run_checked([cached(folder, "CMAKE_MAKE_PROGRAM"), "-C", str(folder), target], BUILD_TIMEOUT_S)
+    os.environ[BUILT] = os.pathsep.join([*known, str(folder / target)])
     return folder / target
 
 
