@@ -31,18 +31,12 @@ def copy_tree(target: Path) -> Path:
 
 def make_sdist(tree: Path, folder: Path) -> Path:
     """Needs the package index, for setuptools, as `pip install .` does."""
-    backend = install_setuptools(folder)
+    backend = folder / "backend"
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(backend), "setuptools>=77"], cwd=folder)
     code = "import sys, build_backend; print(build_backend.build_sdist(sys.argv[1]))"
     path = os.pathsep.join([str(tree), str(backend)])
     out = run([sys.executable, "-c", code, str(folder)], cwd=tree, PYTHONPATH=path)
     return folder / out.splitlines()[-1]
-
-
-def install_setuptools(folder: Path) -> Path:
-    """The folder that a child's PYTHONPATH needs for it."""
-    target = folder / "backend"
-    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target), "setuptools>=77"], cwd=folder)
-    return target
 
 
 def run(command: list[str], *, cwd: Path, timeout_s: float = TIMEOUT_S, **changes: str) -> str:

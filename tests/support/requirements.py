@@ -34,23 +34,13 @@ def unmet(need: str, reason: str) -> NoReturn:
 
 
 def need_nvcc() -> None:
-    if problem := _problem_of_nvcc():
-        unmet("nvcc", problem)
-
-
-def has_nvcc() -> bool:
-    return "nvcc" in required() or not _problem_of_nvcc()
-
-
-def _problem_of_nvcc() -> str:
     from bucketwheel.errors import BuildError
     from bucketwheel.native import toolchain
 
     try:
         toolchain.version_of(toolchain.find_nvcc(), toolchain.CUDA)
     except BuildError as error:
-        return str(error).splitlines()[0]
-    return ""
+        unmet("nvcc", str(error).splitlines()[0])
 
 
 def need_nccl() -> Path:

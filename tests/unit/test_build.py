@@ -231,12 +231,6 @@ def test_a_module_compiled_at_install_is_used_only_with_its_sources(tree: TinyTr
     assert out == "43" and "compiled at install from other sources" in err
 
 
-def test_an_installed_package_has_its_sources_inside(tree: TinyTree) -> None:
-    shutil.move(tree.csrc, tree.root / "python" / "bucketwheel" / "_csrc")
-    out, err = tree.run()
-    assert out == "42" and "building the native module" in err
-
-
 def test_jit_off(tree: TinyTree) -> None:
     message = tree.error(BW_JIT="0")
     assert "BW_JIT=0 forbids building" in message

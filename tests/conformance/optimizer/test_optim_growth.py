@@ -219,9 +219,10 @@ def passed_poisoned_and_fuzzed(seed: int, *arguments: str, limit_s: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(580)
-def test_poisoned_memory_and_fuzzed_streams_change_nothing() -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_poisoned_memory_and_fuzzed_streams_change_nothing(seed: int) -> None:
     """The bitwise tests again."""
-    assert "passed" in passed_poisoned_and_fuzzed(1, "test_suite.py", "-m", "not slow", limit_s=560)
+    assert "passed" in passed_poisoned_and_fuzzed(seed, "test_suite.py", "-m", "not slow", limit_s=560)
 
 
 def test_poisoned_memory_and_fuzzed_streams_change_nothing_in_short() -> None:
