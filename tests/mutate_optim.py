@@ -99,7 +99,8 @@ def mutants_of(path: Path) -> list[Mutant]:
             begin = begins[old.lineno - 1] + old.col_offset  # type: ignore[attr-defined]
             end = begins[old.end_lineno - 1] + old.end_col_offset  # type: ignore[attr-defined]
             text = new if isinstance(new, str) else f"({ast.unparse(new)})"
-            found.append(Mutant(str(path.relative_to(ROOT / PACKAGE)), kind, begin, end, text, old.lineno))  # type: ignore[attr-defined]
+            name = str(path.relative_to(ROOT / PACKAGE))
+            found.append(Mutant(name, kind, begin, end, text, old.lineno))  # type: ignore[attr-defined]
     return found
 
 

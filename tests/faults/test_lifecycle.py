@@ -1,4 +1,4 @@
-"""How processes start, restart, load data and end: no hang, no crash, nothing lost. tests/support/lifecycle.py is what they run."""
+"""How processes start, restart, load data and end: no hang, no crash, nothing lost. They run tests/support/lifecycle.py."""
 
 from __future__ import annotations
 

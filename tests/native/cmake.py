@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from bucketwheel.native import toolchain
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "native"
 BUILD_TIMEOUT_S = 780.0
-BUILT = "TESTS_BUILT"  # a variable: what this process or one before it has built, which its ranks need not wait for
+BUILT = "TESTS_BUILT"  # the environment variable that tells ranks what is built: they must not wait for another build
 
 
 def run_checked(
@@ -38,10 +37,9 @@ def find_tool(name: str) -> str:
     return found
 
 
-@functools.cache
 def built(target: str, preset: str = "plain") -> Path:
-    """The path of a target, which is up to date. Processes that ask at once wait for each other. The preset ``syntax``
-    makes no files, so each process parses all again."""
+    """The path of a target, which was up to date when this process, or the one that started it, asked first. Processes
+    that ask at once wait for each other. The preset ``syntax`` makes no files: each run parses all again."""
     folder = ROOT / "build" / "cmake" / preset
     known = os.environ.get(BUILT, "").split(os.pathsep)
     if str(folder / target) in known:

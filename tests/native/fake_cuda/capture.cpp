@@ -180,8 +180,9 @@ __attribute__((visibility("default"))) const char* fake_cuda_capture_error() {
   return capture().error == cudaSuccess ? nullptr : cudaGetErrorString(capture().error);
 }
 __attribute__((visibility("default"))) void fake_cuda_free_graph(void* graph) { delete static_cast<Graph*>(graph); }
-// Replays go in parts, between which torch's work is replayed: a place in the default stream's work. A replay runs what has to be done before the place, and the
-// rest as late as it may: what nothing waits for is not done, so a missing edge shows as wrong data.
+// Replays go in parts, between which torch's work is replayed: a place in the default stream's work. A replay runs what
+// has to be done before the place, and the rest as late as it may: what nothing waits for is not done, so a missing edge
+// shows as wrong data.
 __attribute__((visibility("default"))) size_t fake_cuda_capture_mark() {
   std::lock_guard lock(capture().mutex);
   capture().add(capture().streams.front(), [] {});
