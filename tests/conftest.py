@@ -34,7 +34,7 @@ LONG = (
         f"tests/unit/test_{name}.py"
         for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
     ),
-    *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults")),
+    *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults", "faults_apart")),
     *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "examples")),
     *(f"tests/conformance/optimizer/test_{name}.py" for name in ("optim_growth", "suite")),
     *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "lifetime")),

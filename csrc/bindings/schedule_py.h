@@ -189,6 +189,9 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     is_enabled_ = true;
   }
   void disable() { is_enabled_ = false; }
+  // From now on the hooks of this process ask each placeholder whether torch's reducer has read it: [Note: reducer under
+  // DDP]. Until a reducer is met the question would only cost time.
+  static void expect_reducers() { expects_reducers_ = true; }
   // Inside no_sync hooks do nothing: autograd accumulates in p.grad.
   void ignore(bool is_ignored) { is_ignored_ = is_ignored; }
 
@@ -311,7 +314,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     TensorAbi tensor;
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
         !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) || is_negated(grad) ||
-        is_true(known.placeholder.attr(names().is_in_reducer))) {
+        (expects_reducers_ && is_true(known.placeholder.attr(names().is_in_reducer)))) {
       return false;
     }
     for (const Part& part : known.parts) {
@@ -361,6 +364,8 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   }
   static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
+  static inline bool expects_reducers_ = false;
+
   std::shared_ptr<Schedule> schedule_;
   py::object owner_;
   std::vector<Bucket> buckets_;
@@ -378,6 +383,7 @@ inline void bind_arrivals(py::module_& m) {
       .def("add_param", &Arrivals::add_param, py::arg("param"), py::arg("placeholder"), py::arg("parts"))
       .def("enable", &Arrivals::enable, py::arg("blocked"), py::arg("launch"))
       .def("disable", &Arrivals::disable)
+      .def_static("expect_reducers", &Arrivals::expect_reducers)
       .def("ignore", &Arrivals::ignore, py::arg("is_ignored"))
       .def("open", &Arrivals::open, py::arg("bucket"), py::arg("memory"))
       .def("shut", &Arrivals::shut, py::arg("bucket"))

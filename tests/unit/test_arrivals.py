@@ -146,7 +146,7 @@ def _zeros_without_memory(rank: Rank) -> None:
 
 def _read_by_a_reducer(rank: Rank) -> None:
     """DDP has read the placeholder and will write it back."""
-    rank.sync._placeholders[ODD].is_in_reducer = True
+    rank.sync._placeholders[ODD].give_to_reducer()
     rank.backward(ODD)
 
 

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
+from bucketwheel.native import core
 
 __all__ = ["GradOwner", "ShardedGrad"]
 
@@ -139,6 +140,11 @@ class ShardedGrad(Tensor):
             f"{operation} needs the values of the gradient of {self.param_name!r} (shape {tuple(self.shape)}, "
             f"{self.dtype}), which are sharded over the ranks; optimizer.full_grad(p) returns them.{hint}"
         )
+
+    def give_to_reducer(self) -> None:
+        """A reducer reads this placeholder. From now on the hooks of this process look at `is_in_reducer`."""
+        core.Arrivals.expect_reducers()
+        self.is_in_reducer = True
 
     def reject_reducer_view(self, grad: Tensor) -> None:
         """Raise `ShardedGradError` if ``grad``, found in ``p.grad`` instead of this placeholder, is a reducer's.
@@ -408,7 +414,7 @@ def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tenso
     if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not in_backward:
         raise _NotAnswered
     _warn_of_reducer()
-    grad.is_in_reducer = True
+    grad.give_to_reducer()
     return out.zero_()
 
 
