@@ -14,8 +14,8 @@
 
 PYTHON ?= python3
 OUT ?= build/gpu
-# Twice as many workers as there are cores: tests wait for much.
-JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) \* 2)
+# Three workers a core: tests wait for much.
+JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) \* 3)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 VENV := .venv

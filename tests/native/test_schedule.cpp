@@ -416,7 +416,8 @@ class Simulation {
 
 TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
   int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
-  for (uint32_t seed = 0; seed < 10000; ++seed) {
+  const int64_t count = emulator() == "valgrind" ? 1000 : 10000;
+  for (uint32_t seed = 0; seed < count; ++seed) {
     Simulation simulation(seed);
     simulation.run();
     late_rounds += simulation.late_rounds;
@@ -426,8 +427,8 @@ TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right
     scaled_in_between += simulation.scaled_in_between;
     refused += simulation.refused;
   }
-  CHECK(late_rounds > 10000 && replaced > 10000 && overlapped > 10000);  // it was what it says
-  CHECK(kept > 10000 && scaled_in_between > 10000 && refused > 1000);
+  CHECK(late_rounds > count && replaced > count && overlapped > count);  // it was what it says
+  CHECK(kept > count && scaled_in_between > count && refused > count / 10);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
