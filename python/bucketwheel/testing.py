@@ -121,8 +121,9 @@ class RankPool:
     next run starts new ones.
 
     ``forked``: the processes are forked off a server that has imported torch, so that a rank is there at once instead of
-    after seconds; unless ``env`` has what such a process could not follow. At its end threads are joined and `atexit`'s
-    functions run, but modules are not taken apart. Not for measuring memory, which is shared then.
+    after seconds; unless ``env`` has what such a process could not follow. When a forked rank ends, threads
+    are joined and the `atexit` functions that it registered run, but modules are not taken apart. Not for measuring memory,
+    which is shared then.
     """
 
     def __init__(
@@ -266,8 +267,9 @@ def start_process(target: Callable[..., Any], *args: Any, env: Mapping[str, str]
 def _run_as_script(
     target: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], runner: int, forked: bool
 ) -> None:
-    """It leads a session of its own, dies with its runner (Linux), and ends with all that an interpreter does at its end.
-    A forked one leaves out the last of it: taking apart torch, which is the server's too, takes 0.3 s of copied pages."""
+    """It leads a session of its own and dies with its runner (Linux). At the end threads are joined, `atexit`'s functions
+    run and streams are flushed. A spawned process then takes its interpreter apart. A forked one does not: it shares the
+    pages of torch with the server, and would copy them all to free what is in them, which takes 0.3 s."""
     gc.freeze()  # neither look through what the server has imported nor copy the pages it is in
     server: Any = sys.modules.get("multiprocessing.forkserver")
     if server is not None and server._forkserver._forkserver_alive_fd is not None:
@@ -287,6 +289,7 @@ def _run_as_script(
         ctypes.pythonapi.Py_Exit(0)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    ctypes.CDLL(None).fflush(None)  # C's streams; multiprocessing flushes Python's
 
 
 def _rank_main(

@@ -416,7 +416,7 @@ class Simulation {
 
 TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
   int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
-  const int64_t count = emulator() == "valgrind" ? 1000 : 10000;
+  const int64_t count = emulator() == "valgrind" ? 1000 : 10000;  // it looks at memory, not at sums
   for (uint32_t seed = 0; seed < count; ++seed) {
     Simulation simulation(seed);
     simulation.run();

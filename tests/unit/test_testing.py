@@ -64,6 +64,15 @@ def exit_badly(rank, world_size):
     atexit.register(os._exit, 7)
 
 
+def leave_work(rank, world_size, file):
+    def say_later():
+        time.sleep(0.3)
+        file.write_text("thread ")
+
+    atexit.register(lambda: file.write_text(file.read_text() + "atexit"))
+    threading.Thread(target=say_later).start()
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -117,6 +126,12 @@ def test_deaths(forked):
         run_ranks(raise_on_rank, 2, -1, backend=None, expect_dead={0}, forked=forked)
     with pytest.raises(RankFailed, match="exit code 7"), RankPool(1, backend=None, forked=forked) as pool:
         pool.run(exit_badly)
+
+
+@both_ways
+def test_a_rank_ends_with_its_threads_and_then_with_what_it_has_registered(forked, tmp_path):
+    run_ranks(leave_work, 1, tmp_path / "said", backend=None, forked=forked)
+    assert (tmp_path / "said").read_text() == "thread atexit"
 
 
 def test_the_pool_reuses_its_processes_with_one_seed_until_one_dies():

@@ -102,7 +102,7 @@ class ShardedGrad(Tensor):
     owner_ref: weakref.ref[GradOwner]
     param_index: int
     param_name: str
-    is_in_reducer: bool  # read, and not written back yet: [Note: reducer under DDP]
+    is_in_reducer: bool  # read, and not written back yet; True by `give_to_reducer` only: native hooks look after it
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: GradOwner, index: int, name: str) -> ShardedGrad:
@@ -397,7 +397,7 @@ def _detach(op: Any, grad: ShardedGrad) -> Tensor:
 # writes back is dropped: the gradients are averaged once, by us. With gradient_as_bucket_view=True it puts its own
 # zeros into p.grad instead, without telling: the placeholder is never written to, and the owner finds a view of the
 # reducer's bucket (`reject_reducer_view`). Its communication hooks read p.grad with an operation that others use too,
-# and are refused.
+# and are refused. Native hooks ask for `is_in_reducer` once a reducer has read any placeholder of the process.
 
 
 @functools.cache
