@@ -16,7 +16,8 @@ anything that needs or replaces single values          `ShardedGradError`, nothi
 =====================================================  ==================================
 
 A stock optimizer may decay parameters before it first touches a gradient, so foreign optimizers are refused before they
-begin (optim/sharded_adamw.py); one whose closure makes the gradients, when it touches the first. A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
+begin (optim/sharded_adamw.py); one whose closure makes the gradients, when it touches the first.
+A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ShardedGrad(Tensor):
     owner_ref: weakref.ref[GradOwner]
     param_index: int
     param_name: str
-    is_in_reducer: bool  # read, and not written back yet; True by `give_to_reducer` only: native hooks look after it
+    is_in_reducer: bool  # read, and not written back yet; only `give_to_reducer` makes it True
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: GradOwner, index: int, name: str) -> ShardedGrad:

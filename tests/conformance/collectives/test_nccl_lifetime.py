@@ -82,7 +82,8 @@ def process(code: str) -> None:
     """Runs in a process with the fake, which ends soon after."""
     env = {**os.environ, "BW_NCCL_LIB": str(simulated_nccl.build())}
     setup = "import torch, os\nfrom tests.support import simulated_nccl, simulated_cuda\nscript = simulated_nccl.install()\n"
-    setup += "from bucketwheel.native.modules import native\nnative().set_posing(True)\nfrom bucketwheel.comm.communicator import Communicator\n"
+    setup += "from bucketwheel.native.modules import native\nnative().set_posing(True)\n"
+    setup += "from bucketwheel.comm.communicator import Communicator\n"
     setup += "from bucketwheel.kernels.ops import all_gather\nfrom bucketwheel.errors import DeviceError\n"
     code = f"{setup}{code}\nimport time\nprint(time.monotonic())"
     done = subprocess.run(
