@@ -16,6 +16,27 @@ std::byte* own_part(const TensorPair& pair, int rank) {
   return static_cast<std::byte*>(pair.full.data) + static_cast<size_t>(rank) * pair.shard.size_bytes();
 }
 
+// [Note: sums of one rank] A factor is multiplied in a kernel that NCCL has for one rank alone, and that leaves elements
+// out (seen with 2.28.9: oneRankReduce in its src/device/onerank.cu). Each of b = min(32, bytes / 16 KiB rounded up)
+// blocks takes n / b elements rounded down, then up to a pack of 16 bytes: the last up to b - 1 elements may be nobody's.
+// So "avg" is "sum" there, and the rest after a factor is a call of its own, of one block.
+// How many of `numel` elements, from the first on, one such call reaches if it is given no more.
+size_t reach_of_one_rank(size_t numel, size_t size) {
+  constexpr size_t kMostBlocks = 32;
+  constexpr size_t kBlockBytes = size_t{16} << 10;
+  const size_t pack = 16 / size;
+  for (;; --numel) {
+    const size_t blocks = std::clamp((numel * size + kBlockBytes - 1) / kBlockBytes, size_t{1}, kMostBlocks);
+    if ((numel / blocks + pack - 1) / pack * pack * blocks >= numel) {
+      return numel;
+    }
+  }
+}
+
+bool multiplies_alone(const NcclSession& session, const Operation& op) {
+  return session.world() == 1 && op.reduces() && op.reduction.op == ReduceOp::kPreMul;
+}
+
 bool goes_on(int result) { return result == kNcclSuccess || result == kNcclInProgress; }
 
 // The reductions of one operation. A factor that NCCL multiplies by is in the tensors' dtype: one operator for each.
@@ -45,7 +66,7 @@ class Operators {
       case ReduceOp::kSum:
         return kNcclSum;
       case ReduceOp::kAvg:
-        return kNcclAvg;
+        return session_.world() == 1 ? kNcclSum : kNcclAvg;  // [Note: sums of one rank]
       case ReduceOp::kPreMul:
         break;
     }
@@ -83,11 +104,20 @@ int call(const NcclSession& session, const Operation& op, const TensorPair& pair
       *called = NcclCall::all_gather;
       return BW_NCCL_CALL(nccl, all_gather, shard.data, pair.full.data, nccl_move_count(shard.dtype, numel),
                           nccl_move_type(shard.dtype), session.comm(), native);
-    case Collective::kReduceScatter:
+    case Collective::kReduceScatter: {
       *called = NcclCall::reduce_scatter;
+      const auto* const from = static_cast<const std::byte*>(pair.full.data);
       // A sink takes the sums from where the rank's own part of the input was.
-      return BW_NCCL_CALL(nccl, reduce_scatter, pair.full.data, op.sink ? own_part(pair, session.rank()) : shard.data,
-                          numel, nccl_type(shard.dtype), reduction, session.comm(), native);
+      std::byte* const to = op.sink ? own_part(pair, session.rank()) : static_cast<std::byte*>(shard.data);
+      const auto reduce = [&](size_t begin, size_t count) {
+        const size_t skipped = begin * size_of(shard.dtype);
+        return BW_NCCL_CALL(nccl, reduce_scatter, from + skipped, to + skipped, count, nccl_type(shard.dtype),
+                            reduction, session.comm(), native);
+      };
+      const size_t reach = multiplies_alone(session, op) ? reach_of_one_rank(numel, size_of(shard.dtype)) : numel;
+      const int result = reduce(0, reach);
+      return reach == numel || !goes_on(result) ? result : reduce(reach, numel - reach);
+    }
     case Collective::kBroadcast:
       *called = NcclCall::broadcast;
       return BW_NCCL_CALL(nccl, broadcast, shard.data, shard.data, nccl_move_count(shard.dtype, numel),
@@ -106,7 +136,7 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
   }
   const Operators operators(session, op);
   const auto has_elements = [](const TensorPair& pair) { return pair.full.numel != 0; };
-  const bool is_group = std::ranges::count_if(op.pairs, has_elements) > 1;
+  const bool is_group = multiplies_alone(session, op) || std::ranges::count_if(op.pairs, has_elements) > 1;
   NcclCall called = NcclCall::group_start;
   if (is_group) {
     BW_NCCL_TRY(nccl, group_start);

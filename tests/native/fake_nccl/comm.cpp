@@ -109,8 +109,11 @@ void run(Comm& comm, const Operation& operation) {
   }
   const size_t shards = operation.function == Function::kReduceScatter ? static_cast<size_t>(comm.world) : 1;
   const size_t most = kStageBytes / shards / bytes_of(operation.type);
-  for (size_t begin = 0; begin < operation.count; begin += most) {
-    const size_t count = std::min(most, operation.count - begin);
+  const bool multiplies_alone = comm.world == 1 && operation.reduce >= kNcclAvg;
+  const size_t end =
+      multiplies_alone ? reached_by_one_rank(operation.count, bytes_of(operation.type)) : operation.count;
+  for (size_t begin = 0; begin < end; begin += most) {
+    const size_t count = std::min(most, end - begin);
     write_stage(comm, operation, begin, count);
     if (!comm.board->meet(Lane::kDevice, is_stopped)) {
       return;

@@ -1,6 +1,7 @@
 // What the fake computes: in rank order, accumulated in fp32 for 16-bit types, rounded once.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +16,13 @@ inline constexpr int kPreMulSum = 5;  // beside kNcclSum ... kNcclAvg; the scala
 inline size_t bytes_of(bucketwheel::NcclType type) {
   constexpr size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
   return kSizes[static_cast<int>(type)];
+}
+
+// How many of `count` elements NCCL's kernel for a factor with one rank writes: those of whole blocks (2.28.9).
+inline size_t reached_by_one_rank(size_t count, size_t size) {
+  const size_t blocks = std::clamp((count * size + 16383) / 16384, size_t{1}, size_t{32});
+  const size_t pack = 16 / size;
+  return std::min(count, (count / blocks + pack - 1) / pack * pack * blocks);
 }
 
 struct Float32 {
