@@ -9,6 +9,7 @@ that too.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,7 @@ class Device:
     @contextmanager
     def free_running(self) -> Iterator[None]:
         """AssertionError if anything inside blocks the host or allocates, in our calls (counted) or in torch's (refused)."""
+        gc.collect()  # the calls of what earlier tests have left behind are not counted
         calls, allocations = Calls(), torch.cuda.memory_stats()["num_device_alloc"]
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -195,6 +197,7 @@ class SimulatedDevice(Device):
 
     @contextmanager
     def free_running(self) -> Iterator[None]:
+        gc.collect()
         calls = Calls()
         yield
         calls.expect_free_running()

@@ -3,7 +3,7 @@
 NCCL refuses two ranks of a communicator on one GPU. ``BW_GPU_RANKS`` names the way around that:
 
     hosts   the ranks say that they are two hosts, and reach each other by sockets: with any NCCL. Real kernels, groups,
-            aborts and graphs; no windows, no copy engines, and slow: the ranks' kernels take turns on the GPU
+            aborts and graphs; windows that no peer reads directly, if any; slow: the ranks' kernels take turns on the GPU
     multi   NCCL 2.30 or newer, which ``BW_NCCL_LIB`` names, is told that ranks share a GPU: windows and peer memory too
 
 On the simulated device the fake NCCL needs neither, and gets the variables all the same.
@@ -136,7 +136,7 @@ def _enter(rank: int) -> Any:
     opened = DEVICE.opened()
     opened.__enter__()
     if DEVICE.is_simulated and route() == "hosts":
-        simulated_nccl.install().fake_nccl_null_windows(1)  # as NCCL between hosts
+        simulated_nccl.install().fake_nccl_null_windows(1)  # as an older NCCL between hosts
     return opened
 
 

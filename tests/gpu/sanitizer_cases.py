@@ -4,12 +4,14 @@
 The tool looks for the errors; results are compared with the CPU's too. Each tensor is an allocation of its own (torch's
 caching is off), so that one element too far is seen. ``racecheck`` runs what has shared memory. The first cases are
 every kernel and each kind of weight once; the others follow until --seconds are over. The last line says how many were
-left out: it is a failure if those that every run needs are among them, or, for ``memcheck``, more than half of all.
+left out: it is a failure if those that every run needs are among them, or, for ``memcheck``, more than half of all. A
+case that is not over in time ends the process, with the stack of every thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
@@ -25,9 +27,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import bucketwheel as bw  # noqa: E402
+from bucketwheel.comm.backends import LocalWorld  # noqa: E402
 from bucketwheel.comm.communicator import Communicator  # noqa: E402
 from bucketwheel.kernels import ops  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
+from bucketwheel.testing import run_threads  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world  # noqa: E402
 from tests.support.adam_cases import KINDS, assert_same, make, run_op  # noqa: E402
@@ -37,6 +41,7 @@ from tests.support.reference_rows import Rounding, Row  # noqa: E402
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = [1, 523, 8197]
 NORM_SIZES = [3, 1027, 32771]
+CASE_S = 15.0
 STRIDE = 7  # no divisor of the variants in a row: 4 of each kind
 Case = Callable[[], None]
 
@@ -122,38 +127,70 @@ def training_case(world: int, dtype: torch.dtype) -> None:
             assert torch.equal(a, b)
 
 
-def reduce_case(world: int, dtype: torch.dtype) -> None:
-    def reduced(device: torch.device) -> list[Tensor]:
-        def body(rank: int, comm: Communicator) -> list[Tensor]:
-            inputs = [random(numel * world, dtype, rank).to(device, copy=True) for numel in SIZES]
-            outputs = [torch.empty(numel, dtype=dtype, device=device) for numel in SIZES]
-            bw.reduce_scatter(outputs, inputs, comm).wait()
-            return [x.cpu() for x in outputs]
+def rank_sums_case() -> None:
+    by_rank = random(3 * 301, F64).view(3, 301)
+    got = torch.empty(301, dtype=F64, device=DEVICE.tensors)
+    core.rank_sums_cuda(0, DEVICE.put(by_rank), got)
+    assert torch.equal(DEVICE.get(got), by_rank[0] + by_rank[1] + by_rank[2])
 
-        return list(itertools.chain(*in_world(world, body, device=device.type)))
+
+def in_turn(world: int, device: str | None, body: Callable[[list[Communicator]], list[Tensor]]) -> list[Tensor]:
+    """``body`` with the communicators of all ranks, in one thread: the tool does not come to an end where several launch."""
+    places = LocalWorld(world)
+    comms = run_threads(lambda rank, _: Communicator(places.rank(rank), device=device), world, timeout_s=CASE_S)
+    try:
+        return [DEVICE.get(x) for x in body(comms)]
+    finally:
+        run_threads(lambda rank, _: comms[rank].close(5.0), world, timeout_s=CASE_S)
+
+
+def reduce_case(world: int, dtype: torch.dtype) -> None:
+    """Sums of all ranks, stored as they are and added to a gradient shard with its sums of squares."""
+
+    def reduced(device: torch.device, comms: list[Communicator]) -> list[Tensor]:
+        fulls = [[random(numel * world, dtype, rank).to(device, copy=True) for numel in SIZES] for rank in range(world)]
+        outputs = [[torch.empty(numel, dtype=dtype, device=device) for numel in SIZES] for _ in comms]
+        handles = [bw.reduce_scatter(*one) for one in zip(outputs, fulls, comms, strict=True)]
+        shards = [torch.ones(numel, device=device) for numel in SIZES for _ in comms]
+        for index, shard in enumerate(shards):
+            size, rank = divmod(index, world)
+            sink = sink_of(shard)
+            sink.begin(True)
+            handles.append(comms[rank].reduce_scatter_into(fulls[rank][size], sink))
+        for handle in handles:
+            handle.wait()
+        return [*itertools.chain(*outputs), *shards]
 
     with DEVICE.cpu():
-        expected = reduced(torch.device("cpu"))
-    for a, b in zip(reduced(DEVICE.tensors), expected, strict=True):
+        expected = in_turn(world, None, partial(reduced, torch.device("cpu")))
+    for a, b in zip(in_turn(world, "cuda", partial(reduced, DEVICE.tensors)), expected, strict=True):
         assert torch.equal(bits(a), bits(b))
+
+
+def sink_of(shard: Tensor) -> Any:
+    half = shard.numel() // 2
+    segments = [(0, half), (half, shard.numel() - half)]
+    if core.is_posing() or shard.is_cuda:
+        sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(2), dtype=torch.float64, device=shard.device)
+        return core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, segments, sums))
+    return core.ShardSink(core.ShardAccumulator(shard, segments))
 
 
 def needed_cases(tool: str) -> Iterator[tuple[str, Case]]:
     """Every kernel, and each kind of weight."""
-    for dtype in (F32, BF16):
+    for dtype in (F32, BF16, F16, F64):
         yield f"norm {dtype}", partial(norm_case, dtype)
-        yield f"train alone {dtype}", partial(training_case, 0, dtype)
-        yield f"train 3 ranks {dtype}", partial(training_case, 3, dtype)
     for weight, kind in {kind[0]: kind for kind in reversed(KINDS)}.items():
         yield f"adam {weight}, amsgrad, random", partial(adam_case, kind, True, True)
     yield "long fold", long_fold_case
-    for dtype in (F16, F64):
-        yield f"norm {dtype}", partial(norm_case, dtype)
-    yield "reduce 2 ranks", partial(reduce_case, 2, F32)
-    yield "reduce 4 ranks", partial(reduce_case, 4, BF16)
+    yield "rank sums", rank_sums_case
     if tool == "memcheck":
         for dtype, to in itertools.product((F32, BF16, F16), repeat=2):
             yield f"copy {dtype} to {to}", partial(copy_case, dtype, to)
+    yield "reduce 2 ranks", partial(reduce_case, 2, F32)
+    yield "reduce 4 ranks", partial(reduce_case, 4, BF16)
+    for world, dtype in itertools.product((0, 1), (F32, BF16)):
+        yield f"train {world} ranks {dtype}", partial(training_case, world, dtype)
 
 
 def more_cases(tool: str) -> list[tuple[str, Case]]:
@@ -181,8 +218,10 @@ def main() -> int:
             if time.monotonic() - start > options.seconds:
                 break
             print(f"[{time.monotonic() - start:5.1f} s] {name}", flush=True)
+            faulthandler.dump_traceback_later(CASE_S, exit=True)
             case()
             DEVICE.synchronize()
+            faulthandler.cancel_dump_traceback_later()
             done += 1
     left = [name for name, _ in todo[done:]]
     print(json.dumps({"cases": done, "of": len(todo), "left_out": left}))

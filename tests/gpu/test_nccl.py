@@ -26,6 +26,7 @@ from tests.gpu.nccl_ranks import HOLD_S, TIMEOUT_S, overlap_ms, timed, times_ms
 from tests.gpu.test_optim import assert_equal, expected_of_one, trained
 from tests.support.comm_cases import filled
 
+pytestmark = pytest.mark.filterwarnings("ignore:a gradient came after its", "ignore:Synchronization debug mode is a")
 F32 = torch.float32
 
 

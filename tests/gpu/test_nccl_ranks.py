@@ -31,6 +31,7 @@ from tests.gpu.test_optim import trained
 from tests.support.comm_cases import check_all_gather, check_usable, filled
 from tests.support.optim_twins import dyadic
 
+pytestmark = pytest.mark.filterwarnings("ignore:a gradient came after its")  # `trained` makes late rounds
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
 SOON_S = 2.0
@@ -223,9 +224,12 @@ def registered() -> list[Any]:
     return granted
 
 
-def test_registered_memory(ranks: RankPool) -> None:
-    """NCCL makes windows only of what the ranks reach directly: not between two hosts."""
-    assert run(ranks, registered) == [[1, 1] if route() == "multi" else [0, 0]] * WORLD
+def test_registered_memory(ranks: RankPool, tell: Tell) -> None:
+    """All ranks have windows or none has. Between two hosts that is NCCL's choice: 2.28.9 makes them there too."""
+    granted = run(ranks, registered)
+    tell("registered", granted=granted)
+    assert granted in ([[1, 1]] * WORLD, [[0, 0]] * WORLD)
+    assert granted[0] == [1, 1] or route() == "hosts"
 
 
 # ---- failures

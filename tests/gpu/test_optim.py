@@ -24,6 +24,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 # Of the device in warm-up steps: everything is in flight at once, so later steps find all the events and blocks they
 # may need.
 BEHIND_S = 0.03
+# `trained` makes late rounds on purpose; torch warns of what `Device.free_running` asks it for.
+pytestmark = pytest.mark.filterwarnings("ignore:a gradient came after its", "ignore:Synchronization debug mode is a")
 CPU = torch.device("cpu")
 
 _seeding = threading.Lock()  # torch's random state is that of all threads

@@ -21,7 +21,8 @@ std::byte* part_of(const View& full, int rank, size_t shard_bytes) {
 
 LocalCudaBoard::~LocalCudaBoard() {
   try {
-    if (stream_ != nullptr) {
+    (void)take_finished();
+    if (!running_.empty()) {
       stream_->synchronize();  // before what the device reads and writes is freed
     }
   } catch (const std::exception&) {  // the driver is gone: nothing runs any more

@@ -28,7 +28,7 @@ namespace bucketwheel {
 class LocalCudaBoard {
  public:
   LocalCudaBoard(int device_index, int world) : device_index_(device_index), world_(world) {}
-  ~LocalCudaBoard();  // waits for the device
+  ~LocalCudaBoard();  // waits for what the device has not done
 
   struct Arrival {
     std::shared_ptr<const Operation> op;

@@ -216,11 +216,11 @@ class Communicator:
 
     @property
     def features(self) -> dict[str, Any]:
-        """What this communicator does. Of NCCL: its version (``"nccl"``), whether the pool is registered memory
-        (``"windows"``), whether all-gathers use the copy engines (``"copy_engines"``), whether averages of what lies in
-        the pool are made in float32, not in the dtype of the tensors (``"symmetric_avg"``), whether it overlaps with
-        the other of its pair (``"overlap"``). Of a pair, all-gathers are those of `gathers`, and averages those of the
-        other one."""
+        """What this communicator does. Of NCCL: its version (``"nccl"``), whether it made windows of the pool's memory
+        (``"windows"``; 2.28.9 does so between hosts too), whether all-gathers may use the copy engines
+        (``"copy_engines"``), whether averages of what lies in the pool are made in float32, not in the dtype of the tensors
+        (``"symmetric_avg"``), whether it overlaps with the other of its pair (``"overlap"``). Of a pair, all-gathers are
+        those of `gathers`, and averages those of the other one. Between hosts the second and third are not certain."""
         if self.backend != "nccl":
             return {}
         has_gathers = self._gathers is None

@@ -31,6 +31,9 @@ class Handle:
         """Make ``stream`` wait for the operation, without blocking the caller. None: the calling thread (CPU), so the
         same as `synchronize`; torch's current stream (CUDA).
 
+        On CUDA the operation may fail afterwards (an abort, a lost peer): then it has ended for the stream, outputs are
+        undefined, and the next call of the handle raises. One that the device had done before the failure stays good.
+
         On the local CUDA backend the caller is blocked until every rank has issued the operation, not until it is over.
         """
         self._native.wait(None if stream is None else native_stream(stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from typing import Any
@@ -75,6 +76,20 @@ def test_bucket_memory_is_given_on_without_waiting_for_the_device() -> None:
         assert len(places) == 1
 
     on_threads("cuda", 2, body)
+
+
+def test_a_world_that_is_done_goes_without_waiting_for_the_device() -> None:
+    """It may be the collector of garbage that drops it, in the middle of a training step."""
+    with posing(delays=11):
+        world = LocalWorld(1)
+        comm = Communicator(world.rank(0), device="cuda")
+        all_gather(torch.zeros(4), torch.ones(4), comm).synchronize(10.0)
+        calls = Calls()
+        comm.close(10.0)
+        del comm, world
+        gc.collect()
+        made = calls.since()
+        assert made["stream_destroy"] == 1 and "stream_synchronize" not in made
 
 
 def test_a_collective_is_not_captured() -> None:
