@@ -44,8 +44,8 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
 def raise_partly_replaced(infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     raise RuntimeError(
         f"some ranks replaced or dropped the gradients of {_names(infos, indices)} and others did not, or had none to "
-        "drop yet; drop gradients on all ranks with optimizer.zero_grad(), or on none, and call "
-        "optimizer.grad_sync() before that where some ranks skip backward"
+        "drop yet; where some ranks skip a backward, call optimizer.grad_sync() on all of them before "
+        "optimizer.zero_grad(); drop gradients on all ranks or on none. To go on from here, call zero_grad() on all"
     )
 
 

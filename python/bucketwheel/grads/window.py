@@ -222,8 +222,6 @@ class GradWindow:
         another did not).
         """
         with self._lock, torch.no_grad():
-            if why == "close":
-                self._forget_capture()
             is_captured = self._expect_own_grads(why)
             found = self._sweep()  # 1. what no hook took
             for launch in self._schedule.flush():  # 2. what is left of the first round, if this rank has gradients
@@ -343,6 +341,26 @@ class GradWindow:
             for param, is_held, had, placeholder in zip(self.params, held, before, self._placeholders, strict=True):
                 if is_held and not had:
                     param.grad = placeholder
+
+    def discard(self) -> None:
+        """Ends the window for good, and whatever is in it, without asking whether the ranks agree on that. Collective.
+
+        What some have launched the others launch too, so that the communicators can go on. RuntimeError on every rank if some
+        make another call, and on a rank that breaks the promise of a static graph.
+        """
+        with self._lock, torch.no_grad():
+            self._forget_capture()
+            self._is_captured("close")
+            for launch in self._schedule.flush():
+                self.launcher.launch(launch)
+            if self._schedule.is_learnt:
+                self._expect_promise_kept("close", self._arrivals.look(self.params).translate(_IS_HELD))
+                agreed = self._schedule.assume(b"")
+            else:
+                agreed = self._schedule.agree(self._exchange("close", self._schedule.notes(b"")))
+            first, _ = self._schedule.close(agreed)
+            if agreed.is_dirty:
+                self._reduce(agreed, first, ())
 
     # --- windows that end otherwise, and gradients that are not reduced yet ------------------------------------------
 

@@ -436,7 +436,7 @@ class ShardedAdamW(Optimizer):
 
     def close(self) -> None:
         """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
-        Collective.
+        Collective. Gradients that there are are dropped, whatever the ranks have done to theirs.
 
         If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
         statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the

@@ -378,7 +378,7 @@ class ShardedEngine:
 
     def close(self) -> None:
         try:
-            self.grads.close("close")
+            self.grads.discard()
             self.param_sync()
         finally:  # a communicator that has failed must not keep the parameters
             self.grads.remove()

@@ -379,3 +379,86 @@ def another_call_on_one_rank_is_an_error_on_all(run: Run) -> None:
     run.opt.zero_grad()
     run.backward(1)
     run.step()
+
+
+# ---- `close` drops what there is, and the communicator goes on with the next optimizer
+
+
+def zero_grad_on_one_rank(run: Run) -> None:
+    run.backward(0)
+    run.opt.step()
+    if run.rank == 0:
+        run.opt.zero_grad()
+
+
+def scaled_on_one_rank(run: Run) -> None:
+    run.backward(0)
+    run.opt.step()
+    if run.rank == 0:
+        run.params[3].grad.mul_(2.0)
+
+
+def refused_step(run: Run) -> None:
+    if run.world > 1:
+        with pytest.raises(RuntimeError, match="replaced or dropped"):
+            replaced_by_backward(run)
+            run.opt.step()
+
+
+def refused_call(run: Run) -> None:
+    run.backward(0, on=[0])
+    if run.world > 1:
+        with pytest.raises(RuntimeError, match="ranks did different things"):
+            run.opt.grad_sync() if run.rank == 0 else run.opt.step()
+
+
+def failed_forward_on_all_but_one(run: Run) -> None:
+    run.backward(0, on=[0])
+    run.opt.zero_grad()
+
+
+def anything(run: Run) -> None:
+    run.backward(0)
+    run.backward(1, used=[3, 8], on=[0])
+    with run.opt.no_sync():
+        run.backward(2, used=[3, 4, 6], on=[1])
+    run.params[run.rank].grad = None
+
+
+@script(backends=SHARDED)
+def closed_whatever_ranks_have_done(run: Run) -> None:
+    for spoil in (
+        zero_grad_on_one_rank,
+        scaled_on_one_rank,
+        refused_step,
+        refused_call,
+        failed_forward_on_all_but_one,
+        anything,
+    ):
+        run.backward(3)
+        run.step()
+        spoil(run)
+        run.restart()
+    run.backward(4)
+    run.step()
+
+
+# ---- what the messages advise
+
+
+@script(backends=SHARDED)
+def remedies(run: Run) -> None:
+    """Each of grads/agreement.py, followed to the letter where it was not followed in the scripts of errors above."""
+    for step in range(2):
+        run.backward(step, used=[0, 3], on=[0])
+        run.opt.grad_sync()  # before zero_grad, where some ranks skip a backward
+        run.opt.zero_grad()
+        run.backward(step + 10)
+        run.step()
+        run.backward(step + 20, used=[0, 3], on=[0])
+        run.opt.grad_sync()  # before scaling, where ranks use different parameters; and before stock code
+        for p in run.params:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        torch.nn.utils.clip_grad_norm_(run.params, 1e9)  # asks for norms one after the other, and scales by 1
+        run.step()

@@ -239,7 +239,7 @@ def test_what_is_void_is_zeroed_behind_its_reduction(rank_pool):
 
 
 def closed_in_a_conflict(rank: int, world: int) -> None:
-    """The window stays open, with gradients in the slots, which are given back all the same."""
+    """The window is open, with gradients in the slots, which are given back."""
     with pair(True, checks=True) as (comm, _):
         for _ in range(2):
             params = mixed_params()
@@ -248,7 +248,8 @@ def closed_in_a_conflict(rank: int, world: int) -> None:
             if rank == 0:
                 params[8].grad = None
             with pytest.raises(RuntimeError, match="replaced or dropped"):
-                opt.close()
+                opt.step()
+            opt.close()
             comm.pool.expect_no_leases()
         params = mixed_params()
         opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
@@ -259,7 +260,7 @@ def closed_in_a_conflict(rank: int, world: int) -> None:
         opt.close()
 
 
-def test_an_optimizer_that_cannot_be_closed_leaves_no_lease(rank_pool):
+def test_an_optimizer_that_is_closed_in_a_conflict_leaves_no_lease(rank_pool):
     rank_pool(2).run(closed_in_a_conflict, timeout_s=30)
 
 
