@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "another_connection", "set_default_timeout", "store_of"]
+__all__ = ["all_gather", "another_connection", "module_behind", "set_default_timeout", "store_of"]
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store:
@@ -34,3 +34,18 @@ def all_gather(group: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Any:
 def set_default_timeout(group: Any, timeout: timedelta) -> None:
     """Of the collectives of a gloo process group. Its public name, `set_timeout`, is newer than the oldest torch."""
     group._set_default_timeout(timeout)
+
+
+def module_behind(params: Any) -> torch.nn.Module | None:
+    """The module whose parameters an iterator yields that has not begun: what ``parameters()`` or ``named_parameters()``
+    returned, also inside of `filter` or of a generator expression. None where that cannot be told, as of a list."""
+    while params is not None:
+        if isinstance(params, filter):
+            params = params.__reduce__()[1][1]
+            continue
+        frame = getattr(params, "gi_frame", None)
+        seen = {} if frame is None else frame.f_locals
+        if isinstance(seen.get("self"), torch.nn.Module):
+            return seen["self"]
+        params = seen.get(".0")
+    return None

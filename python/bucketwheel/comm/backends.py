@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from bucketwheel.errors import CommError
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["LocalRank", "LocalWorld", "RankGroup", "agreed_name"]
+__all__ = ["LocalRank", "LocalWorld", "RankGroup", "agreed_name", "expect_unlaunched"]
 
 _numbers = itertools.count()
 
@@ -77,6 +78,8 @@ class RankGroup:
             if backend == "local":
                 raise ValueError("backend 'local' takes a rank of a LocalWorld as its group")
             return cls(backend, timeout_s, Rendezvous.of_group(group, timeout_s), wire=c10d.backend_of(group))
+        if not has_others:
+            expect_unlaunched()
         if backend in ("auto", "local"):
             return cls("local", timeout_s, None, LocalWorld(1).rank(0))
         return cls(backend, timeout_s, Rendezvous(dist.HashStore(), 0, 1, timeout_s))
@@ -142,3 +145,15 @@ def agreed_name(rendezvous: Rendezvous, name: str | None) -> str:
     if len(set(names)) != 1:
         raise ValueError(f"ranks gave different names to one communicator: {[given or '' for given in names]}")
     return str(names[0] or everyone[0][1])
+
+
+def expect_unlaunched() -> None:
+    """RuntimeError in a process that a launcher (torchrun) has started as one of several: without a process group it would
+    be alone, and nobody would notice."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={size} says that this process is one of {size}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() first, as for DDP. If this process is to work alone, pass "
+            "bucketwheel.LocalWorld(1).rank(0) as the group"
+        )

@@ -8,7 +8,7 @@ of its own, so that saving one saves just that one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo", "expect_dense", "expect_same_memory_kind"]
+__all__ = ["FlatParams", "ParamInfo", "expect_apart", "expect_dense", "expect_same_memory_kind", "is_plain"]
 
 _numbers = itertools.count()
 
@@ -39,6 +39,7 @@ class ParamInfo:
     dtype: torch.dtype
     stride: tuple[int, ...]
     device: torch.device
+    is_named: bool = True  # else ``name`` says only where it is: ranks cannot be compared by it
 
 
 def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
@@ -71,6 +72,37 @@ def expect_dense(infos: Sequence[ParamInfo]) -> None:
                 f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
                 "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
             )
+
+
+def expect_apart(infos: Sequence[ParamInfo], others: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError naming the first parameter that shares memory with another, or with one of ``others``, which have names.
+
+    torch would step that memory once for each. Here every parameter is moved to memory of its own.
+    """
+    plain: list[tuple[str, Tensor, bool]] = [(info.name, info.param, True) for info in infos]
+    plain += [(name, other, False) for name, other in others if is_plain(other)]
+    ranges = [(str(t.device), t.data_ptr(), _end_of(t), name, own) for name, t, own in plain if t.numel()]
+    reach: dict[tuple[str, bool], tuple[int, str]] = {}  # by device, and of trained ones: how far the ranges so far go
+    for device, begin, end, name, own in sorted(ranges, key=lambda one: one[:3]):
+        for is_trained in (True, False) if own else (True,):
+            far, other = reach.get((device, is_trained), (begin, ""))
+            if far > begin:
+                raise ValueError(
+                    f"{name!r} shares memory with {other!r} but is not the same Parameter, so that training would set "
+                    "them apart. Tie them as one (b.weight = a.weight, not b.weight.data = a.weight.data), or give one "
+                    "of them memory of its own (x.data = x.data.clone()), before the optimizer is made"
+                )
+        reach[device, own] = max(reach.get((device, own), (0, "")), (end, name))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory of the CPU or a CUDA device, where its strides say."""
+    return type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda")
+
+
+def _end_of(tensor: Tensor) -> int:
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr() + span * tensor.element_size()
 
 
 class FlatParams:

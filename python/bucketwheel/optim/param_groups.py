@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bucketwheel.comm.backends import LocalRank, expect_unlaunched
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
-from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.flat_params import ParamInfo, expect_apart
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
+from bucketwheel.optim.given_modules import GivenModules
 
 __all__ = [
     "OptimizerOptions",
@@ -107,18 +109,30 @@ def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
     return value
 
 
-def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = ()) -> list[ParamInfo]:
+def collect_params(
+    param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = (), given: GivenModules | None = None
+) -> list[ParamInfo]:
     """The trainable parameters of all groups that are not ``known``, in order; their indices go on behind those.
 
-    ValueError or TypeError naming the first that cannot be trained.
+    ValueError or TypeError naming the first that cannot be trained. ``given``: the modules that they come from.
     """
+    given = given or GivenModules()
     infos: list[ParamInfo] = []
     devices = {param.device for param in known}
+    first: dict[Tensor, str] = {}
+    others = [*given.others, *(("a parameter given before", param) for param in known)]
     for g, group in enumerate(param_groups):
-        names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            if not param.requires_grad or param in known:
+        names = group.get("param_names") or [given.names.get(param) for param in group["params"]]
+        for i, (named, param) in enumerate(zip(names, group["params"], strict=True)):
+            name = named or f"group {g} parameter {i}"
+            if param in known:
                 continue
+            if not param.requires_grad:
+                others.append((name, param))
+                continue
+            if param in first:
+                raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
+            first[param] = name
             if type(param.data) is not Tensor or param.layout != torch.strided:
                 raise TypeError(
                     f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
@@ -130,9 +144,9 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 )
             devices.add(param.device)
             if len(devices) > 1:
-                others = next(iter(devices - {param.device}))
+                another = next(iter(devices - {param.device}))
                 raise ValueError(
-                    f"parameter {name!r} is on {param.device}, others on {others}; all must be on one device"
+                    f"parameter {name!r} is on {param.device}, others on {another}; all must be on one device"
                 )
             if param.grad_dtype not in (None, param.dtype):
                 raise ValueError(
@@ -142,7 +156,9 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 )
             granularity = _granularity(group, param, name)
             index = len(known) + len(infos)
-            infos.append(ParamInfo(index, name, param, g, granularity, param.dtype, param.stride(), param.device))
+            kind = (param.dtype, param.stride(), param.device)
+            infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named=bool(named)))
+    expect_apart(infos, others)
     expect_uniform_flags(param_groups)
     return infos
 
@@ -158,7 +174,7 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _communicator_for(
-    process_group: dist.ProcessGroup | Communicator | None,
+    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     device: torch.device,
     *,
     argument: str = "process_group",
@@ -173,8 +189,9 @@ def _communicator_for(
             )
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        expect_unlaunched()
         return None
-    size = dist.get_world_size(process_group)
+    size = _size_of(process_group)
     if size < 0:  # torch's group of somebody else
         raise ValueError(
             f"rank {dist.get_rank()} is not in {argument}; every rank passes the group that it belongs to, made by "
@@ -182,14 +199,14 @@ def _communicator_for(
         )
     if size == 1:
         return Communicator(process_group, name="optimizer", device=device) if needs_one else None
-    if device_index(device) == CPU:
+    if device_index(device) == CPU or isinstance(process_group, LocalRank):
         return Communicator(process_group, name="optimizer", device=device)
     _, reduces = Communicator.pair(process_group, name="optimizer", device=device)
     return reduces
 
 
 def communicators_for(
-    process_group: dist.ProcessGroup | Communicator | None,
+    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
     device: torch.device,
 ) -> tuple[Communicator | None, Communicator | None]:
@@ -213,5 +230,7 @@ def communicators_for(
         raise
 
 
-def _size_of(group: dist.ProcessGroup | Communicator) -> int:
+def _size_of(group: dist.ProcessGroup | Communicator | LocalRank | None) -> int:
+    if isinstance(group, LocalRank):
+        return group.world.size
     return group.size if isinstance(group, Communicator) else dist.get_world_size(group)

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.grads.placeholder import ShardedGrad
@@ -25,6 +26,7 @@ from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
+from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
     OptimizerOptions,
@@ -68,8 +70,9 @@ class ShardedAdamW(Optimizer):
 
     Which ranks:
         process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
-            `Communicator.pair`, so that gathers and reductions overlap). None: all ranks if ``torch.distributed`` is
-            initialised, else this process alone.
+            `Communicator.pair`, so that gathers and reductions overlap), or a `LocalRank`. None: all ranks if
+            ``torch.distributed`` is initialised, else this process alone: RuntimeError where a launcher's ``WORLD_SIZE``
+            says that there are others. ``LocalWorld(1).rank(0)``: alone in any case.
         replicate_group: replicates what the ``process_group`` shards (HSDP): the ranks that are at this rank's place in
             theirs. Gradients are reduced over the ``process_group`` first, then this rank's part over the
             ``replicate_group``; parameters are gathered within the ``process_group``. Collective calls are those of all
@@ -133,7 +136,7 @@ class ShardedAdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
-        process_group: dist.ProcessGroup | Communicator | None = None,
+        process_group: dist.ProcessGroup | Communicator | LocalRank | None = None,
         replicate_group: dist.ProcessGroup | Communicator | None = None,
         gradient_average: bool = True,
         broadcast_params: bool = True,
@@ -162,9 +165,10 @@ class ShardedAdamW(Optimizer):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
         _refuse_foreign_steps()
-        trained = self._trained = TrainedParams(self.param_groups)
+        trained = self._trained = TrainedParams(self.param_groups, given)
         precision = Precision(
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
@@ -484,9 +488,9 @@ class TrainedParams:
     ``param_groups`` are the optimizer's own; groups may be added to them.
     """
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, param_groups: Sequence[dict[str, Any]], given: GivenModules) -> None:
         self._param_groups = param_groups
-        self.infos: list[ParamInfo] = collect_params(param_groups)
+        self.infos: list[ParamInfo] = collect_params(param_groups, given=given)
         self.index_of: dict[Tensor, int] = {info.param: info.index for info in self.infos}
         everything = [p for group in param_groups for p in group["params"]]
         self.frozen: list[Tensor] = [p for p in everything if p not in self.index_of]
@@ -531,7 +535,7 @@ def _make_engine(
     trained: TrainedParams,
     param_groups: Sequence[dict[str, Any]],
     options: OptimizerOptions,
-    process_group: dist.ProcessGroup | Communicator | None,
+    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
 ) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
     """The engine for the parameters, and the communicators that were made for it. Collective."""

@@ -1,0 +1,44 @@
+"""Given modules: what the optimizer can know of the modules that its parameters come from.
+
+``model.parameters()`` is a generator, which has its module; a list of parameters has lost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from bucketwheel.torch_internals import module_behind
+
+__all__ = ["GivenModules", "held_by"]
+
+
+def held_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that DDP would make equal on all ranks, persistent or not, by name."""
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for found in (model.named_parameters(), model.named_buffers()):
+        yield from ((name, tensor) for name, tensor in found if name not in ignored)
+
+
+@dataclass(frozen=True)
+class GivenModules:
+    """``names`` of parameters in their module; ``others``: its buffers and frozen parameters, by name."""
+
+    names: Mapping[Tensor, str] = field(default_factory=dict)
+    others: tuple[tuple[str, Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, params: Any) -> GivenModules:
+        """From what the optimizer is given; it is not begun."""
+        groups = params if isinstance(params, (list, tuple)) else [{"params": params}]
+        given = (module_behind(group.get("params")) for group in groups if isinstance(group, dict))
+        modules = list(dict.fromkeys(module for module in given if module is not None))
+        names: dict[str, Tensor] = {}
+        for module in modules:
+            for name, param in module.named_parameters():
+                names.setdefault(name, param)  # of several modules one has the name
+        others = tuple(one for module in modules for one in held_by(module) if not one[1].requires_grad)
+        return cls({param: name for name, param in names.items()}, others)

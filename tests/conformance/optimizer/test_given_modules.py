@@ -1,0 +1,117 @@
+"""What the optimizer knows of the modules that its parameters come from, and what it refuses or warns of for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import bucketwheel as bw
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from tests.support.optim_twins import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("table", torch.randn(8))
+        self.register_buffer("unsaved", torch.arange(3), persistent=False)
+
+
+def tied_by_data(model: Tiny) -> Any:
+    model.second.weight.data = model.first.weight.data
+    return model.named_parameters()
+
+
+def over_slices(model: Tiny, first: slice, second: slice) -> Any:
+    memory = torch.zeros(10)
+    return [Parameter(memory[first]), Parameter(memory[second])]
+
+
+def tied_to_buffer(model: Tiny) -> Any:
+    model.table = model.first.weight.data.view(-1)[30:]
+    return model.parameters()
+
+
+def tied_to_frozen(model: Tiny) -> Any:
+    model.base.weight.data = model.first.weight.data[1:3]
+    return list(model.parameters())
+
+
+TIES: dict[str, tuple[Callable[[Tiny], Any], str]] = {
+    "by .data": (tied_by_data, "'second.weight' shares memory with 'first.weight'"),
+    "overlapping slices": (
+        lambda model: over_slices(model, slice(4, 10), slice(0, 5)),
+        "'group 0 parameter 0' shares memory with 'group 0 parameter 1'",
+    ),
+    "one inside another": (lambda model: over_slices(model, slice(0, 10), slice(2, 4)), "parameter 1' shares memory"),
+    "a buffer": (tied_to_buffer, "'table' shares memory with 'first.weight'"),
+    "a frozen one": (tied_to_frozen, "'group 0 parameter 2' shares memory with 'group 0 parameter 0'"),
+    "given twice": (lambda model: [*model.parameters(), model.first.weight], "parameter 4' is given twice"),
+}
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("tie", TIES)
+def test_parameters_that_share_memory_are_refused_by_name(tie: str, world: int | None) -> None:
+    """Issue 30: they were moved apart, without a word."""
+    make, match = TIES[tie]
+
+    def body(comm: Communicator | None) -> None:
+        model = Tiny()
+        given = make(model)
+        places = [p.data_ptr() for p in model.parameters()]
+        with pytest.raises(ValueError, match=match):
+            ShardedAdamW(given, process_group=comm)
+        assert [p.data_ptr() for p in model.parameters()] == places
+        if comm is None:  # memory is not moved, so a group that is added may share what is there
+            late = ShardedAdamW([model.first.weight])
+            with pytest.raises(ValueError, match="shares memory with 'a parameter given before'"):
+                late.add_param_group({"params": [Parameter(model.first.weight.data[2:])]})
+        ShardedAdamW(over_slices(model, slice(0, 5), slice(5, 10)), process_group=comm).step()  # apart in one memory
+        model.second.weight = model.first.weight
+        ShardedAdamW(model.first.parameters(), process_group=comm and comm.split(0)).step()
+
+    on_ranks(world, body)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.parameters(),
+        lambda model: filter(lambda p: p.requires_grad, model.parameters()),
+        lambda model: (p for p in model.parameters() if p.requires_grad),
+        lambda model: [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 0.5}],
+    ],
+    ids=["parameters", "filter", "expression", "groups"],
+)
+def test_parameters_of_a_generator_have_their_names(given: Callable[[Tiny], Any]) -> None:
+    model = Tiny()
+    opt = ShardedAdamW(given(model))
+    names = {"first.weight", "second.weight"} if len(opt.param_groups) == 1 else {"weight", "group 1 parameter 0"}
+    assert {info.name for info in opt._engine.infos} == names
+    assert "param_names" not in opt.state_dict()["param_groups"][0], "torch has it only where names were given"
+
+
+def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 30: under torchrun each rank trained for itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    weight = Parameter(torch.ones(3))
+    for make in (lambda: ShardedAdamW([weight]), lambda: Communicator()):
+        with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 .*init_process_group\(\) first.*LocalWorld\(1\)"):
+            make()
+    alone = bw.LocalWorld(1).rank(0)
+    ShardedAdamW([weight], process_group=alone).step()
+    Communicator(alone).close()
+    for single in ("1", "", "?"):
+        monkeypatch.setenv("WORLD_SIZE", single)
+        ShardedAdamW([weight]).step()
