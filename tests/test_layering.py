@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "layout": COMM | {"kernels"},
     "grads": LAYOUT,
     "gathers": LAYOUT | {"grads"},
-    "optim": LAYOUT | {"grads", "gathers"},
+    "optim": LAYOUT | {"torch_internals", "grads", "gathers"},
     "testing": set(),
     "__init__": LAYOUT | {"optim"},
     "__main__": {"tools"},
