@@ -197,7 +197,7 @@ def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> 
         entries = [one["state"][index] for one in saved]
         joined: dict[str, Tensor] = {"step": entries[0]["step"]}
         assert all(torch.equal(entry["step"], joined["step"]) for entry in entries), "ranks count steps differently"
-        for name in entries[0].keys() - {"step", "ranges"}:
+        for name in entries[0].keys() - {"step", "ranges", "part"}:
             flat = torch.full((param.numel(),), float("nan"), dtype=entries[0][name].dtype)
             covered = torch.zeros(param.numel(), dtype=torch.int64)
             for entry in entries:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from bucketwheel.comm.replicas import Reducer
@@ -15,8 +17,10 @@ from bucketwheel.layout.flat_params import ParamInfo
 
 __all__ = [
     "REFUSED",
+    "Facts",
     "break_promise",
     "raise_different_calls",
+    "raise_different_facts",
     "raise_different_factors",
     "raise_different_questions",
     "raise_partly_replaced",
@@ -38,6 +42,35 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         f"ranks did different things with their gradients: {', '.join(calls)} (by rank). All ranks must call step, "
         "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different "
         "parameters, call optimizer.grad_sync() before stock code"
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What else ranks must have alike when they close a window: ``digest`` (4 bytes) of what ``values`` gives by name."""
+
+    digest: bytes
+    values: Callable[[], dict[str, str]]
+
+
+def raise_different_facts(comm: Reducer, facts: Facts) -> NoReturn:
+    """RuntimeError naming the first of ``facts`` that differs, with what the ranks have. Collective."""
+    mine = facts.values()
+    digests = b"".join(zlib.crc32(f"{name} {value}".encode()).to_bytes(4, "little") for name, value in mine.items())
+    everyone = comm.exchange(digests[: comm.max_payload_bytes // 4 * 4])
+    at = 0
+    while at < max(map(len, everyone)) and len({other[at : at + 4] for other in everyone}) == 1:
+        at += 4
+    name, value = [*mine.items(), ("what follows", "nothing")][min(at // 4, len(mine))]
+    said = [str(other, "utf-8") for other in comm.exchange(f"{name} {value}".encode()[: comm.max_payload_bytes // 2])]
+    by_rank = ", ".join(
+        f"{text.removeprefix(name).strip()} on rank{'s' * (said.count(text) > 1)} "
+        f"{', '.join(str(rank) for rank, other in enumerate(said) if other == text)}"
+        for text in dict.fromkeys(said)
+    )
+    raise RuntimeError(
+        f"ranks disagree on {name}: {by_rank}; nothing has been updated. Every rank must set the same: reduce what it is "
+        "made of (a loss, a metric) over the ranks first"
     )
 
 

@@ -213,20 +213,20 @@ class GradWindow:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self, why: str) -> Any:
+    def close(self, why: str, facts: agreement.Facts | None = None) -> Any:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
         Returns what the ranks agreed on (the native ``WindowVerdict``). Without new gradients anywhere it costs one exchange
         between the hosts. RuntimeError on every rank, and the window stays open, if ranks close it for different reasons
         ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it,
-        another did not).
+        another did not) or, if they agree on anything ([Note: static graph]), on ``facts``.
         """
         with self._lock, torch.no_grad():
             is_captured = self._expect_own_grads(why)
             found = self._sweep()  # 1. what no hook took
             for launch in self._schedule.flush():  # 2. what is left of the first round, if this rank has gradients
                 self.launcher.launch(launch)
-            agreed = self._agree(why, found)  # 3. with the other ranks
+            agreed = self._agree(why, found, facts)  # 3. with the other ranks
             if is_captured:
                 self._expect_all_captured(why)
             first, late = self._schedule.close(agreed)
@@ -267,7 +267,7 @@ class GradWindow:
                 self.params[index].grad = self._placeholders[index]
         return found.translate(_IS_HELD)
 
-    def _agree(self, why: str, held: bytes) -> Any:
+    def _agree(self, why: str, held: bytes, facts: agreement.Facts | None) -> Any:
         """What all ranks know at the end of a window. RuntimeError on every rank as `close` says, or on the rank that breaks the
         promise of a static graph."""
         for drop in self._schedule.drops(held):
@@ -280,20 +280,27 @@ class GradWindow:
             self._expect_promise_kept(why, held)
             agreed = self._schedule.assume(held, older, factors)
         else:
-            agreed = self._schedule.agree(self._exchange(why, self._schedule.notes(held, older, factors)))
+            notes = self._schedule.notes(held, older, factors)
+            agreed = self._schedule.agree(self._exchange(why, notes, facts))
         if agreed.conflicts:
             agreement.raise_partly_replaced(self.infos, agreed.conflicts)
         if agreed.scaled_apart:
             agreement.raise_different_factors(self.infos, agreed.scaled_apart)
         return agreed
 
-    def _exchange(self, why: str, payload: bytes) -> list[bytes]:
-        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason."""
-        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + payload)]
+    def _exchange(self, why: str, payload: bytes, facts: agreement.Facts | None = None) -> list[bytes]:
+        """Everyone's payloads by rank. RuntimeError on every rank unless all exchange for the same reason, with the same
+        ``facts``."""
+        digest = b"" if facts is None else facts.digest
+        everyone = [other.split(b":", 1) for other in self.comm.exchange(why.encode() + b":" + digest + payload)]
         payloads = [other[1] for other in everyone]
         if any(other[0] != everyone[0][0] for other in everyone):
             agreement.raise_different_calls([str(other[0], "utf-8") for other in everyone], payloads)
-        return payloads
+        if facts is None:
+            return payloads
+        if any(not other.startswith(digest) for other in payloads):
+            agreement.raise_different_facts(self.comm, facts)
+        return [other[len(digest) :] for other in payloads]
 
     def _expect_promise_kept(self, why: str, held: bytes) -> None:
         """[Note: static graph] Without any gradient nobody needs the window to close: no rank has anything to reduce."""
@@ -437,6 +444,19 @@ class GradWindow:
         """RuntimeError with ``text``, and one on every other rank. Collective for those that are not refused."""
         with self._lock:
             agreement.refuse(self.comm, text, is_learnt=self._schedule.is_learnt)
+
+    def expect_done_by_all(self, what: str, error: Exception | None) -> None:
+        """Raises ``error``, on the other ranks ValueError with its text, if ``what`` has failed on any. Collective."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        with self._lock:
+            everyone = self._exchange(what, text.encode()[: self.comm.max_payload_bytes // 2])
+        if error is not None:
+            raise error
+        for rank, other in enumerate(everyone):
+            if other:
+                raise ValueError(
+                    f"{what} has failed on rank {rank}, so no rank has done it: {str(other, 'utf-8', 'ignore')}"
+                )
 
     # --- what stock code asks of placeholders (`GradOwner`) ----------------------------------------------------------
 

@@ -35,6 +35,7 @@ class LocalEngine:
     """States shaped like the parameters, one row of the kernel for each. All parameters are on ``device``."""
 
     world = 1
+    part = (0, 1)
 
     def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
         self.precision = options.precision
@@ -300,6 +301,10 @@ class LocalEngine:
 
     def describe(self) -> str:
         return report.describe_local(self)
+
+    def expect_done_by_all(self, what: str, error: Exception | None) -> None:
+        if error is not None:
+            raise error
 
     def abort(self, reason: str) -> None:
         """There is nobody to tell."""

@@ -23,19 +23,18 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import clip_coefficient
-from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
 from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
     OptimizerOptions,
-    collect_params,
     communicators_for,
     expect_hyperparameters,
     group_texts,
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
+from bucketwheel.optim.trained_params import TrainedParams
 
 __all__ = ["ShardedAdamW"]
 
@@ -56,7 +55,7 @@ class ShardedAdamW(Optimizer):
     Backward may run in any thread, but no two at once that reach the same parameter.
 
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
-    `local_grad_norm`, `full_grad`, `close`, and what stock code asks of placeholders.
+    `local_grad_norm`, `full_grad`, `load_state_dict`, `close`, and what stock code asks of placeholders.
 
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
@@ -103,7 +102,7 @@ class ShardedAdamW(Optimizer):
     What stays the same:
         static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none is
             dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first step
-            only. If a rank breaks it, that rank raises RuntimeError naming the parameter, in backward or at the end of the
+            only, so learning rates that differ later are not noticed. If a rank breaks it, that rank raises RuntimeError naming the parameter, in backward or at the end of the
             window, and aborts the communicator, so that the others raise `PeerError` with the same text.
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
             the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
@@ -356,7 +355,7 @@ class ShardedAdamW(Optimizer):
         ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
         for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
         ``master_weights="none"``): of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory
-        order), 1-D; of a local one the parameter's shape.
+        order), 1-D, and ``part``: [rank, world]; of a local one the parameter's shape.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -371,14 +370,20 @@ class ShardedAdamW(Optimizer):
 
         The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
         ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first.
-        ValueError if groups, parameters, ``amsgrad`` or this rank's ranges do not match; nothing has been loaded then.
-        RuntimeError while gradients are pending (call `step` or `zero_grad`
-        first).
+        Collective: if it fails on one rank it fails on all, and nothing has been loaded anywhere. ValueError if groups,
+        parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
+        RuntimeError while gradients are pending (call `step` or `zero_grad` first).
         """
-        state_dict = dict(state_dict)  # hooks may write to it
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        states.load(self, state_dict)
+        error, load = None, lambda: None
+        try:
+            state_dict = dict(state_dict)  # hooks may write to it
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            load = states.plan_load(self, state_dict)
+        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+            error = found
+        self._engine.expect_done_by_all("load_state_dict", error)
+        load()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -482,55 +487,6 @@ class ShardedAdamW(Optimizer):
 # --- what it is made of ----------------------------------------------------------------------------------------------
 
 
-class TrainedParams:
-    """The parameters that an optimizer trains, by index, and those of its groups that are frozen so far.
-
-    ``param_groups`` are the optimizer's own; groups may be added to them.
-    """
-
-    def __init__(self, param_groups: Sequence[dict[str, Any]], given: GivenModules) -> None:
-        self._param_groups = param_groups
-        self.infos: list[ParamInfo] = collect_params(param_groups, given=given)
-        self.index_of: dict[Tensor, int] = {info.param: info.index for info in self.infos}
-        everything = [p for group in param_groups for p in group["params"]]
-        self.frozen: list[Tensor] = [p for p in everything if p not in self.index_of]
-        # States that were loaded while their parameters were frozen. An entry goes when its parameter is taken in.
-        self.loaded: dict[Tensor, dict[str, Any]] = {}
-        self.device = next((p.device for p in [*self.index_of, *everything]), torch.device("cpu"))
-
-    def indices(self, parameters: Iterable[Parameter] | None) -> Sequence[int] | None:
-        """Ascending; without those that are frozen, or were until now. None: all. ValueError for another optimizer's."""
-        if parameters is None:
-            return None
-        chosen: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for p in chosen:
-            if p not in self.index_of and p.requires_grad and not any(p is known for known in self.frozen):
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
-        return sorted({self.index_of[p] for p in chosen if p in self.index_of})
-
-    def zero_unfrozen(self, set_to_none: bool) -> None:
-        """`zero_grad` of those that are trained by now and not taken in yet."""
-        for p in self.frozen:
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad = p.grad.detach().zero_()
-
-    @property
-    def has_unfrozen(self) -> bool:
-        return any(p.requires_grad for p in self.frozen)
-
-    def take_in(self, engine: LocalEngine | ShardedEngine, why: str) -> None:
-        """Gives the engine the parameters of all groups that are to be trained and were not so far. Collective."""
-        new = collect_params(self._param_groups, self.index_of)
-        engine.precision.expect_fits({info.dtype for info in (*self.infos, *new)})
-        engine.add(new, group_texts(self._param_groups), why)
-        self.infos += new
-        self.index_of.update({info.param: info.index for info in new})
-        grouped = [p for group in self._param_groups for p in group["params"]]
-        self.frozen[:] = [p for p in grouped if p not in self.index_of]
-
-
 def _make_engine(
     trained: TrainedParams,
     param_groups: Sequence[dict[str, Any]],
@@ -576,7 +532,14 @@ def _refuse_foreign_steps() -> None:
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if getattr(optimizer, "steps_sharded_grads", False):
         return
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param.grad, ShardedGrad):
-                raise param.grad.refusal(f"{type(optimizer).__name__}.step")
+                raise param.grad.refusal(f"{name}.step")
+    first = next(iter(optimizer.state.values()), None)
+    if isinstance(first, dict) and "part" in first and "ranges" in first:
+        raise RuntimeError(
+            f"{name}.step: its state is rank {first['part'][0]}'s part of {first['part'][1]}, loaded from the state_dict of "
+            "a sharded optimizer, which only a ShardedAdamW of as many ranks can load"
+        )

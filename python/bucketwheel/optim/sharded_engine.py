@@ -34,6 +34,7 @@ from bucketwheel.optim.external_edits import Edits, ExternalEdits
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import expect_equal_layout
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
+from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["ShardedEngine"]
@@ -109,6 +110,7 @@ class ShardedEngine:
         self._state_pool = Pool(device=torch_device(comm.device))
         self.spaces: list[Space] = []
         self._edits = ExternalEdits(options.on_external_update)
+        self._hyperparameters = Hyperparameters()
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
         _claim([*self._comms, *_named(infos)], self)
         try:
@@ -237,9 +239,12 @@ class ShardedEngine:
             # Comparing reads what is on the device.
             is_comparing = self._is_debugging and not core.is_capturing(self.device)
             groups = group_texts(param_groups) if is_comparing else None
-        except (RuntimeError, TypeError) as error:
+            facts = self._hyperparameters.facts(param_groups)
+        except (RuntimeError, TypeError, ValueError) as error:
             grads.refuse(str(error))
-        grads.close("step")
+        except KeyError as error:
+            grads.refuse(f"a parameter group has no {error}; optimizer.add_param_group() fills in what is missing")
+        grads.close("step", facts)
         if groups is not None:
             expect_equal_layout(self.reducer, self.infos, groups, self._options_text())
         self._follow_edits(edits)
@@ -372,6 +377,15 @@ class ShardedEngine:
 
     def describe(self) -> str:
         return report.describe(self)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(rank, world): of the ranks among which states are sharded."""
+        return self.comm.rank, self.world
+
+    def expect_done_by_all(self, what: str, error: Exception | None) -> None:
+        """Raises ``error``, on the other ranks ValueError with its text, if ``what`` has failed on any. Collective."""
+        self.grads.expect_done_by_all(what, error)
 
     def abort(self, reason: str) -> None:
         self.reducer.abort(reason)

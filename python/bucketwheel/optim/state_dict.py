@@ -1,12 +1,13 @@
-"""state_dict: what `ShardedAdamW` saves and loads. Plain tensors, numbers and lists; no communication.
+"""state_dict: what `ShardedAdamW` saves and loads. Plain tensors, numbers and lists.
 
-A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are. A full entry (world size 1,
+A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are; ``part`` says of which rank
+and of how many. A full entry (world size 1,
 or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank takes its own part out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from bucketwheel.optim.sharded_adamw import ShardedAdamW
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = ["load", "load_taken_in", "save"]
+__all__ = ["load_taken_in", "plan_load", "save"]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
 _KEPT_KEYS = {
@@ -50,6 +51,7 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
             entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
         if engine.world > 1:
             entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
+            entry["part"] = list(engine.part)
         state[number[info.param]] = entry
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
@@ -58,7 +60,8 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
+def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
+    """What loads ``state_dict``. ValueError, KeyError or RuntimeError if it cannot be loaded; nothing is changed here."""
     engine = optimizer._engine
     if any(info.param.grad is not None for info in engine.infos) and engine.world > 1:
         raise RuntimeError("load_state_dict while gradients are pending: call step() or zero_grad() first")
@@ -75,20 +78,23 @@ def load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> None:
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
         for saved, p in zip(theirs["params"], ours["params"], strict=True)
     }
-    plans: list[tuple[ParamInfo, int, dict[str, Tensor]]] = []
-    for info, tensors in zip(engine.infos, engine.states, strict=True):
-        entry = state_dict["state"].get(saved_as[info.param])
-        plans.append(_plan(info, tensors, engine.owned_ranges(info.index), entry))
-    optimizer._trained.loaded = _states_of_frozen(optimizer, state_dict["state"], saved_as)
-    for plan in plans:
-        _carry_out(engine, *plan)
-    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
-        kept = {key: value for key, value in theirs.items() if key not in _KEPT_KEYS}
-        rate = ours["lr"]
-        ours.update(deepcopy(kept))  # schedulers write to learning rates that are tensors
-        if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
-            ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
-    engine.expect_loaded_model()
+    plans = [_plan(engine, info, state_dict["state"].get(saved_as[info.param])) for info in engine.infos]
+    of_frozen = _states_of_frozen(optimizer, state_dict["state"], saved_as)
+    kept = [{key: value for key, value in theirs.items() if key not in _KEPT_KEYS} for theirs in groups]
+    kept = deepcopy(kept)  # schedulers write to learning rates that are tensors
+
+    def load() -> None:
+        optimizer._trained.loaded = of_frozen
+        for plan in plans:
+            _carry_out(engine, *plan)
+        for theirs, ours in zip(kept, optimizer.param_groups, strict=True):
+            rate = ours["lr"]
+            ours.update(theirs)
+            if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
+                ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
+        engine.expect_loaded_model()
+
+    return load
 
 
 def load_taken_in(optimizer: ShardedAdamW) -> None:
@@ -97,7 +103,7 @@ def load_taken_in(optimizer: ShardedAdamW) -> None:
     for info in engine.infos:
         if info.param in loaded:
             entry = loaded.pop(info.param)
-            _carry_out(engine, *_plan(info, engine.states[info.index], engine.owned_ranges(info.index), entry))
+            _carry_out(engine, *_plan(engine, info, entry))
 
 
 def _states_of_frozen(
@@ -156,12 +162,15 @@ def _numbers(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
 
 
 def _plan(
-    info: ParamInfo, tensors: dict[str, Tensor], ranges: Sequence[tuple[int, int]], entry: dict[str, Any] | None
+    engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str, Any] | None
 ) -> tuple[ParamInfo, int, dict[str, Tensor]]:
     """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
+    tensors, ranges = engine.states[info.index], engine.owned_ranges(info.index)
     if entry is None:  # torch saves nothing for a parameter that was never stepped
         names = [name for name in _saved_names(tensors) if name != "master_param"]
         return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
+    if "step" not in entry:
+        raise ValueError(f"the state of {info.name!r} has no 'step'; it has {sorted(entry)}")
     loaded = {}
     numel = tensors["exp_avg"].numel()
     for name in _saved_names(tensors):
@@ -172,9 +181,11 @@ def _plan(
             continue
         if "ranges" in entry:
             if [tuple(pair) for pair in entry["ranges"]] != list(ranges):
+                rank, world = entry.get("part", ("?", "?"))
                 raise ValueError(
-                    f"the state of {info.name!r} was saved for the elements {entry['ranges']}, this rank owns "
-                    f"{list(ranges)}: it is another rank's, or was saved at another world size or bucket_cap_mb"
+                    f"the state of {info.name!r} is rank {rank}'s part of {world}, for the elements {entry['ranges']}; "
+                    f"this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}: load the part that "
+                    "this rank has saved, at the same world size and bucket_cap_mb"
                 )
             part = value.flatten()
         else:
@@ -187,7 +198,7 @@ def _plan(
         if part.numel() != numel:
             raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")
         loaded[name] = part
-    return info, int(entry.get("step", 0)), loaded
+    return info, int(entry["step"]), loaded
 
 
 def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:

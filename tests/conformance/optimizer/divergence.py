@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.scripts import ON_CPU, SHARDED, WIDE, script
 from tests.support.optim_twins import Run, dyadic, loss_of, share
 
@@ -368,6 +369,25 @@ def scaled_on_one_rank_is_an_error_on_all(run: Run) -> None:
 @script(backends=ON_CPU, precisions=WIDE)  # on a device no host knows the factor
 def clipped_by_other_norms_is_an_error_on_all(run: Run) -> None:
     expect_conflicts(run, "scaled the gradients", clipped_by_other_norms)
+
+
+@script(backends=SHARDED)
+def other_hyperparameters_on_one_rank_are_an_error_on_all(run: Run) -> None:
+    """Before anything is updated, until they agree again."""
+    for step, (key, other) in enumerate({"lr": 0.5, "betas": (0.5, 0.9), "weight_decay": 0.7}.items()):
+        for group in run.opt.param_groups[-1:] if run.world > 1 else ():
+            run.backward(step)
+            usual, before = group[key], [p.detach().clone() for p in run.params]
+            group[key] = other if run.rank == run.world - 1 else usual
+            with pytest.raises(
+                RuntimeError, match=rf"ranks disagree on .*group 0: .* on rank.* 0.*, 0\.\d on rank {run.world - 1}"
+            ):
+                run.opt.step()
+            assert_bitwise_equal([p.detach() for p in run.params], before)
+            group[key] = usual
+            run.opt.zero_grad()
+        run.backward(step)
+        run.step()
 
 
 @script(backends=SHARDED)

@@ -79,13 +79,26 @@ def test_the_dict_of_another_rank_or_world_is_refused(world: int) -> None:
     def load(comm: Communicator, size: int) -> None:
         opt = make(make_params(), comm)
         before = opt.state_dict()["state"]
-        with pytest.raises(ValueError, match="another rank's, or was saved at another world size"):
+        with pytest.raises(ValueError, match=rf"is rank \d's part of {world}, for .* this is rank \d of {comm.size}"):
             opt.load_state_dict(kept[(comm.rank + 1) % world] if size == world else kept[comm.rank % world])
         assert_bitwise_equal(opt.state_dict()["state"], before)
 
     run_local(world, save)
     run_local(world, load, world)
     run_local(world + 1, load, world + 1)
+
+
+def test_torch_is_told_that_it_has_loaded_a_part() -> None:
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        saved = make(params, comm).state_dict()
+        theirs = copies(params)
+        stock = torch.optim.AdamW([{"params": theirs[:4]}, {"params": theirs[4:]}])
+        stock.load_state_dict(saved)
+        with pytest.raises(RuntimeError, match=f"AdamW.step: its state is rank {comm.rank}'s part of 2"):
+            stock.step()
+
+    run_local(2, body)
 
 
 MODES = ["fp32", "bf16_remainder"]
