@@ -3,12 +3,13 @@
 
     python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|nccl|all [--quick] [--json PATH]
 
-`make gpu` runs it; docs/performance.md holds the predictions. --quick: tiny sizes, to see that it works (with
+`make gpu` runs it; docs/performance.md holds what an H200 measured. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from argparse import ArgumentParser
@@ -260,10 +261,12 @@ def layouts(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Time of the calling thread; the device is idle before each sample."""
+    """Time of the calling thread in clip and step, without backward; the device is idle before each sample."""
     for count in (300, 3_000):
         systems = make_systems([1_000] * bench.size(count, count // 30), F32)
         samples: dict[str, list[float]] = {name: [] for name in systems}
+        gc.collect()
+        gc.disable()  # else every few samples have the whole process's garbage in them
         for repeat in range(bench.size(43, 4)):
             for name, system in systems.items():
                 system.refresh()
@@ -272,6 +275,7 @@ def host(bench: Bench) -> None:
                 system.clip_and_step()
                 if repeat >= bench.size(3, 1):
                     samples[name].append(time.perf_counter() - start)
+        gc.enable()
         timings = {name: Timing(tuple(values)) for name, values in samples.items()}
         for name in (OURS, SHARDED):
             system = systems[name]
