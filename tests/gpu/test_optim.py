@@ -64,7 +64,9 @@ def trained(
     opt.param_sync()
     out += [p.detach().cpu().clone() for p in model.parameters()]
     saved = opt.state_dict()["state"]
-    out += [saved[i][name].cpu().clone() for i in sorted(saved) for name in sorted(saved[i]) if name != "ranges"]
+    out += [
+        saved[i][name].cpu().clone() for i in sorted(saved) for name in sorted(saved[i].keys() - {"ranges", "part"})
+    ]
     opt.close()
     return out
 

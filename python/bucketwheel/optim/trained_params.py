@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from bucketwheel.device import CPU, device_index
 from bucketwheel.grads.agreement import Facts
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.optim.given_modules import GivenModules
@@ -105,7 +106,7 @@ def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
         group["amsgrad"],
         group.get("decoupled_weight_decay", True),
     )
-    return tuple(math.nan if isinstance(x, Tensor) and x.device.type != "cpu" else float(x) for x in given)
+    return tuple(math.nan if isinstance(x, Tensor) and device_index(x.device) != CPU else float(x) for x in given)
 
 
 def _named_values(values: Sequence[float]) -> dict[str, str]:
