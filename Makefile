@@ -1,4 +1,4 @@
-# make demo        train a small GPT on two CPU ranks, beside DDP        make test      the tests, without the slow ones
+# make demo        train a small GPT on two CPU ranks, beside DDP, FSDP2  make test     the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make tidy        clang-tidy over csrc and the native tests, up to 15 minutes; TIDY='pool.*' only where the path has this
@@ -33,8 +33,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-all mutants gpu matrix lint tidy format setup clean
 .DELETE_ON_ERROR:
 
+# The level: torch warns that one step's memory is profiled, and not the run's from its start.
 demo: setup
-	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp,fsdp2
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
@@ -70,7 +71,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info .pytest_cache .mypy_cache .ruff_cache loss.png
+	rm -rf $(VENV) build dist python/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.png
 
 setup: $(BUILT)
 

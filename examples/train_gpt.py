@@ -1,14 +1,14 @@
 """Train a byte-level GPT on the source code of Python's standard library, with sharded gradients and optimizer states.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py                  # two ranks on this machine
-    torchrun --nproc-per-node 2 examples/train_gpt.py --compare ddp    # the same training with DDP + AdamW beside it
-    python examples/train_gpt.py                                       # one rank, no process group
+    torchrun --nproc-per-node 2 examples/train_gpt.py                        # two ranks on this machine
+    torchrun --nproc-per-node 2 examples/train_gpt.py --compare ddp,fsdp2    # beside DDP and FSDP2, each with AdamW
+    python examples/train_gpt.py                                             # one rank, no process group
 
 The model is plain torch and carries no wrapper. What shards the training is the optimizer: `sharded_adamw` makes it and
-`train_step` uses it; the rest of the file is the model, the data and the report.
+`train_step` uses it; the rest of the file is the model, the data and the peers. train_gpt_report.py measures and draws.
 
 The exit code is 1 when the validation loss does not fall or, with ``--compare`` in fp32, when a training loss differs
-from the peer's by more than 1e-5 relative.
+from a peer's by more than 1e-5 relative.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import bucketwheel as bw
 
 try:
-    import matplotlib.pyplot as plt
     from tqdm import tqdm
+    from train_gpt_report import draw, peak_of_step, table
 except ImportError as error:
     sys.exit(f"{error}: this example needs the 'demo' extra: pip install 'bucketwheel[demo]'")
 
@@ -56,19 +59,19 @@ class Config:
     context: int = option(128, "tokens (bytes) per sequence")
     batch: int = option(4, "sequences per rank and micro-batch")
     accumulate: int = option(2, "micro-batches per step")
-    steps: int = option(120, "optimizer steps")
+    steps: int = option(64, "optimizer steps")
     lr: float = option(6e-4, "peak learning rate")
     warmup: int = option(10, "steps of linear warm-up; a cosine to a tenth follows")
     weight_decay: float = option(0.1, "weight decay of the matrices")
     clip: float = option(1.0, "largest global gradient norm")
-    evaluate_every: int = option(20, "steps between validations")
+    evaluate_every: int = option(16, "steps between validations")
     evaluate_batches: int = option(4, "batches per rank and validation")
     text_bytes: int = option(8_000_000, "upper bound of the text")
     dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
     threads: int = option(1, "compute threads per rank")
     seed: int = option(0, "seed of weights and batches")
-    compare: str = option("", "train the same model a second time with this peer: ddp", choices=["", "ddp"])
-    plot: str = option("loss.png", "where --compare draws the loss curves")
+    compare: str = option("", "train the same model with peers too", choices=["", "ddp", "fsdp2", "ddp,fsdp2"])
+    plot: str = option("demo.png", "where --compare draws memory, time and losses")
 
     @staticmethod
     def from_command_line() -> Config:
@@ -158,40 +161,61 @@ def draw_batch(text: Tensor, config: Config, *key: int) -> tuple[Tensor, Tensor]
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+    """Vectors first: buckets fill from the last parameter to the first, and those of all blocks are complete at the end."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": config.weight_decay}]
 
 
 def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
     """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
-    return bw.ShardedAdamW(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), overlap_param_sync=True)
+    options = {"lr": config.lr, "betas": (0.9, 0.95), "overlap_param_sync": True, "bucket_cap_mb": 2}
+    return bw.ShardedAdamW(parameter_groups(model, config), **options)
 
 
-class DdpAdamW(torch.optim.AdamW):
-    """The peer, DistributedDataParallel and torch's fused AdamW, behind the same words as `bw.ShardedAdamW`."""
+class PeerAdamW(torch.optim.AdamW):
+    """A peer, DDP or FSDP2 with torch's fused AdamW, behind the same words as `bw.ShardedAdamW`."""
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    def __init__(self, name: str, model: Gpt, config: Config) -> None:
+        self.model: nn.Module = model
+        if world() > 1 and name == "ddp":
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if world() > 1 and name == "fsdp2":
+            for module in (*model.blocks, model):
+                fully_shard(module)
         super().__init__(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
-        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if world() > 1 else model
         self.parameters = list(model.parameters())
+        self.is_ddp = isinstance(self.model, DistributedDataParallel)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
-        return self.model.no_sync() if world() > 1 else contextlib.nullcontext()
+        """DDP's gradients are whole anyway, so it reduces them once, after the last micro-batch."""
+        return self.model.no_sync() if self.is_ddp else contextlib.nullcontext()
 
     def grad_sync(self) -> None:
-        """DDP has waited at the end of backward."""
+        """Both have waited at the end of backward."""
 
     def param_sync(self) -> None:
-        """Every rank has computed all parameters itself."""
+        """DDP's ranks have computed all parameters themselves; FSDP2 gathers them in forward."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Without None DDP's gradients stay in its buckets, instead of lying beside them while they accumulate."""
+        super().zero_grad(set_to_none and not self.is_ddp)
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def memory_summary(self) -> dict[str, int]:
         states = [s for state in self.state.values() for s in state.values()]
-        parts = {"params": self.parameters, "grads": self.parameters, "states": states}
-        return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in parts.items()}
+        parts = {"params": self.parameters, "grads": [p.grad for p in self.parameters], "states": states}
+        return {name: sum(local_bytes(tensor) for tensor in tensors) for name, tensors in parts.items()}
+
+
+def local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -217,18 +241,18 @@ class Run:
     """One training: the model, what trains it, and what was seen of it."""
 
     name: str
-    model: nn.Module  # what to call: for the peer, the DDP wrapper
-    optimizer: bw.ShardedAdamW | DdpAdamW
+    model: nn.Module  # what to call: for a peer, the wrapped one
+    optimizer: bw.ShardedAdamW | PeerAdamW
     schedule: torch.optim.lr_scheduler.LRScheduler
+    keeps_grads: bool  # from one step to the next: in shards, or in DDP's buckets
     losses: list[float] = field(default_factory=list)  # nats per byte, one per step, mean over ranks
     validation: list[tuple[int, float]] = field(default_factory=list)  # after how many steps, loss
     seconds: list[dict[str, float]] = field(default_factory=list)  # one per step, by phase
-    memory: dict[str, int] = field(default_factory=dict)  # bytes of this rank
-    last_gradient_at: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of this rank in the last step
 
     @staticmethod
-    def start(name: str, model: nn.Module, config: Config) -> Run:
-        optimizer = sharded_adamw(model, config) if name == "bucketwheel" else DdpAdamW(model, config)
+    def start(name: str, model: Gpt, config: Config) -> Run:
+        optimizer = sharded_adamw(model, config) if name == "bucketwheel" else PeerAdamW(name, model, config)
 
         def factor(step: int) -> float:
             if step < config.warmup:
@@ -237,23 +261,14 @@ class Run:
             return 0.55 + 0.45 * math.cos(math.pi * progress)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        run = Run(name, getattr(optimizer, "model", model), optimizer, schedule)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(run.note_gradient)
-        return run
-
-    def note_gradient(self, _: Tensor) -> None:
-        self.last_gradient_at = time.perf_counter()
+        keeps_grads = getattr(optimizer, "is_ddp", world() > 1)
+        return Run(name, getattr(optimizer, "model", model), optimizer, schedule, keeps_grads)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        end = time.perf_counter()
-        if phase == "backward":  # what comes after the last gradient is DDP waiting for its all-reduces
-            self.seconds[-1]["exposed communication"] += end - self.last_gradient_at
-            end = self.last_gradient_at
-        self.seconds[-1][phase] += end - start
+        self.seconds[-1][phase] += time.perf_counter() - start
 
 
 def train_step(run: Run, text: Tensor, step: int, config: Config) -> float:
@@ -263,22 +278,21 @@ def train_step(run: Run, text: Tensor, step: int, config: Config) -> float:
     loss_sum = 0.0
     for micro in range(config.accumulate):
         tokens, targets = draw_batch(text, config, step, micro, rank())
-        is_last = micro == config.accumulate - 1
-        with contextlib.nullcontext() if is_last else optimizer.no_sync():
-            with run.timed("forward"):
-                loss = run.model(tokens, targets) / config.accumulate
-            with run.timed("backward"):
-                loss.backward()  # full buckets are reduced meanwhile
+        waits = micro < config.accumulate - 1 and isinstance(optimizer, PeerAdamW)
+        with optimizer.no_sync() if waits else contextlib.nullcontext(), run.timed("forward and backward"):
+            loss = run.model(tokens, targets) / config.accumulate
+            loss.backward()  # full buckets are reduced meanwhile
+            # Micro-batches add up in the shards. `no_sync` would save reductions, and keep whole gradients on each rank.
+            optimizer.grad_sync()
         loss_sum += loss.item()
-    with run.timed("exposed communication"):
-        optimizer.grad_sync()  # for the timing only: clipping waits by itself
     if step == config.steps - 1:
-        run.memory = optimizer.memory_summary()
-    with run.timed("optimizer"):
+        run.memory |= optimizer.memory_summary()
+    with run.timed("clip"):
         optimizer.clip_grad_norm_(config.clip)
+    with run.timed("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
-    with run.timed("exposed communication"):
+    with run.timed("gather of parameters"):
         optimizer.param_sync()  # for the timing only: the next forward waits by itself
     run.schedule.step()
     return loss_sum
@@ -294,31 +308,55 @@ def validate(run: Run, text: Tensor, config: Config) -> float:
     return mean_over_ranks([loss])[0]
 
 
-def train(config: Config) -> list[Run]:
+def time_plain(model: Gpt, text: Tensor, step: int, config: Config) -> float:
+    """Seconds that forward and backward of a step take where nothing wraps the model and nothing trains it."""
+    batches = [draw_batch(text, config, step, micro, rank()) for micro in range(config.accumulate)]
+    start = time.perf_counter()
+    for batch in batches:
+        model(*batch).backward()
+    end = time.perf_counter()
+    model.zero_grad()
+    return end - start
+
+
+def train(config: Config) -> tuple[list[Run], list[float]]:
+    """What was trained, ours first, and what `time_plain` says now and then if there are peers."""
     text, validation_text = read_text(config.text_bytes)
     torch.manual_seed(config.seed)
     model = Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
-    models = {"bucketwheel": model} | ({config.compare: copy.deepcopy(model)} if config.compare else {})
-    runs = [Run.start(name, model, config) for name, model in models.items()]
+    names = ["bucketwheel", *filter(None, config.compare.split(","))]
+    plain, *models = (copy.deepcopy(model) for _ in range(1 + len(names)))
+    plain_s: list[float] = []
+    runs = [Run.start(name, model, config) for name, model in zip(names, models, strict=True)]
     count = sum(p.numel() for p in model.parameters())
     say(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)")
     for run in runs:
         run.validation.append((0, validate(run, validation_text, config)))
-    with tqdm(total=config.steps * len(runs), unit="step", disable=rank() != 0) as bar:
+    # Silent where stderr is no terminal: a log gets lines instead.
+    with tqdm(total=config.steps * len(runs), unit="step", disable=None if rank() == 0 else True) as bar:
         for begin in range(0, config.steps, config.evaluate_every):
             end = min(begin + config.evaluate_every, config.steps)
-            # Runs take turns in blocks: a busy machine slows both alike, and yet no run's communication can hide behind
-            # the other's computation, as it could step by step.
+            # Runs take turns in blocks: a busy machine slows all alike, and yet no run's communication can hide behind
+            # another's computation, as it could step by step.
             for run in runs:
                 losses = []
                 for step in range(begin, end):
-                    losses.append(train_step(run, text, step, config))
+                    is_last = step == config.steps - 1
+                    with peak_of_step(run.memory, run.keeps_grads) if is_last else contextlib.nullcontext():
+                        losses.append(train_step(run, text, step, config))
                     bar.update()
                 run.losses += mean_over_ranks(losses)
                 run.validation.append((end, validate(run, validation_text, config)))
-                bar.set_postfix_str(f"{run.name} loss {run.losses[-1]:.3f}, validation {run.validation[-1][1]:.3f}")
-    runs[0].optimizer.close()
-    return runs
+                news = f"{run.name} loss {run.losses[-1]:.3f}, validation {run.validation[-1][1]:.3f}"
+                if bar.disable:
+                    say(f"step {end}: {news}")
+                else:
+                    bar.set_postfix_str(news)
+            if config.compare:
+                plain_s += [time_plain(plain, text, step, config) for step in range(begin, min(begin + 2, end))]
+    for run in runs:
+        run.optimizer.close()
+    return runs, plain_s
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -329,37 +367,6 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def report(runs: list[Run], config: Config) -> None:
-    """The table: medians over the steps, and the memory of rank 0."""
-    rows: dict[str, list[str]] = defaultdict(list)
-    for run in runs:
-        steps = run.seconds[min(3, len(run.seconds) - 1) :]  # the first ones warm up
-        step_s = statistics.median(sum(step.values()) for step in steps)
-        tokens = config.batch * config.context * config.accumulate * world()
-        rows["tokens/s"].append(f"{tokens / step_s:,.0f}")
-        rows["step, ms"].append(f"{1e3 * step_s:.1f}")
-        for phase in ("forward", "backward", "exposed communication", "optimizer"):
-            rows[f"  {phase}"].append(f"{1e3 * statistics.median(step[phase] for step in steps):.1f}")
-        rows["MB per rank"].append("")
-        for part in ("params", "grads", "states", "pool"):
-            rows[f"  {part}"].append(f"{run.memory[part] / 1e6:.2f}" if part in run.memory else "-")
-        rows["validation loss, first"].append(f"{run.validation[0][1]:.4f}")
-        rows["validation loss, last"].append(f"{run.validation[-1][1]:.4f}")
-    say(f"\n{'':<26}" + "".join(f"{run.name:>14}" for run in runs))
-    for label, cells in rows.items():
-        say(f"{label:<26}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-def plot(runs: list[Run], path: str) -> None:
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for run, style in zip(runs, ("-", "--"), strict=False):
-        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, training")
-        axes.plot(*zip(*run.validation, strict=True), style, marker="o", label=f"{run.name}, validation")
-    axes.set(xlabel="step", ylabel="loss, nats per byte")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def check(runs: list[Run], config: Config) -> int:
     """The exit code: 0 when the validation loss fell and the runs agree."""
     code = 0
@@ -368,11 +375,13 @@ def check(runs: list[Run], config: Config) -> int:
         if not last < first:
             say(f"FAILED: the validation loss of {run.name} did not fall: {first:.4f} to {last:.4f}")
             code = 1
-    if len(runs) == 2:
-        differences = [abs(ours - peer) / abs(peer) for ours, peer in zip(*(run.losses for run in runs), strict=True)]
+    for peer in runs[1:]:
+        differences = [abs(ours - theirs) / theirs for ours, theirs in zip(runs[0].losses, peer.losses, strict=True)]
         largest = max(differences)
-        say(f"largest relative difference of a training loss: {largest:.2e} at step {differences.index(largest) + 1}")
-        # In bf16 the peer has no fp32 masters: it trains something else.
+        say(
+            f"{peer.name}: largest relative difference of a training loss: {largest:.2e} at step {differences.index(largest) + 1}"
+        )
+        # In bf16 the peers have no fp32 masters: they train something else.
         if config.dtype == "fp32" and not largest <= LARGEST_DIFFERENCE:
             say(f"FAILED: it must be at most {LARGEST_DIFFERENCE:g}")
             code = 1
@@ -384,11 +393,11 @@ def main() -> int:
     torch.set_num_threads(config.threads)
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
-    runs = train(config)
-    report(runs, config)
+    runs, plain_s = train(config)
+    say(table(runs, plain_s, config.batch * config.context * config.accumulate * world()))
     if config.compare and rank() == 0:
-        plot(runs, config.plot)
-        say(f"loss curves: {config.plot}")
+        draw(runs, plain_s, config.plot)
+        say(f"memory, time and losses: {config.plot}")
     code = check(runs, config)
     if dist.is_initialized():
         dist.destroy_process_group()
