@@ -9,13 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "another_connection", "module_behind", "set_default_timeout", "store_of"]
+__all__ = ["all_gather", "another_connection", "module_behind", "set_default_timeout", "store_of", "timeout_of"]
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     """The Store of a process group; None: of the default one. torch has no public name for it."""
     whole: Any = group if group is not None else dist.group.WORLD
     return dist.distributed_c10d._get_process_group_store(whole)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float | None:
+    """Seconds that the collectives of a process group (None: the default one) wait: of its backend for ``device`` if it has
+    one, else of another. None where the backend does not tell. `init_process_group` and `new_group` set it; torch has no
+    public name that reads it."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    with contextlib.suppress(AttributeError, RuntimeError):
+        devices = whole._device_types
+        kind = torch.device(device.type)
+        return float(whole._get_backend(kind if kind in devices else devices[0]).options._timeout.total_seconds())
+    return None
 
 
 def another_connection(store: Any) -> dist.Store:

@@ -95,9 +95,29 @@ def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
             return str(error)
 
     outcomes = run_threads(lambda rank, _: [body(number, rank) for number in range(6)], 3, timeout_s=60)
-    for number, (mine, *others) in enumerate(zip(*outcomes, strict=True)):
-        assert others == [mine, mine], number
-    assert any(f"within 0.3 s: ranks [{late}] have not come" in one for one in outcomes[0])
+    here = [outcomes[rank] for rank in range(3) if rank != late]
+    assert here[0] == here[1]
+    for mine, theirs in zip(outcomes[late], here[0], strict=True):
+        assert mine == theirs if theirs == "[0, 1, 2]" else f"gave up after 0.3 s, before this one, rank {late}" in mine
+    assert any(f"within 0.3 s: ranks [{late}] have not come" in one for one in here[0])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_has_not_come_is_named_on_stderr(late, monkeypatch, capsys):
+    """Once, by the first of those that wait."""
+    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, report_s=0.2))
+    store = dist.HashStore()
+
+    def body(rank: int, _: int) -> None:
+        rendezvous = Rendezvous(store, rank, 3, 20)
+        rendezvous.exchange(rank)
+        for _ in range(2):
+            time.sleep(0.8 if rank == late else 0.0)
+            rendezvous.exchange(rank)
+
+    run_threads(body, 3, timeout_s=40)
+    said = f"[bucketwheel] rank {min({0, 1, 2} - {late})} has waited 0.2 s for ranks [{late}] to make a communicator "
+    assert capsys.readouterr().err == f"{said}(ShardedAdamW, Communicator); it gives up after 20 s\n"
 
 
 def test_failures_and_differences_are_told_to_all():
@@ -223,9 +243,10 @@ def test_a_rank_that_has_missed_calls_is_told_of_each_and_then_meets_the_others(
         assert time.monotonic() - begin < 10
         return [*said, comes(group, 20), comes(group, 20)]
 
-    for said in run_threads(body, 3, timeout_s=60):
+    for rank, said in enumerate(run_threads(body, 3, timeout_s=60)):
         assert said[-2:] == ["met [0, 1, 2]"] * 2 and len(said) == missed + 2
-        assert all("ranks [1] have not come" in one for one in said[:-2]), said
+        missing = "gave up after 0.3 s, before this one, rank 1" if rank == 1 else "ranks [1] have not come"
+        assert all(missing in one for one in said[:-2]), said
 
 
 def test_a_round_that_has_failed_is_the_last(monkeypatch):

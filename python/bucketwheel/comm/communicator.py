@@ -20,14 +20,16 @@ from bucketwheel.comm import nccl, patience
 from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import NcclChoices, NcclSetup
-from bucketwheel.device import CPU, device_index
+from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.errors import Error
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
+from bucketwheel.torch_internals import timeout_of
 
 __all__ = ["Communicator"]
 
+_USUAL_S = 600.0  # where no process group has a timeout
 _LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
 
 _numbers = itertools.count()
@@ -47,8 +49,9 @@ class Communicator:
             world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
             memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
-            `CommTimeout`; a year at most. Also bounds the making of the communicator; who has not come by then is named
-            some seconds later.
+            `CommTimeout`; a year at most. None: the timeout of ``group`` (``init_process_group(timeout=...)``), 600 where it
+            has none. Also bounds the making of the communicator; who has not come by then is named some seconds later, and
+            after 10 s by a line on stderr.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
@@ -74,7 +77,7 @@ class Communicator:
         group: dist.ProcessGroup | LocalRank | None = None,
         backend: str = "auto",
         *,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         name: str | None = None,
         device: torch.device | str | int | None = None,
         max_ctas: int | None = None,
@@ -82,10 +85,11 @@ class Communicator:
         registered: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        timeout_s = _expect_arguments(group, backend, timeout_s)
+        _expect_arguments(group, backend, timeout_s)
         _expect_cpu(backend, device)  # before the CUDA module is built for nothing
         native()  # a first use builds it, before the others' time runs
         index = device_index(device)
+        timeout_s = _limit_s(timeout_s, group, index)
         if backend == "nccl":
             _expect_cuda(index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
@@ -110,7 +114,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         *,
         device: torch.device | str | int = "cuda",
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         name: str | None = None,
         max_ctas: int | None = None,
         cta_policy: str | None = None,
@@ -128,9 +132,10 @@ class Communicator:
         warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
-        timeout_s = _expect_arguments(group, "nccl", timeout_s)
+        _expect_arguments(group, "nccl", timeout_s)
         index = device_index(device)
         _expect_cuda(index)
+        timeout_s = _limit_s(timeout_s, group, index)
         choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
         if choices.options.get("split_share"):
             raise ValueError(
@@ -369,18 +374,23 @@ def _natives(handles: Sequence[Handle]) -> list[Any]:
     return [handle._native for handle in handles]
 
 
-def _expect_arguments(group: Any, backend: str, timeout_s: float) -> float:
-    """The time limit, of what clocks, sockets and torch take."""
+def _expect_arguments(group: Any, backend: str, timeout_s: float | None) -> None:
     if backend not in ("auto", "shm", "local", "nccl", "c10d"):
         raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
-    if not timeout_s > 0:
+    if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if isinstance(group, LocalRank):
         if backend in ("shm", "nccl", "c10d"):
             raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
     elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
-    return min(timeout_s, _LONGEST_S)
+
+
+def _limit_s(asked: float | None, group: Any, device: int) -> float:
+    """The time limit, of what clocks, sockets and torch take."""
+    if asked is None and not isinstance(group, LocalRank) and dist.is_available() and dist.is_initialized():
+        asked = timeout_of(group, torch_device(device))
+    return min(_USUAL_S if asked is None else asked, _LONGEST_S)
 
 
 def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:

@@ -234,7 +234,7 @@ def _introduced(
     if not has_keys(rendezvous.store, list(keys.values()), rendezvous.left_s, given_up):
         missing = [other for other, key in keys.items() if not rendezvous.store.check([key])]
         raise CommTimeout(
-            f"the communicator was not made within {rendezvous.timeout_s} s: ranks {missing} have not come"
+            f"the communicator was not made within {rendezvous.timeout_s:g} s: ranks {missing} have not come"
         )
     return {other: json.loads(rendezvous.store.get(key)) for other, key in keys.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import secrets
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from bucketwheel.comm import patience
 from bucketwheel.comm.background import start
 from bucketwheel.errors import CommError, CommTimeout
+from bucketwheel.native.toolchain import say
 from bucketwheel.torch_internals import store_of
 
 __all__ = ["Rendezvous", "has_keys", "undo"]
@@ -25,6 +27,8 @@ __all__ = ["Rendezvous", "has_keys", "undo"]
 _ANSWER_OF_RANK_S = 0.002  # of the Store, for what it is asked of each
 _LOOK_S = 0.05  # of a wait for the Store, at least
 _SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
+
+_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, Communicator) within that time"
 
 _Call = Callable[[threading.Event], Any]
 
@@ -44,7 +48,8 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self._round = 0
-        self._missing: list[int] = []  # ranks that have not come to the last round: on all ranks there is no other one
+        self._failed: dict[str, Any] = {}  # the outcome of the last round if ranks were missing: there is no other one
+        self._has_reported = False  # has named on stderr those that it waits for, once
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float) -> Rendezvous:
@@ -70,10 +75,16 @@ class Rendezvous:
         """Everybody's value by rank. `CommTimeout` naming the ranks that have not come within ``grace_s`` behind the
         deadline, or behind now if that has passed; rank 0 is awaited a little longer. Ranks that have come to a round before
         have 1.5 s at least. The outcome is the same on all ranks: a rank that comes later hears that the others have gone."""
-        values = {"missing": self._missing} if self._missing else self._round_of(mine, grace_s)
+        values = self._failed or self._round_of(mine, grace_s)
         if isinstance(values, dict):
-            self._missing = values["missing"]
-            raise CommTimeout(self._too_late(f"ranks {self._missing} have not come"))
+            self._failed = values
+            missing = values["missing"]
+            if self.rank in missing:
+                raise CommTimeout(
+                    f"the communicator was not made: the other ranks gave up after {values['timeout_s']:g} s, before this "
+                    f"one, rank {self.rank}, came; {_EVERY_RANK}"
+                )
+            raise CommTimeout(self._too_late(f"ranks {_listed(missing)} have not come; {_EVERY_RANK}"))
         return list(values)
 
     def _round_of(self, mine: Any, grace_s: float) -> Any:
@@ -91,17 +102,36 @@ class Rendezvous:
         together = f"{number}/all"
         self.store.set(keys[self.rank], json.dumps(mine))
         awaited = keys if self.rank == 0 else [together]
-        if has_keys(self.store, awaited, until - time.monotonic(), given_up) and self.rank != 0:
+        if self._waits_for(awaited, keys, until, given_up) and self.rank != 0:
             return json.loads(self.store.get(together))
-        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        missing = self._missing(keys)
         if missing or self.rank != 0:
-            return None if given_up.is_set() else self._decide(together, {"missing": missing or [0]})
+            failed = {"missing": missing or [0], "timeout_s": self.timeout_s}
+            return None if given_up.is_set() else self._decide(together, failed)
         values = self._decide(together, [json.loads(self.store.get(key)) for key in keys])
         for key in keys:
             self.store.delete_key(key)
         if number > 1:
             self.store.delete_key(f"{number - 1}/all")  # who has come to this round has read it
         return values
+
+    def _waits_for(self, awaited: list[str], keys: list[str], until: float, given_up: threading.Event) -> bool:
+        """`has_keys`. After a while the lowest rank that has come names those that have not, by their ``keys``."""
+        report_at = math.inf if self._has_reported else time.monotonic() + patience.PATIENCE.report_s
+        if has_keys(self.store, awaited, min(until, report_at) - time.monotonic(), given_up):
+            return True
+        if report_at >= until or given_up.is_set():
+            return False
+        self._has_reported = True
+        if next((rank for rank, key in enumerate(keys) if self.store.check([key])), None) == self.rank:
+            say(
+                f"rank {self.rank} has waited {patience.PATIENCE.report_s:g} s for ranks {_listed(self._missing(keys))} to "
+                f"make a communicator (ShardedAdamW, Communicator); it gives up after {self.timeout_s:g} s"
+            )
+        return has_keys(self.store, awaited, until - time.monotonic(), given_up)
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def ask(self, call: _Call, until: float | None = None, late: str = "the Store does not answer") -> Any:
         """What ``call(given_up)``, which talks to the Store, returns or raises. `CommTimeout`, of which ``late`` is the reason,
@@ -133,7 +163,7 @@ class Rendezvous:
         return patience.PATIENCE.store_s + self.size * _ANSWER_OF_RANK_S
 
     def _too_late(self, why: str) -> str:
-        return f"the communicator was not made within {self.timeout_s} s: {why}"
+        return f"the communicator was not made within {self.timeout_s:g} s: {why}"
 
     def _decide(self, key: str, outcome: Any) -> Any:
         """What the round came to: that of the first rank that says so."""
@@ -181,6 +211,10 @@ def undo(comm: Any, error: BaseException) -> None:
     with theirs: they hear of it there."""
     comm.abort(f"{type(error).__name__} while the communicator was made")
     comm.close(0.0)
+
+
+def _listed(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 16 else f"{str(ranks[:16])[:-1]}, ... {len(ranks)} in all]"
 
 
 def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None:

@@ -17,6 +17,7 @@ from bucketwheel.layout.flat_params import ParamInfo
 
 __all__ = [
     "REFUSED",
+    "WITHOUT_INPUT",
     "Facts",
     "break_promise",
     "raise_different_calls",
@@ -29,6 +30,7 @@ __all__ = [
     "warn_of_late_round",
 ]
 
+WITHOUT_INPUT = "goes on making the optimizer's calls without a backward, until no rank has inputs left"
 REFUSED = "refused"  # what a rank exchanges in the place of a call: the text of its error follows
 
 
@@ -38,11 +40,13 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
     refusals = [f"rank {rank}: {str(payloads[rank], 'utf-8')}" for rank, call in enumerate(calls) if call == REFUSED]
     if refusals:
         raise RuntimeError(f"{'; '.join(refusals)} {by_rank}")
-    raise RuntimeError(
-        f"ranks did different things with their gradients: {', '.join(calls)} (by rank). All ranks must call step, "
-        "clip_grad_norm_ and stock code that needs whole gradients in the same order; where they use different "
-        "parameters, call optimizer.grad_sync() before stock code"
+    remedy = (
+        "All ranks must call step, clip_grad_norm_ and stock code that needs whole gradients in the same order; where they "
+        "use different parameters, call optimizer.grad_sync() before stock code"
     )
+    if "close" in calls:
+        remedy = f"A rank whose inputs are used up {WITHOUT_INPUT}"
+    raise RuntimeError(f"ranks did different things with their gradients: {', '.join(calls)} (by rank). {remedy}")
 
 
 @dataclass(frozen=True)

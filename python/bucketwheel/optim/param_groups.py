@@ -176,12 +176,18 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
 def _communicator_for(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     device: torch.device,
+    timeout_s: float | None,
     *,
     argument: str = "process_group",
     needs_one: bool = False,
 ) -> Communicator | None:
     """Where gradients are reduced; None: no other ranks, so no communication is needed, unless it ``needs_one``."""
     if isinstance(process_group, Communicator):
+        if timeout_s is not None:
+            raise ValueError(
+                f"timeout_s={timeout_s} is for the communicators that the optimizer makes; {argument} is one, which keeps "
+                "its own: give that to Communicator(timeout_s=...)"
+            )
         if process_group.device != device_index(device):
             raise ValueError(
                 f"the parameters are on {device}, the communicator {process_group.name!r} is for "
@@ -198,10 +204,10 @@ def _communicator_for(
             "dist.new_group on all ranks"
         )
     if size == 1:
-        return Communicator(process_group, name="optimizer", device=device) if needs_one else None
+        return Communicator(process_group, name="optimizer", device=device, timeout_s=timeout_s) if needs_one else None
     if device_index(device) == CPU or isinstance(process_group, LocalRank):
-        return Communicator(process_group, name="optimizer", device=device)
-    _, reduces = Communicator.pair(process_group, name="optimizer", device=device)
+        return Communicator(process_group, name="optimizer", device=device, timeout_s=timeout_s)
+    _, reduces = Communicator.pair(process_group, name="optimizer", device=device, timeout_s=timeout_s)
     return reduces
 
 
@@ -209,21 +215,24 @@ def communicators_for(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
     device: torch.device,
+    timeout_s: float | None,
 ) -> tuple[Communicator | None, Communicator | None]:
     """Where states are sharded, and where they are replicated; None for a direction without other ranks."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if replicate_group is None:
-        return _communicator_for(process_group, device), None
+        return _communicator_for(process_group, device, timeout_s), None
     if process_group is None:
         raise ValueError(
             "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to "
             "replicate only)"
         )
     if _size_of(process_group) == _size_of(replicate_group) == 1:
-        return _communicator_for(process_group, device), None
+        return _communicator_for(process_group, device, timeout_s), None
     # A group of one rank too: whether others have more in theirs is found when they are compared.
-    shard = _communicator_for(process_group, device, needs_one=True)
+    shard = _communicator_for(process_group, device, timeout_s, needs_one=True)
     try:
-        return shard, _communicator_for(replicate_group, device, argument="replicate_group", needs_one=True)
+        return shard, _communicator_for(replicate_group, device, timeout_s, argument="replicate_group", needs_one=True)
     except BaseException:
         if shard is not None and shard is not process_group:
             shard.close(0.0)

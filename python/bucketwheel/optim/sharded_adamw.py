@@ -78,6 +78,8 @@ class ShardedAdamW(Optimizer):
             ranks of both. ValueError on all ranks unless the groups fit.
         gradient_average: mean over all ranks (True) or sum.
         broadcast_params: take rank 0's parameters at construction; with replicas, those of the first rank of all.
+        timeout_s: how long ranks wait for each other, here and in every collective call, before they raise `CommTimeout`.
+            None: the process group's timeout. Not with a `Communicator`, which has its own.
 
     How precise (docs/numerics.md has a table; float64 parameters are float64 throughout):
         master_weights: where the precise weights of bfloat16 and float16 parameters are. ``"auto"``, ``"fp32"``: in an fp32
@@ -139,6 +141,7 @@ class ShardedAdamW(Optimizer):
         replicate_group: dist.ProcessGroup | Communicator | None = None,
         gradient_average: bool = True,
         broadcast_params: bool = True,
+        timeout_s: float | None = None,
         master_weights: str = "auto",
         state_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -186,7 +189,7 @@ class ShardedAdamW(Optimizer):
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         groups = (process_group, replicate_group)
-        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups)
+        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s)
         self._made_engine.watch(trained.frozen)
         self._publish_state()
 
@@ -493,10 +496,11 @@ def _make_engine(
     options: OptimizerOptions,
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
+    timeout_s: float | None,
 ) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
     """The engine for the parameters, and the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
-    comm, replicate = communicators_for(process_group, replicate_group, trained.device)
+    comm, replicate = communicators_for(process_group, replicate_group, trained.device, timeout_s)
     owned = [made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)]
     try:
         options.expect_capturable_on(trained.device, comm)

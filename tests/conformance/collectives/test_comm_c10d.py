@@ -235,6 +235,6 @@ def test_a_link_that_is_cut_before_the_making(host, tmp_path):
         reaches_the_store = rank != host if host else rank == 0
         missing = [host] if host else [1, 2]
         reason = f"ranks {missing} have not come" if reaches_the_store else "the Store does not answer"
-        assert text == f"the communicator was not made within {LIMIT_S} s: {reason}"
+        assert text.partition(";")[0] == f"the communicator was not made within {LIMIT_S:g} s: {reason}"
         # A round waits for rank 0 1.5 s longer than that, and who asks the Store as long again for its answer.
         assert took_s < LIMIT_S + 2 * 1.506 + SOON_S
