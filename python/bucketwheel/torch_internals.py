@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "another_connection", "module_behind", "set_default_timeout", "store_of", "timeout_of"]
+__all__ = [
+    "all_gather",
+    "another_connection",
+    "keep_out_of_graphs",
+    "module_behind",
+    "set_default_timeout",
+    "store_of",
+    "timeout_of",
+]
+
+# [Note: on the host] All of the package works on the host: `torch.compile` calls it between two graphs, and does not look
+# inside, where it would meet native objects and parameters that change their class. But these hooks are called by what
+# others compile, and decide by themselves:
+_TRACED = {"gathers/module_hooks.py", "optim/foreign_steps.py"}
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store:
@@ -61,3 +77,22 @@ def module_behind(params: Any) -> torch.nn.Module | None:
             return seen["self"]
         params = seen.get(".0")
     return None
+
+
+def keep_out_of_graphs() -> None:
+    """[Note: on the host] From now on; under ``fullgraph=True`` torch refuses the function by its name. Does nothing before
+    torch has loaded its compiler, which takes a second, and an optimizer does.
+
+    `torch.compiler.disable` is public, and costs a microsecond at each call of each function.
+    """
+    if "torch._dynamo" in sys.modules:
+        _keep_out_of_graphs()
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    package = Path(__file__).parent
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package)
+        if name.as_posix() not in _TRACED and not name.stem.startswith("_"):
+            torch._dynamo.trace_rules.add(".".join([package.name, *name.with_suffix("").parts]))

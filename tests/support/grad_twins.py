@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from bucketwheel.grads.placeholder import ShardedGrad
-from bucketwheel.optim.sharded_adamw import _refuse_foreign_steps
+from bucketwheel.optim.foreign_steps import refuse_foreign_steps
 
 
 class PlainOwner:
     """Holds gradients of one rank as plain tensors, and records the calls that it gets."""
 
     def __init__(self, params: list[nn.Parameter]):
-        _refuse_foreign_steps()
+        refuse_foreign_steps()
         self.grads: dict[int, Tensor] = {}
         self.calls: list[tuple] = []
         self.placeholders = [ShardedGrad(p, self, i, f"p{i}") for i, p in enumerate(params)]

@@ -25,7 +25,7 @@ from bucketwheel.errors import Error
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
-from bucketwheel.torch_internals import timeout_of
+from bucketwheel.torch_internals import keep_out_of_graphs, timeout_of
 
 __all__ = ["Communicator"]
 
@@ -106,6 +106,7 @@ class Communicator:
         self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators[next(_numbers)] = self
         _close_all_at_exit()
+        keep_out_of_graphs()
         return self
 
     @classmethod

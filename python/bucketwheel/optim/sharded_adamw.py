@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +15,14 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
-from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
+from bucketwheel.optim.foreign_steps import refuse_foreign_steps
 from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
@@ -35,6 +33,7 @@ from bucketwheel.optim.param_groups import (
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
 from bucketwheel.optim.trained_params import TrainedParams
+from bucketwheel.torch_internals import keep_out_of_graphs
 
 __all__ = ["ShardedAdamW"]
 
@@ -120,7 +119,7 @@ class ShardedAdamW(Optimizer):
         RuntimeError: ranks disagree on the parameters or options.
     """
 
-    steps_sharded_grads = True  # `_before_any_step` refuses any other
+    steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
 
     def __init__(
         self,
@@ -169,7 +168,8 @@ class ShardedAdamW(Optimizer):
         )
         given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
-        _refuse_foreign_steps()
+        keep_out_of_graphs()
+        refuse_foreign_steps()
         trained = self._trained = TrainedParams(self.param_groups, given)
         precision = Precision(
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
@@ -518,32 +518,3 @@ def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> N
         for comm in reversed(comms):
             stack.callback(comm.close, timeout)
             stack.callback(comm.gathers.close, timeout)
-
-
-# --- foreign optimizers cannot read the gradients of their parameters -------------------------------------------------
-
-
-@functools.cache
-def _refuse_foreign_steps() -> None:
-    """From now on the step of any optimizer raises where a ``p.grad`` is a placeholder: its `refusal`.
-
-    Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
-    only call its step.
-    """
-    register_optimizer_step_pre_hook(_before_any_step)
-
-
-def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if getattr(optimizer, "steps_sharded_grads", False):
-        return
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, ShardedGrad):
-                raise param.grad.refusal(f"{name}.step")
-    first = next(iter(optimizer.state.values()), None)
-    if isinstance(first, dict) and "part" in first and "ranges" in first:
-        raise RuntimeError(
-            f"{name}.step: its state is rank {first['part'][0]}'s part of {first['part'][1]}, loaded from the state_dict of "
-            "a sharded optimizer, which only a ShardedAdamW of as many ranks can load"
-        )

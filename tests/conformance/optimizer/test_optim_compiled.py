@@ -6,13 +6,16 @@ While parameters are gathered: test_prefetch_compiled.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from bucketwheel.comm.communicator import Communicator
@@ -143,3 +146,112 @@ def train_over_processes(rank: int, world: int) -> None:
 
 def test_compiled_models_over_processes(rank_pool: Any) -> None:
     rank_pool(2).run(train_over_processes, timeout_s=90)
+
+
+# --- compiled functions that call the optimizer ----------------------------------------------------------------------
+
+
+def usual(opt: ShardedAdamW, model: Model, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    loss.backward()
+    opt.clip_grad_norm_(1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+def by_stock_code(opt: ShardedAdamW, model: Model, x: Tensor) -> Tensor:
+    opt.zero_grad(set_to_none=False)
+    loss = model(x).square().sum()
+    (2.0 * loss).backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    return loss + norm
+
+
+def by_every_method(opt: ShardedAdamW, model: Model, x: Tensor) -> Tensor:
+    with opt.no_sync():
+        model(x[:1]).square().sum().backward()
+    loss = model(x).square().sum()
+    loss.backward()
+    opt.grad_sync()
+    opt.clip_grads_with_norm_(0.5, opt.local_grad_norm())
+    grad = opt.full_grad(model.head.weight)
+    opt.step()
+    opt.param_sync()
+    opt.zero_grad()
+    return loss + (0.0 if grad is None else grad.sum())
+
+
+def by_parts(opt: ShardedAdamW, model: Model, x: Tensor, compiled: Callable[[Any], Any] = lambda f: f) -> Tensor:
+    """`step` and `zero_grad` themselves are compiled."""
+    loss = model(x).square().sum()
+    loss.backward()
+    compiled(opt.step)()
+    compiled(opt.zero_grad)()
+    return loss
+
+
+Loop = Callable[..., Tensor]
+LOOPS: list[Loop] = [usual, by_stock_code, by_every_method, by_parts]
+
+
+def losses_of(comm: Communicator | None, loop: Loop, compiled: Any, dtype: torch.dtype, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    with ShardedAdamW(model.parameters(), lr=0.05, process_group=comm, bucket_cap_mb=1e-4, **options) as opt:
+        opt.prefetch_params(model)
+        call = partial(loop, compiled=compiled) if loop is by_parts else compiled(loop)
+        generator = torch.Generator().manual_seed(comm.rank if comm else 0)
+        losses = [call(opt, model, torch.randn((2, 4), generator=generator).to(dtype)).detach() for _ in range(4)]
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def expect_the_same(comm: Communicator | None) -> None:
+    """With any loop, gathers on their way or not; no function of the library is traced."""
+    for loop, (dtype, late) in itertools.product(LOOPS, [(torch.float32, False), (torch.bfloat16, True)]):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = partial(torch.compile, backend=CountingBackend(), dynamic=False)
+        found = losses_of(comm, loop, compiled, dtype, overlap_param_sync=late)
+        assert_bitwise_equal(found, losses_of(comm, loop, lambda f: f, dtype, overlap_param_sync=late))
+        breaks = [text for text in counters["graph_break"] if "bucketwheel" in text or "ShardedAdamW" in text]
+        assert any("ShardedAdamW" in text for text in breaks), counters
+        assert all("marked" in text and "ShardedAdamW" in text for text in breaks), breaks
+
+
+def test_a_compiled_loop_calls_the_optimizer() -> None:
+    expect_the_same(None)
+
+
+def compiled_loops(rank: int, world: int) -> None:
+    with Communicator(timeout_s=60) as comm:
+        expect_the_same(comm)
+
+
+def test_compiled_loops_over_processes(rank_pool: Any) -> None:
+    rank_pool(2).run(compiled_loops, timeout_s=170)
+
+
+@pytest.mark.slow
+def test_a_loop_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    found = losses_of(None, usual, partial(torch.compile, dynamic=False), torch.float32)
+    torch.testing.assert_close(found, losses_of(None, usual, lambda f: f, torch.float32))
+
+
+def test_a_whole_graph_is_refused_by_name() -> None:
+    """By torch. Of other optimizers it is what it was before there was one of ours."""
+    model = Model()
+    opt, stock = ShardedAdamW(model.parameters()), torch.optim.SGD(Model().parameters())
+    compiled = partial(torch.compile, backend="eager", fullgraph=True)
+    for call, name in [(opt.step, "step"), (opt.zero_grad, "zero_grad"), (lambda: opt.grad_sync(), "grad_sync")]:
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"marked(.|\n)*{name}"):
+            compiled(call)()
+    counters.clear()
+    torch.compile(stock.step, backend="eager")()
+    assert not any("bucketwheel" in text for text in counters["graph_break"])

@@ -1,0 +1,35 @@
+"""Foreign steps: other optimizers cannot read the gradients of our parameters, and must not begin to.
+
+`torch.compile` traces the hook, as part of the step of whatever optimizer it compiles: [Note: on the host].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from bucketwheel.grads.placeholder import ShardedGrad
+
+__all__ = ["refuse_foreign_steps"]
+
+
+@functools.cache
+def refuse_foreign_steps() -> None:
+    """From now on the step of any optimizer raises where a ``p.grad`` is a placeholder: its `refusal`.
+
+    Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
+    only call its step.
+    """
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if getattr(optimizer, "steps_sharded_grads", False):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param.grad, ShardedGrad):
+                raise param.grad.refusal(f"{type(optimizer).__name__}.step")
