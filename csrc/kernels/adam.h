@@ -32,6 +32,7 @@ struct AdamStep {
   bool maximize = false;
   bool stochastic = true;         // bfloat16 v is rounded stochastically; m and vmax always to nearest
   bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
+  bool resync = false;            // AdamWeight::kMaster follows what others have written to the parameter
   uint64_t seed = 0;              // of the random bits: philox.h
   const float* noop = nullptr;    // points to a number that is not 0 when the step starts: nothing changes
 };

@@ -49,6 +49,7 @@ struct Common {
   bool decoupled;
   bool rounds_v;  // stochastically
   bool rounds_p;
+  bool resync;
   uint64_t seed;
   uint32_t param;
   int64_t step;
@@ -70,6 +71,12 @@ __device__ __forceinline__ uint16_t to_bf16(float value, bool stochastic, const 
   return stochastic ? round_to_bf16_stochastic(value, bits16(random, element)) : round_to_bf16(value);
 }
 
+// The master of a parameter with these bits, after what others have written to that.
+template <DType kP>
+__device__ __forceinline__ float followed(float master, uint16_t param) {
+  return kP == DType::kBFloat16 ? followed_bf16(master, param) : followed_fp16(master, param);
+}
+
 // ---- element by element
 
 template <class K>
@@ -84,11 +91,12 @@ __device__ __forceinline__ typename K::Real load_gradient(const AdamCudaRow& row
 }
 
 template <class K>
-__device__ __forceinline__ typename K::Real load_weight(const AdamCudaRow& row, int64_t i) {
+__device__ __forceinline__ typename K::Real load_weight(const AdamCudaRow& row, int64_t i, bool resync) {
   if constexpr (K::kWeight == AdamWeight::kParam) {
     return load_element<K::kP>(row.p, i);
   } else if constexpr (K::kWeight == AdamWeight::kMaster) {
-    return load_element<DType::kFloat32>(row.master, i);
+    const float master = load_element<DType::kFloat32>(row.master, i);
+    return resync ? followed<K::kP>(master, static_cast<const uint16_t*>(row.p)[i]) : master;
   } else {
     return join_master({static_cast<const uint16_t*>(row.p)[i], static_cast<const uint16_t*>(row.master)[i]});
   }
@@ -121,7 +129,7 @@ template <class K>
 __device__ __forceinline__ void step_element(const AdamCudaRow& row, int64_t i, const Common<K>& common) {
   using Real = typename K::Real;
   Real g = load_gradient<K>(row, i);
-  Real weight = load_weight<K>(row, i);
+  Real weight = load_weight<K>(row, i, common.resync);
   Real m = load_element<K::kState>(row.m, i);
   Real v = load_element<K::kState>(row.v, i);
   Real vmax = 0;
@@ -197,9 +205,9 @@ struct Step {
     return static_cast<char*>(const_cast<void*>(array)) + i * kSizeOf<kType>;
   }
 
-  __device__ __forceinline__ void load(const AdamCudaRow& row, int64_t i) {
+  __device__ __forceinline__ void load(const AdamCudaRow& row, int64_t i, bool resync) {
     g.load(row.g, row.g_dtype, i);
-    if constexpr (K::kWeight != AdamWeight::kMaster) {
+    if (K::kWeight != AdamWeight::kMaster || resync) {
       p.load(place<K::kP>(row.p, i));
     } else {
       p = {};  // it is written only
@@ -227,11 +235,11 @@ struct Step {
     }
   }
 
-  __device__ __forceinline__ Real weight(int i) const {
+  __device__ __forceinline__ Real weight(int i, bool resync) const {
     if constexpr (K::kWeight == AdamWeight::kParam) {
       return p.get(i);
     } else if constexpr (K::kWeight == AdamWeight::kMaster) {
-      return master.get(i);
+      return resync ? followed<K::kP>(master.get(i), p.bits16(i)) : master.get(i);
     } else {
       return join_master({p.bits16(i), master.bits16(i)});
     }
@@ -270,7 +278,7 @@ struct Step {
     const int64_t lane = element % kRandomBlockNumel;
 #pragma unroll
     for (int i = 0; i < K::kLanes; ++i) {
-      Real w = weight(i);
+      Real w = weight(i, common.resync);
       Real mi = m.get(i);
       Real vi = v.get(i);
       Real xi = 0;
@@ -311,7 +319,7 @@ __device__ __forceinline__ void step_chunk(const AdamCudaRow& row, int64_t chunk
   for (int step = static_cast<int>(threadIdx.x); step < steps; step += kBlockThreads) {
     const int64_t i = body + step * K::kLanes;
     Step<K> lanes;
-    lanes.load(row, i);
+    lanes.load(row, i, common.resync);
     lanes.run(common, row.param_begin + i);
     lanes.store(row, i);
   }
@@ -337,6 +345,7 @@ __global__ void __launch_bounds__(kBlockThreads, K::kBlocks) adam_kernel(const _
                               launch.decoupled,
                               launch.stochastic,
                               launch.stochastic_param,
+                              launch.resync,
                               launch.seed,
                               at.param,
                               of_row.step};

@@ -51,6 +51,7 @@ struct AdamLaunch {
   bool decoupled = true;
   bool stochastic = true;         // bfloat16 v is rounded stochastically; m always to nearest
   bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
+  bool resync = false;            // AdamWeight::kMaster follows what others have written to the parameter
   uint64_t seed = 0;
   int max_blocks = 0;  // of the grid
 };

@@ -196,6 +196,7 @@ void AdamCudaTable::launch_rows(int64_t first_row, int64_t last_row, void* nativ
   launch.decoupled = flags_.decoupled;
   launch.stochastic = flags_.stochastic;
   launch.stochastic_param = flags_.stochastic_param;
+  launch.resync = flags_.resync;
   launch.seed = flags_.seed;
   launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);
   for (int64_t first = first_row; first < last_row; first = launch.last_row) {  // a launch for each run of one variant

@@ -32,6 +32,7 @@ struct AdamCudaStep {
   bool maximize = false;
   bool stochastic = true;         // rounding of a bfloat16 v
   bool stochastic_param = false;  // and of a bfloat16 parameter without a master
+  bool resync = false;            // masters follow what others have written to their parameters
   uint64_t seed = 0;
 };
 

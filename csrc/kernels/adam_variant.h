@@ -10,7 +10,8 @@ namespace bucketwheel {
 // Where the precise weight of a parameter is kept.
 enum class AdamWeight : uint8_t {
   kParam,      // the parameter itself: float32, float64; or bfloat16, float16 that is rounded at every step
-  kMaster,     // a float32 master; the parameter (bfloat16 or float16) is its rounding
+  kMaster,     // a float32 master; the parameter (bfloat16 or float16) is its rounding. `resync` of a step: where it is
+               // not, somebody has written to the parameter, and the step goes on from that
   kRemainder,  // 16 bits more for each element of a bfloat16 parameter: [Note: split master] in float16.h
 };
 

@@ -25,6 +25,7 @@ struct AdamPass {
   bool decoupled;
   bool stochastic;        // bfloat16 v
   bool stochastic_param;  // a bfloat16 parameter with AdamWeight::kParam
+  bool resync;            // AdamWeight::kMaster
 };
 
 inline constexpr int64_t kNormLanes = 1024;

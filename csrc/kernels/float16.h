@@ -67,7 +67,9 @@ BW_HD uint16_t round_to_fp16(float value) {
 // [Note: split master] The high half is the float rounded to bfloat16, ties away from zero. The low half holds the 16
 // bits cut off; its top bit says whether the high half was rounded up. decode(encode(x)) == x for every x, except that
 // a NaN becomes 0x7fc00000 first: otherwise the carry would turn 0x7fffffff into -0. The largest finite floats have an
-// infinite high half and still decode. A bfloat16 that was not encoded here decodes with a low half of 0.
+// infinite high half and still decode. A bfloat16 that was not encoded here decodes with a low half of 0; with one that
+// is left over from another value it decodes to a float that rounds to it, or to itself where there is none: 0 and
+// infinity.
 struct SplitMaster {
   uint16_t high;
   uint16_t low;
@@ -79,7 +81,23 @@ BW_HD SplitMaster split_master(float value) {
 }
 BW_HD float join_master(SplitMaster split) {
   const uint32_t low = split.low;
-  return float_of_bits(((split.high - (low >> 15)) << 16) | low);
+  const float joined = float_of_bits(((split.high - (low >> 15)) << 16) | low);
+  return joined == joined ? joined : widen_bf16(split.high);
+}
+
+// ---- a float32 master beside a parameter of 16 bits that somebody may have written to
+
+// The master if the parameter is what it rounds to, else the parameter.
+// bfloat16: to nearest even, or halves away from zero, as a split master that was joined has rounded. Only the bits are
+// compared, so a NaN with nearly all bits set is next to a zero.
+BW_HD float followed_bf16(float master, uint16_t param) {
+  const uint32_t unit = static_cast<uint32_t>(param) << 16;
+  // From half a unit below to just below half a unit above; if the parameter is even, including that half.
+  const bool is_near = bits_of_float(master) - unit + 0x8000u <= 0x10000u - (param & 1u);
+  return is_near ? master : float_of_bits(unit);
+}
+BW_HD float followed_fp16(float master, uint16_t param) {
+  return round_to_fp16(master) == param ? master : widen_fp16(param);
 }
 
 }  // namespace bucketwheel

@@ -75,6 +75,9 @@ struct Row {
       }
       if (variant.weight == AdamWeight::kMaster) {
         master.set(i, some_value(key + 5 + static_cast<uint64_t>(i), true));
+        if (i / 64 % 2 == 0) {  // the others were written to
+          p.set(i, master.get(i));
+        }
       } else if (variant.weight == AdamWeight::kRemainder) {
         master.at<uint16_t>(i) = static_cast<uint16_t>(hash(key + 6 + static_cast<uint64_t>(i)));
       }
@@ -186,6 +189,7 @@ void expect_cpu_steps(const AdamLaunch& launch, const Table& table, std::vector<
   step.decoupled = launch.decoupled;
   step.stochastic = launch.stochastic;
   step.stochastic_param = launch.stochastic_param;
+  step.resync = launch.resync;
   step.seed = launch.seed;
   cpu.step(step);
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -228,6 +232,7 @@ TEST(every_variant_equals_the_cpu) {
       launch.decoupled = options % 2 == 0;
       launch.stochastic = options < 3;
       launch.stochastic_param = options >= 2;
+      launch.resync = options != 2;
       fake_cuda::set_seed(key % 4);
       CHECK(launch_adam(launch, nullptr) == cudaSuccess);
       expect_cpu_steps(launch, table, before);

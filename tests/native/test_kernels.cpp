@@ -108,7 +108,7 @@ TEST(every_kind_of_row_stays_within_its_memory) {
         step.groups = {&group, 1};
         step.steps = {&taken, 1};
         step.last_row = 1;
-        step.stochastic = step.stochastic_param = stochastic;
+        step.stochastic = step.stochastic_param = step.resync = stochastic;
         table.step(step);
       }
       CHECK(n == 0 || keep[2][0] != std::byte{0x3c} || keep[2][1] != std::byte{0x3c});  // m has moved

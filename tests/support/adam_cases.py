@@ -57,7 +57,17 @@ def make(kind: tuple[str, torch.dtype, torch.dtype, torch.dtype], numel: int, am
     if row.vmax is not None:
         row.vmax[300:301] = math.nan
     if weight == "master":
+        step = 2**13 if p_dtype == F16 else 2**16
+        as_bits = master.view(torch.int32)
+        as_bits[::3] = as_bits[::3] // step * step + step // 2  # halfway between two parameters
+        spoil(master[20:])
         row.master = master
+        rounded = slice(0, numel // 2)  # nobody has written to these
+        row.p[rounded] = master[rounded].to(p_dtype)
+        if p_dtype == BF16:
+            row.p[: numel // 4] = tensor_of(split(master[: numel // 4].numpy())[0], BF16)
+        row.p[3:4] = -0.0
+        row.p[100:101] = math.nan
     elif weight == "remainder":
         high, low = split(master.numpy())
         row.p, row.remainder = tensor_of(high, BF16), tensor_of(low, torch.int16)
@@ -80,6 +90,7 @@ def run_op(rows: list[Row], args: Adam, rounding: Rounding = DEFAULT, **more: An
         state_rounding="stochastic" if rounding.stochastic else "nearest",
         param_rounding="stochastic" if rounding.stochastic_param else "nearest",
         seed=rounding.seed,
+        on_external_update="resync" if rounding.resync else "ignore",
         **{"param_ids": [rounding.param] * len(rows), **more},
     )
 
@@ -102,7 +113,12 @@ def run_table(rows: list[tuple[Row, int, int]], args: Adam, rounding: Rounding) 
             torch.full((len(rows),), args.step),
             args.grad_scale,
             core.AdamOptions(
-                args.decoupled, args.maximize, rounding.stochastic, rounding.stochastic_param, rounding.seed
+                args.decoupled,
+                args.maximize,
+                rounding.stochastic,
+                rounding.stochastic_param,
+                rounding.seed,
+                resync=rounding.resync,
             ),
         ),
     )

@@ -57,7 +57,15 @@ def split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """The inverse: the higher half was one less where the lower half says that it was rounded up."""
     upper = high.astype(np.uint32) - (low >= 0x8000)
-    return ((upper << 16) | low).astype(np.uint32).view(np.float32)
+    joined = ((upper << 16) | low).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(joined), from_bf16(high), joined)
+
+
+def is_rounding_of(param: torch.Tensor, master: np.ndarray) -> np.ndarray:
+    """Where a 16-bit parameter is its master to nearest even, or, in bfloat16, halves away from zero."""
+    if param.dtype == torch.float16:
+        return bits_of(param) == to_fp16(master)
+    return (bits_of(param) == to_bf16(master)) | (bits_of(param) == split(master)[0])
 
 
 def array_of(x: torch.Tensor) -> np.ndarray:
@@ -105,12 +113,15 @@ class Rounding:
     seed: int = 0
     param: int = 0
     begin: int = 0  # the first element's place in its parameter
+    resync: bool = False  # masters follow their parameters
 
 
 def step_row(row: Row, args: Adam, rounding: Rounding) -> Row:
     """The row after one step."""
     if row.master is not None:
         weight = array_of(row.master)
+        if rounding.resync:
+            weight = np.where(is_rounding_of(row.p, weight), weight, array_of(row.p))
     elif row.remainder is not None:
         weight = join(bits_of(row.p), bits_of(row.remainder))
     else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bucketwheel.native import core
-from tests.support.adam_cases import BF16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
+from tests.support.adam_cases import BF16, F16, F32, F64, KINDS, assert_same, ids, make, run_op, run_table, table_of
 from tests.support.reference import Adam, bits
 from tests.support.reference_rows import Rounding, Row, bits_of, join, philox, split, step_row, tensor_of
 
@@ -29,8 +29,11 @@ def one_thread() -> Iterator[None]:
 
 
 MODES = [
-    (Adam(step=3, lr=1e-2, weight_decay=0.1, grad_scale=0.37, beta2=0.99), Rounding(seed=5)),
-    (Adam(step=1, lr=1e-2, weight_decay=0.1, decoupled=False), Rounding(True, True, seed=2**63 + 7, param=3)),
+    (Adam(step=3, lr=1e-2, weight_decay=0.1, grad_scale=0.37, beta2=0.99), Rounding(seed=5, resync=True)),
+    (
+        Adam(step=1, lr=1e-2, weight_decay=0.1, decoupled=False),
+        Rounding(True, True, seed=2**63 + 7, param=3, resync=True),
+    ),
     (Adam(step=2**33 + 1, lr=1e-2, weight_decay=0.1, maximize=True, beta2=0.99), Rounding(False, param=2**30 - 1)),
     (Adam(step=7, lr=1e-2, decoupled=False, weight_decay=0.1, beta2=0.99), Rounding(False, True, seed=1)),
 ]
@@ -54,13 +57,21 @@ SIZES = [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1025, CHUNK - 1,
 
 
 @pytest.mark.parametrize(
-    "kind", [("param", BF16, BF16, BF16), ("remainder", BF16, BF16, BF16), ("param", BF16, F32, F32)], ids=ids
+    "kind",
+    [
+        ("param", BF16, BF16, BF16),
+        ("remainder", BF16, BF16, BF16),
+        ("param", BF16, F32, F32),
+        ("master", BF16, BF16, F32),
+        ("master", F16, F16, F32),
+    ],
+    ids=ids,
 )
 def test_every_size_and_every_place_in_the_parameter(kind) -> None:
     args = Adam(step=2, lr=1e-2, weight_decay=0.1)
     for numel, begin in itertools.product(SIZES, (0, 3, 8, 2**34 + 5)):
         row = make(kind, numel, amsgrad=False, seed=numel)
-        rounding = Rounding(True, True, seed=9, param=11, begin=begin)
+        rounding = Rounding(True, True, seed=9, param=11, begin=begin, resync=True)
         with np.errstate(all="ignore"):
             expected = step_row(row, args, rounding)
         run_table([(row, 11, begin)], args, rounding)
@@ -71,7 +82,7 @@ def test_every_size_and_every_place_in_the_parameter(kind) -> None:
 def test_shards_threads_and_alignment_do_not_change_a_bit(kind) -> None:
     """Cut 1, 2, 3 and 7 ways at any element, from memory that starts anywhere."""
     numel, args = 2 * CHUNK + 1234, Adam(step=4, lr=1e-2, weight_decay=0.1, grad_scale=0.5)
-    rounding = Rounding(True, True, seed=77, param=2)
+    rounding = Rounding(True, True, seed=77, param=2, resync=True)
     whole = make(kind, numel, amsgrad=True)
     expected = whole.clone()
     run_op([expected], args, rounding)

@@ -37,7 +37,7 @@ def _native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
     return core.AdamGroup(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
 
 
-def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> core.AdamOptions:
+def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool, resync: bool) -> core.AdamOptions:
     """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
     is another one now."""
     expect_uniform_flags(param_groups)
@@ -47,7 +47,7 @@ def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool) -> co
             "make a new optimizer to change it"
         )
     first = param_groups[0]
-    return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]))
+    return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]), resync=resync)
 
 
 # States of an entry of `GradFactors` in device memory.
@@ -242,14 +242,16 @@ class AdamRows:
     """The native table of rows and the per-parameter scalars around it. ``steps``: int64, one a parameter, where the
     parameters are; counted up here.
 
-    bfloat16 second moments are rounded stochastically. ``amsgrad``: what the groups must say.
+    bfloat16 second moments are rounded stochastically. ``amsgrad``: what the groups must say. ``resync``: masters follow
+    what others have written to their parameters.
     """
 
-    def __init__(self, steps: Tensor, device: int = CPU, *, amsgrad: bool = False) -> None:
+    def __init__(self, steps: Tensor, device: int = CPU, *, amsgrad: bool = False, resync: bool = False) -> None:
         self.table: Any = core.AdamTable() if device == CPU else core.AdamCudaTable(device)
         self.steps = steps
         self._device = device
         self._amsgrad = amsgrad
+        self._resync = resync
         self._param_of_row: list[int] = []
         self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
         self._begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
@@ -291,7 +293,7 @@ class AdamRows:
 
         ``factors`` (`GradFactors.vector`; None: all 1) are folded into the gradients with ``average``.
         """
-        options = _native_options(param_groups, self._amsgrad)
+        options = _native_options(param_groups, self._amsgrad, self._resync)
         self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
         groups = [  # may raise: before steps count
             _native_group(group, float(group["lr"]) if lr is None else 0.0)

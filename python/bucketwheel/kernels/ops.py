@@ -46,6 +46,7 @@ def adam_step(
     param_rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     param_ids: Sequence[int] | None = None,
+    on_external_update: Literal["ignore", "resync"] = "ignore",
 ) -> None:
     """One Adam step over lists of tensors of one device, in place and in one native call.
 
@@ -78,7 +79,7 @@ def adam_step(
         noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
         max_exp_avg_sqs: for each parameter the running maximum of v (amsgrad), of v's dtype, or None.
         master_params: for each bfloat16 or float16 parameter its float32 master, or None. The master is updated and
-            the parameter becomes its value rounded to nearest even; its own old value is not read.
+            the parameter becomes its value rounded to nearest even.
         remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The
             two are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros
             where there is only a bfloat16 weight yet. docs/numerics.md gives the format.
@@ -88,6 +89,9 @@ def adam_step(
             updates smaller than half their last place.
         seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place
             in its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
+
+        on_external_update: "ignore": the old value of a parameter with a master is not read. "resync": where it is not what
+            the master rounds to, it takes the master's place, element by element.
 
     All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
 
@@ -102,6 +106,8 @@ def adam_step(
     if stochastic is None or stochastic_param is None:
         name, value = ("state", state_rounding) if stochastic is None else ("param", param_rounding)
         raise ValueError(f"{name}_rounding is {value!r}, expected 'stochastic' or 'nearest'")
+    if on_external_update not in ("ignore", "resync"):
+        raise ValueError(f"on_external_update is {on_external_update!r}, expected 'ignore' or 'resync'")
     try:
         beta1, beta2 = betas
     except (TypeError, ValueError):
@@ -114,7 +120,8 @@ def adam_step(
     optional = (max_exp_avg_sqs, master_params, remainders)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
     try:
-        options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip)
+        resync = on_external_update == "resync"
+        options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip, resync)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
             module.use_torch_threads(torch.get_num_threads())
             group = _native_group(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay))

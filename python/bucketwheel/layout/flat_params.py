@@ -118,7 +118,7 @@ class FlatParams:
         self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
         key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
         self.lease: Lease = pool.acquire(key, self.packing.numel * self.dtype.itemsize)
-        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,))
+        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,)).zero_()  # the padding
         self._slots: list[Tensor] = []
         with torch.no_grad():
             for begin, info in zip(self.packing.begins, self.infos, strict=True):

@@ -1,5 +1,7 @@
 """Masters: the float32 weights of bfloat16 and float16 parameters, and how they follow what others write to those.
 
+The kernel does that at every step ("resync"); here is the same where masters are made, loaded and compared.
+
 A weight is kept as a float32 ``master_param``, of which the parameter is the rounding, or as a ``remainder``: the 16 bits
 that a bfloat16 parameter lacks ([Note: split master] in csrc/kernels/float16.h). Outside (`state_dict`) it is always
 a ``master_param``, so that either kind loads what the other one saved.
@@ -7,23 +9,22 @@ a ``master_param``, so that either kind loads what the other one saved.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 __all__ = [
+    "first_written",
     "follow_param",
     "forget_master",
-    "has_master",
     "join_master",
     "load_master",
     "master_of",
     "split_master",
     "take_param",
 ]
-
-
-def has_master(state: dict[str, Tensor]) -> bool:
-    return "master_param" in state or "remainder" in state
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,39 +36,46 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 of which `split_master` made the two. A remainder that ``param`` cannot have counts as 0."""
+    """The float32 of which `split_master` made the two; ``param`` where it cannot have this remainder."""
     low = remainder.to(torch.int32) & 0xFFFF
     joined = (((param.view(torch.int16).to(torch.int32) - (low >> 15)) << 16) | low).view(torch.float32)
-    # Not where the remainder is left over from another value: below 0 there is nothing that rounds to 0, and a NaN rounds
-    # to no infinity. A parameter that is 0 is 0.
-    fits = _same_bits(split_master(joined)[0], param) & (param != 0)
-    return torch.where(fits, joined, param.to(torch.float32))
+    # Left over from another value beside 0 and infinity: below 0 there is nothing that rounds to 0.
+    return torch.where(joined.isnan(), param.to(torch.float32), joined)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int16) == b.view(torch.int16)
 
 
+def _is_rounded(param: Tensor, master: Tensor) -> Tensor:
+    """Of each element, whether ``param`` is what ``master`` rounds to."""
+    is_rounded = _same_bits(master.to(param.dtype), param) | (param.isnan() & master.isnan())
+    if param.dtype == torch.bfloat16:
+        is_rounded |= _same_bits(split_master(master)[0], param)  # saved by an optimizer that keeps remainders
+    return is_rounded
+
+
+def first_written(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """The first of the pairs of a parameter and its master that is not what the master rounds to, or -1. Waits for the
+    device."""
+    others = [(~_same_bits(master.to(param.dtype), param)).any() for param, master in pairs]
+    suspects = itertools.compress(range(len(pairs)), torch.stack(others).tolist() if others else ())
+    return next((i for i in suspects if not _is_rounded(*pairs[i]).all()), -1)
+
+
 def follow_param(param: Tensor, state: dict[str, Tensor]) -> None:
-    """Takes ``param``, which somebody may have written to, into its master.
+    """Takes ``param``, which somebody may have written to, into its ``master_param``.
 
     A master that rounds to the parameter as it is stays: it knows more digits of the same value. Any other one becomes the
-    parameter's value. A remainder stays, so the weight is within half a bfloat16 unit of what was written: which
-    elements were written to cannot be known. It becomes 0 where the parameter is 0, or cannot have it.
+    parameter's value.
     """
     if "master_param" in state:
         master = state["master_param"]
-        is_rounded = _same_bits(master.to(param.dtype), param)
-        if param.dtype == torch.bfloat16:
-            is_rounded |= _same_bits(split_master(master)[0], param)  # saved by an optimizer that keeps remainders
-        master.copy_(torch.where(is_rounded, master, param.to(master.dtype)))
-    elif "remainder" in state:
-        remainder = state["remainder"]
-        remainder.copy_(split_master(join_master(param, remainder))[1])
+        master.copy_(torch.where(_is_rounded(param, master), master, param.to(master.dtype)))
 
 
 def take_param(param: Tensor, state: dict[str, Tensor]) -> None:
-    """As `follow_param`, but a remainder goes: an element whose master does not round to it is the weight as it is."""
+    """As `follow_param`; and a remainder goes, since which elements were written to cannot be known."""
     if "remainder" in state:
         state["remainder"].zero_()
     else:

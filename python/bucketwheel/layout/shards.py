@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import FlatParams, ParamInfo
-from bucketwheel.layout.masters import follow_param, has_master, take_param
+from bucketwheel.layout.masters import first_written, follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
 from bucketwheel.layout.precision import Precision
 from bucketwheel.pool.pool import Pool
@@ -56,10 +56,6 @@ class Space:
     def packing(self) -> Packing:
         return self.flat.packing
 
-    @property
-    def has_master(self) -> bool:
-        return has_master(self.states)
-
     def __contains__(self, index: int) -> bool:
         return index in self._packed_at
 
@@ -95,11 +91,21 @@ class Space:
         state = self._states_in(segment)
         rows.add(info.index, info.group, self._own(segment), grad, state, param_begin=segment.param_begin)
 
-    def read_master(self, indices: Collection[int], *, whole: bool = False) -> None:
-        """`follow_param`, or `take_param`, for this rank's part of those of the parameters ``indices`` that are here and have a
-        master."""
-        if not self.has_master:
-            return
-        for index in self.indices:
-            for s in self.owned(index) if index in indices else ():
-                (take_param if whole else follow_param)(self._own(s), self._states_in(s))
+    def read_masters(self, *, whole: bool = False) -> None:
+        """`follow_param`, or `take_param`, for this rank's part of all parameters."""
+        for segment in self.packing.segments(self.rank):
+            (take_param if whole else follow_param)(self._own(segment), self._states_in(segment))
+
+    def first_written(self) -> int:
+        """The index of a parameter of which this rank's part is not what its masters round to, or -1. Waits for the device."""
+        masters = self.states.get("master_param")
+        if masters is None:
+            return -1
+        shards = [(b.begin + self.rank * b.shard_numel, b.shard_begin, b.shard_numel) for b in self.packing.buckets]
+        segments = [(s.flat_begin, s.shard_begin, s.numel) for s in self.packing.segments(self.rank)]
+        for ranges in (shards, segments):  # all of them, which is quick; where they differ, one by one
+            pairs = [(self.flat.flat.narrow(0, a, n), masters.narrow(0, b, n)) for a, b, n in ranges]
+            found = first_written(pairs)
+            if found < 0:
+                return -1
+        return self.indices[self.packing.segments(self.rank)[found].param]

@@ -51,6 +51,7 @@ class AdamOptions:
         stochastic_param: bool = False,
         seed: int = 0,
         noop: bool = False,
+        resync: bool = False,
     ) -> None: ...
 
 class AdamTable:

@@ -1,12 +1,12 @@
 """External edits: what others have done to parameters since the optimizer's last step.
 
-They may have written to one (a loaded model, a moving average, clamping), which its version counter shows, or given it
-other memory (`model.to()`, ``p.data = x``), which its address shows.
+They may have given one other memory (`model.to()`, ``p.data = x``), which its address shows, or written to it (a loaded
+model, a moving average, clamping), which its version counter shows. Writes through ``p.data``, numpy and collectives
+raise no version: beside a master the kernel finds them (`AdamRows`), and for "error" a comparison before the step does.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,20 +16,17 @@ from bucketwheel.layout.flat_params import ParamInfo
 
 __all__ = ["Edits", "ExternalEdits"]
 
-_UNKNOWN = -1  # no version of a tensor
-
 
 @dataclass(frozen=True)
 class Edits:
-    """Parameters by index. ``moved``: have other memory. ``followed``: their master weights follow what they are now.
-    ``refused``: the first that ``on_external_update="error"`` refuses, or -1."""
+    """Parameters by index. ``moved``: have other memory. ``refused``: the first that ``on_external_update="error"`` refuses,
+    or -1. ``compares``: that option refuses also those that are not what their masters round to. ``follows``: "ignore"
+    takes them for their masters all the same, once, since the model may have been loaded after the states."""
 
     moved: frozenset[int]
-    followed: frozenset[int]
     refused: int
-
-
-_NONE = Edits(frozenset(), frozenset(), -1)
+    compares: bool
+    follows: bool
 
 
 class ExternalEdits:
@@ -38,11 +35,10 @@ class ExternalEdits:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._params: list[Parameter] = []
-        # Versions after our last write. Unknown from the loading of a state to the next step: the model may be loaded later,
-        # and that is no edit.
-        self._versions: list[int] = []
-        self._raised_by_one = b""  # flags: what a step has used that raised versions by just that
         self._pointers: list[int] = []  # where the parameters were when the optimizer took them, or bound them again
+        self._versions: list[int] = []  # after our last write; for "error", which alone asks
+        # From the loading of a state to the next step: the model may be loaded later, and that is no edit.
+        self._is_loaded = False
 
     def add(self, infos: Sequence[ParamInfo]) -> None:
         """These are watched too, as they are now."""
@@ -51,48 +47,40 @@ class ExternalEdits:
         self._versions += [param._version for param in params]
         self._pointers += [param.data_ptr() for param in params]
 
+    @property
+    def resync(self) -> bool:
+        """Whether the kernel takes what was written to a parameter for its master."""
+        return self._policy != "ignore"
+
     def find(self) -> Edits:
-        versions = [param._version for param in self._params]
         pointers = [param.data_ptr() for param in self._params]
-        if versions == self._versions and pointers == self._pointers:
-            return _NONE
-        moved = frozenset(i for i, pointer in enumerate(pointers) if pointer != self._pointers[i])
-        written = [i for i, version in enumerate(versions) if version != self._versions[i]]
-        unknown = [i for i in written if self._versions[i] == _UNKNOWN]
-        refused = -1
+        moved: frozenset[int] = frozenset()
+        if pointers != self._pointers:
+            moved = frozenset(i for i, pointer in enumerate(pointers) if pointer != self._pointers[i])
+        refused, compares = -1, self._policy == "error" and not self._is_loaded
         if self._policy == "error":
-            refused = min({*moved, *written} - ({*unknown} - moved), default=-1)
-        followed = unknown if self._policy == "ignore" else [*written, *moved]
-        return Edits(moved, frozenset(followed), refused)
+            versions = [param._version for param in self._params]
+            written = [i for i, version in enumerate(versions) if compares and version != self._versions[i]]
+            refused = min([*moved, *written], default=-1)
+        return Edits(moved, refused, compares, self._policy == "ignore" and self._is_loaded)
 
     def note_written(self) -> None:
         """The optimizer has written to its parameters, or has taken what others wrote."""
-        self._versions = [param._version for param in self._params]
-
-    def note_step(self, edits: Edits, used: bytes) -> None:
-        """The optimizer has written once to the parameters ``used`` (flags), and has taken the ``edits`` that `find` gave.
-
-        A step that uses what the last one used raises versions as that did, so they are not read again, which would take as
-        long as `find` does; unless parameters share a version counter (chunks of one tensor do).
-        """
-        raised = list(map(operator.add, self._versions, used))
-        if edits is _NONE and used == self._raised_by_one:
-            self._versions = raised
-        else:
-            self.note_written()
-            self._raised_by_one = used if self._versions == raised else b""
+        self._is_loaded = False
+        if self._policy == "error":
+            self._versions = [param._version for param in self._params]
 
     def note_bound(self) -> None:
         """The optimizer works on the parameters where they are now."""
         self._pointers = [param.data_ptr() for param in self._params]
 
     def expect_loaded_model(self) -> None:
-        """A state was loaded: masters are compared with the parameters at the next step."""
-        self._versions = [_UNKNOWN] * len(self._params)
+        """A state was loaded: masters are compared with the parameters at the next step, whatever ``policy`` is."""
+        self._is_loaded = True
 
     @staticmethod
     def refusal(info: ParamInfo, rank: int | None = None) -> RuntimeError:
-        """For `Edits.refused`, found on ``rank``; None: there is one process."""
+        """For a refused parameter, found on ``rank``; None: there is one process."""
         where, who = ("", "") if rank is None else (f" on rank {rank}", " on all ranks")
         return RuntimeError(
             f"parameter {info.name!r} was modified{where} since the optimizer's last step "

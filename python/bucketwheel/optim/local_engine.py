@@ -21,7 +21,7 @@ from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
-from bucketwheel.layout.masters import follow_param, take_param
+from bucketwheel.layout.masters import first_written, follow_param, take_param
 from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.native import core
 from bucketwheel.optim import report
@@ -78,7 +78,7 @@ class LocalEngine:
 
     def _bind(self) -> None:
         """Makes the rows of the parameters where they are now."""
-        self._rows = AdamRows(self.steps, self._device, amsgrad=self.precision.amsgrad)
+        self._rows = AdamRows(self.steps, self._device, amsgrad=self.precision.amsgrad, resync=self._edits.resync)
         self._edits.note_bound()
         for info in (self.infos[i] for i in self._order):
             self._rows.add(info.index, info.group, info.param.detach(), None, self.states[info.index])
@@ -134,16 +134,25 @@ class LocalEngine:
         return grad.detach()
 
     def _follow_edits(self) -> None:
-        """Parameters that were moved are bound again; masters of parameters that were written to are read again."""
+        """Parameters that were moved are bound again; masters that were loaded are read again where the kernel does not."""
         for info, state in zip(self.infos, self.states, strict=True):
             expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
         edits = self._edits.find()
-        if edits.refused >= 0:
-            raise ExternalEdits.refusal(self.infos[edits.refused])
-        for i in edits.followed:
-            follow_param(self.infos[i].param.detach(), self.states[i])
+        refused = edits.refused
+        if refused < 0 and edits.compares and not core.is_capturing(self._device):
+            refused = self._first_written()
+        if refused >= 0:
+            raise ExternalEdits.refusal(self.infos[refused])
+        for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
+            follow_param(info.param.detach(), state)
         if edits.moved:
             self._bind()
+
+    def _first_written(self) -> int:
+        """The first parameter that is not what its master rounds to, or -1. Waits for the device."""
+        with_master = [i for i, state in enumerate(self.states) if "master_param" in state]
+        found = first_written([(self.infos[i].param.detach(), self.states[i]["master_param"]) for i in with_master])
+        return with_master[found] if found >= 0 else -1
 
     def reload_masters(self) -> None:
         for info, state in zip(self.infos, self.states, strict=True):

@@ -110,9 +110,11 @@ class ShardedAdamW(Optimizer):
             ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step
             (docs/ordering.md, "A whole step in a graph").
         on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
-            model, a moving average, clamping). ``"resync"`` goes on from what was written; ``"error"`` raises RuntimeError
-            on all ranks, naming it, before anything is updated; ``"ignore"`` goes on from the master weight, if there is
-            one. See `reload_master_params`.
+            model, a moving average, ``p.data.clamp_()``, ``dist.broadcast(p.data, 0)``), the same on all ranks.
+            ``"resync"`` goes on from what was written, element by element; ``"error"`` raises RuntimeError on all ranks,
+            naming it, before anything is updated (with a master the step compares, so the host waits for a CUDA device;
+            without one, writes that raise no version are taken); ``"ignore"`` goes on from the master weight, if there
+            is one. docs/numerics.md, "Writes by others". See `reload_master_params`.
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
@@ -419,8 +421,8 @@ class ShardedAdamW(Optimizer):
     def reload_master_params(self) -> None:
         """Takes the parameters as they are for the weights. Local.
 
-        For edits that cannot be seen (``p.data.mul_(2)`` and what else does not raise a parameter's version), and for
-        those that ``on_external_update`` "error" or "ignore" would not take. All ranks must have made the same edit.
+        For edits that ``on_external_update`` "error" or "ignore" would not take, and where a remainder would add to what
+        was written. Masters that round to the parameter stay. All ranks must have made the same edit.
         """
         self._engine.reload_masters()
 

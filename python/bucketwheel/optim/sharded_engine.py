@@ -153,7 +153,7 @@ class ShardedEngine:
                 self.reducer.broadcast_into(space.flat.flat, 0).wait()
             torch.autograd.graph.increment_version([info.param for info in infos])
         for space in spaces:
-            space.read_master(space.indices)
+            space.read_masters()
         self.infos += infos
         self.spaces += spaces
         self._edits.add(infos)
@@ -176,7 +176,7 @@ class ShardedEngine:
     def _assemble(self) -> Assembly:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
-        rows = AdamRows(self.steps, self.device, amsgrad=options.precision.amsgrad)
+        rows = AdamRows(self.steps, self.device, amsgrad=options.precision.amsgrad, resync=self._edits.resync)
         cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows)
         reduced = ReducedGrads(
             self.comm,
@@ -258,7 +258,7 @@ class ShardedEngine:
                         rows.step(bucket.first_row, bucket.last_row)
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
             torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
-            self._edits.note_step(edits, used)
+            self._edits.note_written()
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
 
@@ -270,31 +270,34 @@ class ShardedEngine:
         return edits
 
     def _follow_edits(self, edits: Edits) -> None:
-        """Binds parameters again that were moved; reads masters again where a parameter was written to since our last write.
+        """Binds parameters again that were moved, and reads masters again that were loaded where the kernel does not.
 
         Or RuntimeError on all ranks where that is asked for, and nothing is read.
         """
-        if core.is_capturing(self.device):
-            self._expect_unedited(edits)
+        is_capturing = core.is_capturing(self.device)
+        if is_capturing:
+            self._expect_settled(edits)
         if self.options.on_external_update == "error":
-            rank, index = self._first_of_any_rank(edits.refused)
+            refused = edits.refused
+            if refused < 0 and edits.compares and not is_capturing:
+                refused = next((i for space in self.spaces if (i := space.first_written()) >= 0), -1)
+            rank, index = self._first_of_any_rank(refused)
             if index >= 0:
                 raise ExternalEdits.refusal(self.infos[index], rank)
         for space in self.spaces if edits.moved else ():
             space.flat.rebind(edits.moved)
-        for space in self.spaces if edits.followed else ():
-            space.read_master(edits.followed)
+        for space in self.spaces if edits.follows else ():
+            space.read_masters()
 
-    def _expect_unedited(self, edits: Edits) -> None:
-        """CaptureError on all ranks where a step that is captured would take in what was written to parameters on one of
-        them, or that they have moved. Collective."""
-        read_again = (i for space in self.spaces for i in edits.followed if space.has_master and i in space)
-        rank, index = self._first_of_any_rank(min([*edits.moved, *read_again], default=-1))
+    def _expect_settled(self, edits: Edits) -> None:
+        """CaptureError on all ranks where every replay would do again what the step has to do for ``edits`` on one of them.
+        Collective."""
+        rank, index = self._first_of_any_rank(0 if edits.follows else min(edits.moved, default=-1))
         if index >= 0:
             raise CaptureError(
-                f"parameter {self.infos[index].name!r} was written to on rank {rank} since the last step, and every "
-                "replay would read it again in the place of its master weight: call optimizer.reload_master_params() "
-                "on all ranks before the capture"
+                f"parameter {self.infos[index].name!r} on rank {rank} has other memory than in the last step, or a state "
+                "that was loaded since, and every replay would read it again in the place of its master weight: call "
+                "optimizer.reload_master_params() on all ranks before the capture"
             )
 
     def _first_of_any_rank(self, index: int) -> tuple[int, int]:
@@ -304,10 +307,10 @@ class ShardedEngine:
 
     def reload_masters(self) -> None:
         self.param_sync()
-        edits, everything = self._find_edits(), frozenset(range(len(self.infos)))
+        edits = self._find_edits()
         for space in self.spaces:
             space.flat.rebind(edits.moved)
-            space.read_master(everything, whole=True)
+            space.read_masters(whole=True)
         self._edits.note_written()
 
     def expect_loaded_model(self) -> None:

@@ -289,7 +289,23 @@ def edited(run: Run, edit: Callable[[list[Parameter]], None]) -> None:
     some_steps(run, 3)
 
 
-EDITS = (by_loading, in_place, with_other_memory, converted_and_back)
+def without_a_version(params: list[Parameter]) -> None:
+    for i, p in enumerate(params):
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[p.element_size()]
+        if i % 3 == 0:
+            p.data.clamp_(-0.25, 0.25)
+        elif i % 3 == 1:
+            p.detach().view(bits).numpy()[...] = (p.detach() * 0.5).view(bits).numpy()
+        else:
+            torch.from_dlpack(p.detach()).masked_fill_(p.detach() < 0, 0.0)
+
+
+def as_a_vector(params: list[Parameter]) -> None:
+    vector = torch.nn.utils.parameters_to_vector(params[:7])
+    torch.nn.utils.vector_to_parameters(vector.clamp(-0.5, 0.25), params[:7])
+
+
+EDITS = (by_loading, in_place, with_other_memory, converted_and_back, without_a_version, as_a_vector)
 for each in EDITS:
     variant(f"edited_{each.__name__}", lambda run, edit=each: edited(run, edit))
 
@@ -311,6 +327,10 @@ def writes(params: list[Parameter]) -> None:
         params[3].mul_(2)
 
 
+def hides(params: list[Parameter]) -> None:
+    params[3].data.mul_(2)
+
+
 def moves(params: list[Parameter]) -> None:
     params[3].data = params[3].data * 2
 
@@ -319,9 +339,10 @@ def moves(params: list[Parameter]) -> None:
 def an_edit_is_an_error_before_anything_is_updated(run: Run) -> None:
     """On all ranks where one has it, until it is told."""
     some_steps(run, 0)
-    for edit in (writes, by_loading, moves):
+    for edit in (writes, hides, by_loading, moves):
         run.backward(1)
-        if not run.is_reference:
+        has_master = not run.is_reference and "master_param" in run.opt._engine.states[3]
+        if not run.is_reference and (has_master or edit is not hides):
             before = values_of(run)
             if run.rank == run.world - 1:
                 edit(run.params)
@@ -339,16 +360,15 @@ def an_edit_is_an_error_before_anything_is_updated(run: Run) -> None:
 def a_master_ignores_what_is_written_to_its_parameter(run: Run) -> None:
     """The next step goes on from the master, so it is as if nothing had been written."""
     some_steps(run, 0)
-    for edit in (writes, by_loading, moves):
+    for edit in (writes, hides, by_loading, moves):
         if not run.is_reference:
             edit(run.params)
         run.backward(1)
         run.step()
 
 
-@script(precisions=HALF, torch=False)
-def an_edit_that_nobody_sees_is_taken_when_told(run: Run) -> None:
-    """``p.data`` has a version of its own."""
+@script(options={"lr": 0.01, "on_external_update": "ignore"}, precisions=HALF, torch=False)
+def an_edit_that_is_ignored_is_taken_when_told(run: Run) -> None:
     for step in range(3):
         run.params[3].data.mul_(2)
         run.opt.reload_master_params()

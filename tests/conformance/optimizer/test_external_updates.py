@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.optim_twins import TINY, Run, make_params, on_ranks, run_local
+from tests.support.optim_twins import TINY, Run, dyadic, make_params, on_ranks, run_local
 
 pytestmark = pytest.mark.dist
 
@@ -47,6 +51,75 @@ def test_a_parameter_of_another_dtype_or_shape_is_named() -> None:
         run.params[3].data = other
         with pytest.raises(RuntimeError, match=f"'weight3' was torch.float32.*{match}"):
             run.opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_is_clamped_or_half_loaded_is_the_weight(world: int | None, dtype: torch.dtype) -> None:
+    """As of `torch.optim.AdamW` over float32 masters that follow by hand: through ``p.data``, which raises no version."""
+
+    def edit(params: Sequence[Tensor], step: int) -> None:
+        for p in params:
+            p.data.clamp_(-0.25, 0.25)
+        params[3].data[step * 10 :, step:].fill_(step / 8)
+
+    def body(comm: Communicator | None) -> list[Tensor]:
+        run = run_of(comm, dtype)
+        for step in range(1, 4):
+            edit(run.params, step)
+            run.backward(step)
+            run.step()
+        return [p.detach().clone() for p in run.params]
+
+    shown = [p.detach() for p in make_params(dtype)]
+    masters = [Parameter(p.float()) for p in shown]
+    theirs = torch.optim.AdamW(masters, 0.01)
+    for step in range(4):
+        if step:
+            edit(shown, step)
+        for p, master, grad in zip(shown, masters, dyadic(masters, step), strict=True):
+            master.data = torch.where(master.to(dtype) == p, master.detach(), p.float())
+            master.grad = grad
+        theirs.step()
+        shown = [master.detach().to(dtype) for master in masters]
+    for values in on_ranks(world, body):
+        torch.testing.assert_close(values, shown, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def written_by_collectives(rank: int, world: int, how: str) -> None:
+    """Rank 0 alone loads, and broadcasts; then the ranks average what each has added. No call of c10d raises a version."""
+    params = make_params(torch.bfloat16)[:7]
+    named = [(f"weight{i}", p) for i, p in enumerate(params)]
+    opt = ShardedAdamW(named, 0.0, weight_decay=0.0, on_external_update=how, **TINY)
+    for collective in ("broadcast", "all_reduce"):
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            if collective == "broadcast":
+                if rank == 0:
+                    p.data.mul_(-2.0)
+                dist.broadcast(p.data, 0)
+            else:
+                p.data.add_(rank + 1)
+                with torch.no_grad():
+                    dist.all_reduce(p)
+        written = [p.detach().clone() for p in params]
+        sum(p.sum() for p in params).backward()
+        if how == "error":
+            with pytest.raises(
+                RuntimeError, match=r"parameter 'weight0' was modified on rank 0 .*reload_master_params"
+            ):
+                opt.step()
+            assert_bitwise_equal([p.detach() for p in params], written)
+            opt.reload_master_params()
+        opt.step()
+        opt.zero_grad()
+        assert_bitwise_equal([p.detach() for p in params], before if how == "ignore" else written)
+    opt.close()
+
+
+@pytest.mark.parametrize("how", ["resync", "ignore", "error"])
+def test_collectives_write_to_parameters(rank_pool: Any, how: str) -> None:
+    rank_pool(2).run(written_by_collectives, how, timeout_s=30)
 
 
 @pytest.mark.parametrize("how", ["resync", "ignore", "error"])
