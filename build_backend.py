@@ -8,4 +8,4 @@ from setuptools.build_meta import *  # noqa: F403
 
 def get_requires_for_build_wheel(config_settings=None):
     requires = build_meta.get_requires_for_build_wheel(config_settings)
-    return [*requires, "pybind11>=2.13", "ninja", "filelock"] if os.environ.get("BW_AOT") else requires
+    return [*requires, "pybind11>=2.13", "ninja"] if os.environ.get("BW_AOT") else requires

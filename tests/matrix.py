@@ -152,7 +152,7 @@ class Cell:
         self.step("making the environment", interpreter, "-m", "venv", "--upgrade-deps", self.folder / "venv")
         python = self.bin / "python"
         if self.result.torch == "none":
-            self.pip("pybind11>=2.13", "ninja", "filelock")
+            self.pip("pybind11>=2.13", "ninja")
             package = self.source.tree / "python" / "bucketwheel"
             self.build(python, "-c", BUILD_ALONE, package)
             return

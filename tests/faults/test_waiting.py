@@ -96,11 +96,11 @@ def leaves_its_loop(rank: int, world: int, how: str) -> tuple[type[BaseException
 def test_a_rank_that_leaves_its_loop_early_is_named(rank_pool: Pools, how: str) -> None:
     results = rank_pool(3).run(leaves_its_loop, how)
     for kind, text, took_s in (results[0], results[2]):
-        print(how, text)
         assert took_s < SOON_S + (LIMIT_S if how == "stays" else 0.0)
         if how == "stays":
             assert kind is CommTimeout and "rank 1 (pid" in text
-        elif how == "ends":
-            assert kind is PeerError and "rank 1 (pid" in text and "has closed the communicator" in text
+        elif kind is PeerError:  # also where a rank comes to its step a second after rank 1 has closed
+            assert "rank 1 (pid" in text and "has closed the communicator" in text
         else:
-            assert kind is RuntimeError and "step, close, step (by rank)" in text and "without a backward" in text
+            assert how == "closes" and kind is RuntimeError
+            assert "step, close, step (by rank)" in text and "without a backward" in text

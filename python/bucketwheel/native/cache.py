@@ -3,13 +3,14 @@
 [Note: one build]
 A folder cpu-VERSION-PYTHON-KEY is an entry: a module and its manifest. Who needs one that is missing takes the lock of the
 build folder builds/cpu-COMPILER-SOURCES; the first builds, the others then find the entry. The kernel ends the lock with
-its holder. An entry is made in a temporary folder and renamed to its place: readers see all of it or nothing. If two build
+its holder, and with what a killed one has left running ([Note: a builder that is killed]). An entry is made in a temporary folder and renamed to its place: readers see all of it or nothing. If two build
 the same (two installations of the same sources), the second to rename finds the first one's entry and takes it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -21,15 +22,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import IO, Any
 
 from bucketwheel.errors import BuildError
 from bucketwheel.native import env
 from bucketwheel.native.toolchain import CPU, Module, explain, say
 
 REPORT_S = 10.0
+_LOOK_S = 0.05  # between two tries for the lock
 _NETWORK_FILE_SYSTEMS = set(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
 )
@@ -107,40 +107,55 @@ def expect_trusted(path: Path, module: Module = CPU) -> None:
 
 
 @contextmanager
-def take(folder: Path, module: Module) -> Iterator[bool]:
-    """Hold the lock of a build folder; yields whether another process had it. `BuildError` after ``BW_BUILD_TIMEOUT``."""
+def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
+    """Hold the lock of a build folder; yields whether somebody else had it, and its file descriptor. `BuildError` after
+    ``BW_BUILD_TIMEOUT``."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock, holder, builder = FileLock(f"{folder}.lock"), folder / "builder.txt", "an unnamed process"
-    limit_s, start, waited = env.build_timeout_s(), time.monotonic(), False
-    while not lock.is_locked:
-        left_s = limit_s + start - time.monotonic()
-        try:
-            lock.acquire(timeout=max(0.0, min(REPORT_S, left_s)) if waited else 0.0)
-        except Timeout:
+    holder, limit_s, start = folder / "builder.txt", env.build_timeout_s(), time.monotonic()
+    with open(f"{folder}.lock", "a") as lock:
+        has_waited, report_s = False, REPORT_S
+        while not _is_locked_by(lock):
+            waited_s, builder = time.monotonic() - start, "an unnamed process"
             with suppress(OSError):
                 builder = holder.read_text()
-            if left_s <= 0:
+            if waited_s >= limit_s:
                 raise explain(
                     f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}",
                     module=module,
-                    remedies=[f"look at that process; its lock is {folder}.lock", "set another BW_CACHE_DIR"],
-                ) from None
-            if waited:
-                say(f"waited {limit_s - left_s:.0f} s for the {module.title}, being built by {builder}")
-            waited = True
+                    remedies=[
+                        f"look at that process, or the ninja that it has left; its lock is {folder}.lock",
+                        "set another BW_CACHE_DIR",
+                    ],
+                )
+            if waited_s >= report_s:
+                say(f"waited {waited_s:.0f} s for the {module.title}, being built by {builder}")
+                report_s += REPORT_S
+            time.sleep(_LOOK_S)
+            has_waited = True
+        try:
+            if not any(folder.iterdir()):
+                _seed(folder)
+            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}")
+            yield has_waited, lock.fileno()
+        finally:  # also where somebody else has inherited it: a server that a compiler has started
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _is_locked_by(lock: IO[str]) -> bool:
+    """Whether the lock could be taken."""
     try:
-        if not any(folder.iterdir()):
-            _seed(folder)
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}")
-        yield waited
-    finally:
-        lock.release()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _seed(folder: Path) -> None:
     """Start an empty build folder from a copy of one by the same compiler: two checkouts have most files in common."""
     for log in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/.ninja_log"):
-        with suppress(Timeout, OSError), FileLock(f"{log.parent}.lock", timeout=0):
+        with suppress(OSError), open(f"{log.parent}.lock", "a") as lock:
+            if not _is_locked_by(lock):
+                continue
             with tempfile.TemporaryDirectory(prefix="new-", dir=folder.parents[1], ignore_cleanup_errors=True) as name:
                 shutil.copytree(log.parent, Path(name, "copy")).rename(folder)
                 return

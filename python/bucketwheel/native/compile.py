@@ -4,6 +4,10 @@
 A build folder has a copy of csrc/, build.ninja, the objects and ninja's records. ninja compiles a unit if its command changed or
 a file that it read is newer than its object. The times of the user's files do not tell that: a package manager or git may bring
 back an older file with its time. So ninja sees the copy, in which a file is written if its bytes changed, else left alone.
+
+[Note: a builder that is killed] ninja goes on without it, and so do its compilers: a rank that lives for seconds would
+never get a long compile done otherwise. They hold the lock of the build folder, which is what they inherit, so the next
+builder comes when they are through, finds their objects and links. Their output goes to a file: nobody reads a pipe.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 from pathlib import Path
 
 from bucketwheel.native import env
-from bucketwheel.native.toolchain import CUDA, Module, Recipe, Source, Toolchain, explain, read_recipe, tree
+from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, tree
 
 _UNIT_SOURCES = 7
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
@@ -37,16 +41,13 @@ rule compile
 rule link
   command = $cmd
 """
-# If the builder dies, even by SIGKILL, ninja gets SIGTERM and ends its compilers: nothing of a dead builder writes into
-# the build folder of the next one. 1 is PR_SET_PDEATHSIG.
-_RUN = (
-    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
-def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path) -> Path:
-    """Compile and link `copy_sources`' copy; returns the module's path. ``log`` gets all output. Raises `BuildError`."""
+def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path, lock: int | None = None) -> Path:
+    """Compile and link `copy_sources`' copy; returns the module's path. ``log`` gets all output. Raises `BuildError`.
+
+    ``lock``: the file descriptor of the lock of ``folder``, [Note: a builder that is killed]. None: nobody else uses it.
+    """
     module = f"../{recipe.module.file}"
     lines, commands = [_RULES], {}  # by what they make; all are run in csrc/
     for unit in units(recipe):
@@ -64,8 +65,8 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
 
     # ninja starts commands in the order of the targets that it is given; the list of sources has slow ones first.
     argv = [find_ninja(), "-f", "../build.ninja", f"-j{len(os.sched_getaffinity(0))}", *commands]
-    is_done, output = _run(argv, folder / "csrc", recipe.module)
-    log.write_text("\n".join([*commands.values(), "", output]))
+    log.write_text("\n".join([*commands.values(), "", ""]))
+    is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock])
     if is_done:
         return folder / recipe.module.file
     reported = re.findall(r"^FAILED: .*?(\S+)\s*$", output, re.MULTILINE)
@@ -134,33 +135,27 @@ def find_ninja() -> str:
     return os.path.join(ninja.BIN_DIR, "ninja")
 
 
-def _run(argv: list[str], cwd: Path, module: Module) -> tuple[bool, str]:
-    """Run ninja; whether it succeeded, and its output. It has a session of its own: only this process ends it."""
-    timeout_s = env.build_timeout_s()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, str(os.getpid()), *argv],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:  # for one, sys.executable is empty where Python is embedded
-        remedy = f"have it built by an ordinary Python: python -m bucketwheel doctor --build {module.kind}"
-        raise explain(f"ninja cannot be started: {error}", module=module, remedies=[remedy]) from error
-    with process:
+def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int]) -> tuple[bool, str]:
+    """Run ninja; whether it succeeded, and its output, which is added to ``log``. It has a session of its own: Ctrl-C
+    reaches this process only."""
+    timeout_s, begin = env.build_timeout_s(), log.stat().st_size
+    with log.open("a") as file:
         try:
-            output, _ = process.communicate(timeout=timeout_s)
-            return process.returncode == 0, output
+            process = subprocess.Popen(
+                argv, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited
+            )
+        except OSError as error:
+            raise explain(f"ninja cannot be started: {error}", remedies=["pip install ninja"]) from error
+        try:
+            process.wait(timeout_s)
         except BaseException as error:  # too late, or Ctrl-C
             os.killpg(process.pid, signal.SIGTERM)  # only on this does ninja end its compilers, each a group of its own
             try:
-                output, _ = process.communicate(timeout=_GRACE_S)
+                process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                output, _ = process.communicate()
+                process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return False, f"{output}\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n"
+            file.write(f"\nstopped after {timeout_s:.0f} s (BW_BUILD_TIMEOUT)\n")
+    return process.returncode == 0, log.read_bytes()[begin:].decode(errors="replace")

@@ -172,7 +172,7 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
         for made in (cache, cache / "builds"):
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
             _cache.expect_trusted(made, module)
-        with _cache.take(folder, module) as waited:
+        with _cache.take(folder, module) as (waited, lock):
             recipe = compile.copy_sources(recipe, folder)  # what is compiled now, whatever is edited meanwhile
             key = _toolchain.build_key(recipe, toolchain)
             entry = cache / _entry_name(module, key)
@@ -188,7 +188,7 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
             say(f"building the {module.title}{archs} (once; later starts find it in the cache)")
             start = time.monotonic()
             try:
-                path = compile.compile_module(recipe, toolchain, folder, folder / "build.log")
+                path = compile.compile_module(recipe, toolchain, folder, folder / "build.log", lock)
                 try_import(module, path, folder / "build.log")
             except BuildError as error:
                 failure.write_text(f"{key}\n{error}")
@@ -214,6 +214,7 @@ def _manifest(recipe: Recipe, toolchain: Toolchain) -> dict[str, Any]:
 def try_import(module: Module, path: Path, log: Path | None = None) -> None:
     """Import a module in a child process. Raises `BuildError` if that fails; it names the ``log`` of the build."""
     command = [sys.executable, "-c", _TRY, f"bucketwheel.{module.name}", str(path), str(_PACKAGE)]
+    remedy = "check that the compiler and its C++ runtime library belong together: choose with CXX=..."
     try:
         subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
         return
@@ -221,15 +222,16 @@ def try_import(module: Module, path: Path, log: Path | None = None) -> None:
         outcome, lines = f"ended with status {error.returncode}", error.stdout.splitlines()
     except subprocess.TimeoutExpired:
         outcome, lines = "did not end within 60 s", []
-    except OSError as error:
+    except OSError as error:  # for one, sys.executable is empty where Python is embedded
         outcome, lines = f"could not be started: {error}", []
+        remedy = f"have it built by an ordinary Python: python -m bucketwheel doctor --build {module.kind}"
     raise explain(
         f"it was compiled, but the process that imported it {outcome}",
         module=module,
         command=f"{sys.executable} -c 'import ...' {path.name}",
         lines=lines,
         log=log,
-        remedies=["check that the compiler and its C++ runtime library belong together: choose with CXX=..."],
+        remedies=[remedy],
     )
 
 
