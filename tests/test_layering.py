@@ -317,3 +317,18 @@ def test_no_paths_of_one_machine() -> None:
         text = path.read_text(errors="replace")
         problems += [f"{path}:{line_of(text, found.start())}: {found[0]}" for found in MACHINE_PATH.finditer(text)]
     report(problems)
+
+
+FACTORIES = set(
+    """arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm range
+    scalar_tensor tensor zeros""".split()
+)
+
+
+def test_factories_name_dtype_and_device():
+    """Else they would follow torch.set_default_dtype, torch.set_default_device and ``with torch.device(...)``."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.stem != "testing" else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+                named = {keyword.arg for keyword in node.keywords}  # None: **options
+                assert named >= {"dtype", "device"} or None in named, f"{path}:{node.lineno}: {ast.unparse(node)}"

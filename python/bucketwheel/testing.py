@@ -359,7 +359,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
 
         # The vector functions of MKL (exp, log, tanh, ...), when a process calls them for the first time and several
         # threads do it at once, may do that one call with its lowest accuracy: results are off by 1e-4.
-        torch.exp(torch.ones(1))
+        torch.exp(torch.ones(1, dtype=torch.float32, device="cpu"))
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     over: queue.SimpleQueue[int] = queue.SimpleQueue()

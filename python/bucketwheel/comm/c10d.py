@@ -75,7 +75,7 @@ class _Group:
         self._limit_s = timeout_s + _LATE_S
         length = max(min(_PEER_BYTES * len(self._peers), _ROOM_BYTES), _LEAST_BYTES * max(len(self._peers), 1))
         self.rooms = [
-            (torch.empty(length, dtype=torch.uint8), torch.empty(length, dtype=torch.uint8))
+            (torch.empty(length, dtype=torch.uint8, device="cpu"), torch.empty(length, dtype=torch.uint8, device="cpu"))
             for _ in range(core.C10D_ROOMS)
         ]
         self._works: list[list[Any]] = [[] for _ in self.rooms]  # by room, until they are over: they own what they send

@@ -50,4 +50,4 @@ def give_up(group: Any, peer: int) -> None:
     """Whatever waits in the gloo group ends with a RuntimeError, here and then on the other ranks. A time limit that passes
     is the one way to have gloo do that. ``peer``: any other rank."""
     with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(0, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(0, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

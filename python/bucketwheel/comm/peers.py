@@ -313,7 +313,7 @@ class _Rounds:
         self._rank, self._size, self._timeout_s = rendezvous.rank, rendezvous.size, timeout_s
         self._number = 0
         self._work: Any = None  # from post() until collect() has the payloads
-        self._slots = torch.empty(self._size, _SLOT_BYTES, dtype=torch.uint8)
+        self._slots = torch.empty(self._size, _SLOT_BYTES, dtype=torch.uint8, device="cpu")
         self._payload = b""
         self._group = gloo.connect(rendezvous, "rounds")
 
@@ -337,7 +337,7 @@ class _Rounds:
         lengths = [_HEAD.unpack_from(slot)[0] for slot in slots]
         longest = max(lengths)
         if longest > _INLINE_BYTES:  # on every rank alike
-            everyone = torch.empty(self._size, longest, dtype=torch.uint8)
+            everyone = torch.empty(self._size, longest, dtype=torch.uint8, device="cpu")
             self._work = self._gather(everyone, bytearray(self._payload.ljust(longest, b"\0")))
             self._await(begin, None)
             payloads = [data.numpy().tobytes()[:length] for data, length in zip(everyone, lengths, strict=True)]

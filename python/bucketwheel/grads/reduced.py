@@ -243,7 +243,7 @@ class ReducedGrads:
             if self._edited[index] and self._content[index]:
                 again = core.sumsq([piece.grad for piece in param.pieces])
                 local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
-        return torch.frombuffer(local, dtype=torch.float64) if local else torch.empty(0, dtype=torch.float64)
+        return torch.frombuffer(local, dtype=torch.float64) if local else self._new(0)
 
     def _sums_on_cuda(self) -> Tensor:
         self._sum_edited_rows()
@@ -289,7 +289,7 @@ class ReducedGrads:
 
     def _places(self, indices: Sequence[int]) -> Tensor:
         if self._is_on_cpu:
-            return torch.tensor(indices, dtype=torch.int64)
+            return torch.tensor(indices, dtype=torch.int64, device="cpu")
         return self._uploads.numbers("indices", indices)
 
     def _norms_of_all(self, ord: float) -> Tensor:
@@ -334,14 +334,15 @@ class ReducedGrads:
             return self._clip_on_cuda(indices, None)
         seen = self.sums_of_squares() * self.factors.vector().square()  # of sums, not of rounded roots
         total = core.fold(self._chosen(indices, seen, 0.0).tolist())
-        return torch.tensor(math.sqrt(total) * self.average if total >= 0 else math.nan, dtype=self.norm_dtype)
+        norm = math.sqrt(total) * self.average if total >= 0 else math.nan
+        return torch.tensor(norm, dtype=self.norm_dtype, device="cpu")
 
     def _chosen(self, indices: Sequence[int], values: Tensor, other: float) -> Tensor:
         """``values`` [params] at ``indices``, ``other`` elsewhere."""
         if len(indices) == len(values):
             return values
-        mask = torch.zeros(len(values), dtype=torch.bool)
-        mask[torch.tensor(indices, dtype=torch.int64)] = True
+        mask = torch.zeros(len(values), dtype=torch.bool, device="cpu")
+        mask[self._places(indices)] = True
         return torch.where(mask, values, other)
 
     def clip(self, indices: Sequence[int], max_norm: float, ord: float) -> Tensor:

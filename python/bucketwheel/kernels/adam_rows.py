@@ -222,8 +222,8 @@ class GradFactors:
     def vector(self) -> Tensor:
         """All factors, as the Adam kernel takes them: float64 [parameters], where the parameters are."""
         if self._entries is None:
-            own = bytearray(self._known)
-            return torch.frombuffer(own, dtype=torch.float64) if own else torch.empty(0, dtype=torch.float64)
+            own, nothing = bytearray(self._known), torch.empty(0, dtype=torch.float64, device="cpu")
+            return torch.frombuffer(own, dtype=torch.float64) if own else nothing
         self._move_known()
         return self._entries
 
@@ -316,10 +316,11 @@ class AdamRows:
     ) -> None:
         core.use_torch_threads(torch.get_num_threads())
         if self._param_index is None:
-            self._param_index = torch.tensor(self._param_of_row, dtype=torch.int64)
-        is_used = torch.frombuffer(bytearray(used), dtype=torch.uint8) if used else torch.empty(0, dtype=torch.uint8)
+            self._param_index = torch.tensor(self._param_of_row, dtype=torch.int64, device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        is_used = torch.frombuffer(bytearray(used), dtype=torch.uint8) if used else nothing
         self.steps += is_used
-        of_params = torch.ones(len(is_used), dtype=torch.float64) if factors is None else factors
+        of_params = torch.ones(len(is_used), dtype=torch.float64, device="cpu") if factors is None else factors
         steps, used_rows, row_factors = (
             tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average)
         )

@@ -339,7 +339,10 @@ class ShardedAdamW(Optimizer):
                 f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
             )
         self._take_in_unfrozen()
-        norm = total_norm.detach().reshape(()) if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
+        if isinstance(total_norm, Tensor):
+            norm = total_norm.detach().reshape(())
+        else:
+            norm = torch.tensor(float(total_norm), dtype=torch.float64, device="cpu")
         self._engine.clip_with(self._trained.indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:

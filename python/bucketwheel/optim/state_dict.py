@@ -91,7 +91,7 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
             rate = ours["lr"]
             ours.update(theirs)
             if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
-                ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"]))
+                ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"], dtype=rate.dtype, device=rate.device))
         engine.expect_loaded_model()
 
     return load
