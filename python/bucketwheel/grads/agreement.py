@@ -17,7 +17,7 @@ from bucketwheel.layout.flat_params import ParamInfo
 
 __all__ = [
     "REFUSED",
-    "WITHOUT_INPUT",
+    "NO_JOIN",
     "Facts",
     "break_promise",
     "raise_different_calls",
@@ -30,7 +30,13 @@ __all__ = [
     "warn_of_late_round",
 ]
 
-WITHOUT_INPUT = "goes on making the optimizer's calls without a backward, until no rank has inputs left"
+_NO_INPUTS = (
+    "A rank whose inputs are used up goes on making the optimizer's calls without a backward, until no rank has inputs "
+    'left (docs/parallelism.md, "Ranks with fewer inputs")'
+)
+NO_JOIN = (
+    f"ShardedAdamW does not take part in that: its collectives would wait for ranks that have joined. {_NO_INPUTS}"
+)
 REFUSED = "refused"  # what a rank exchanges in the place of a call: the text of its error follows
 
 
@@ -45,7 +51,7 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         "use different parameters, call optimizer.grad_sync() before stock code"
     )
     if "close" in calls:
-        remedy = f"A rank whose inputs are used up {WITHOUT_INPUT}"
+        remedy = _NO_INPUTS
     raise RuntimeError(f"ranks did different things with their gradients: {', '.join(calls)} (by rank). {remedy}")
 
 

@@ -23,6 +23,7 @@ A `DistributedDataParallel` around the model is answered too: [Note: reducer und
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import sys
 import warnings
@@ -32,12 +33,15 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
+from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.native import core
+from bucketwheel.torch_internals import is_in_join
 
 __all__ = ["GradOwner", "ShardedGrad"]
 
@@ -410,11 +414,26 @@ def _warn_of_reducer() -> None:
     )
 
 
+_wrappers: weakref.WeakKeyDictionary[GradOwner, list[Any]] = weakref.WeakKeyDictionary()  # of its parameters: weakly
+
+
+def _expect_no_join(grad: ShardedGrad) -> None:
+    """RuntimeError where the wrapper is in torch's Join. Local: all ranks with inputs come here in their first backward, and
+    one without waits in a collective of Join's."""
+    owner = grad.owner
+    if owner not in _wrappers:  # once: nothing leads from the reducer to its wrapper
+        found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+        _wrappers[owner] = [weakref.ref(one) for one in found if any(p.grad is grad for p in one.parameters())]
+    if any((one := wrapper()) is not None and is_in_join(one) for wrapper in _wrappers[owner]):
+        raise RuntimeError(f"the model's DistributedDataParallel wrapper is in torch's Join. {NO_JOIN}")
+
+
 def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tensor:
     in_backward = torch._C._current_graph_task_id() != -1
     if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not in_backward:
         raise _NotAnswered
     _warn_of_reducer()
+    _expect_no_join(grad)
     grad.give_to_reducer()
     return out.zero_()
 

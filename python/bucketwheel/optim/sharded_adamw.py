@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
+from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.precision import Precision
 from bucketwheel.optim import state_dict as states
@@ -480,6 +481,10 @@ class ShardedAdamW(Optimizer):
             self._made_engine.abort(f"{kind.__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
             self.close()
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Asked for by `torch.distributed.algorithms.join.Join`: TypeError."""
+        raise TypeError(f"torch's Join was given a {type(self).__name__}. {NO_JOIN}")
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
