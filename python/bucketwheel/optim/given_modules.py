@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,3 +42,18 @@ class GivenModules:
                 names.setdefault(name, param)  # of several modules one has the name
         others = tuple(one for module in modules for one in held_by(module) if not one[1].requires_grad)
         return cls({param: name for name, param in names.items()}, others)
+
+    def names_in(self, param_groups: Sequence[dict[str, Any]], g: int) -> list[tuple[str, bool]]:
+        """For each parameter of group ``g`` its name, and whether it is one: else it says where the parameter is."""
+        params = param_groups[g]["params"]
+        names = param_groups[g].get("param_names") or [self.names.get(param) for param in params]
+        return [(name or f"group {g} parameter {i}", bool(name)) for i, name in enumerate(names)]
+
+    def frozen_in(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor]]:
+        """``others``, and what else is frozen in the groups."""
+        known = {id(tensor) for _, tensor in self.others}
+        found = list(self.others)
+        for g, group in enumerate(param_groups):
+            named = zip(self.names_in(param_groups, g), group["params"], strict=True)
+            found += [(name, p) for (name, _), p in named if not p.requires_grad and id(p) not in known]
+        return found

@@ -120,15 +120,9 @@ def collect_params(
     infos: list[ParamInfo] = []
     devices = {param.device for param in known}
     first: dict[Tensor, str] = {}
-    others = [*given.others, *(("a parameter given before", param) for param in known)]
     for g, group in enumerate(param_groups):
-        names = group.get("param_names") or [given.names.get(param) for param in group["params"]]
-        for i, (named, param) in enumerate(zip(names, group["params"], strict=True)):
-            name = named or f"group {g} parameter {i}"
-            if param in known:
-                continue
-            if not param.requires_grad:
-                others.append((name, param))
+        for (name, is_named), param in zip(given.names_in(param_groups, g), group["params"], strict=True):
+            if not param.requires_grad or param in known:
                 continue
             if param in first:
                 raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
@@ -157,8 +151,8 @@ def collect_params(
             granularity = _granularity(group, param, name)
             index = len(known) + len(infos)
             kind = (param.dtype, param.stride(), param.device)
-            infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named=bool(named)))
-    expect_apart(infos, others)
+            infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named))
+    expect_apart(infos, [*given.frozen_in(param_groups), *(("a parameter given before", p) for p in known)])
     expect_uniform_flags(param_groups)
     return infos
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import warnings
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from bucketwheel._version import __version__
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
-from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.digests import digests_of
+from bucketwheel.layout.flat_params import ParamInfo, is_plain
 
-__all__ = ["expect_equal_layout", "expect_equal_places"]
+__all__ = ["compare_values", "expect_equal_layout", "expect_equal_places"]
 
 
 def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
@@ -42,6 +46,53 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     raise RuntimeError(
         f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the "
         "same parameters in the same order, with the same options"
+    )
+
+
+def compare_values(comm: Reducer, infos: Sequence[ParamInfo], others: Sequence[tuple[str, Tensor]]) -> None:
+    """RuntimeError on every rank where one was given the parameters without names in another order than rank 0: they have
+    the values of rank 0's, at other places. Other values are all right, rank 0's are taken.
+
+    A warning on every rank where ``others``, which have names and stay as they are, have other values. Collective.
+    """
+    unnamed = [info for info in infos if not info.is_named]
+    params = digests_of([info.param for info in unnamed])
+    others = [(name, other) for name, other in others if is_plain(other)]
+    named = [
+        hashlib.sha256(f"{name} {tuple(other.shape)} {other.dtype}".encode() + value).digest()[:8]
+        for (name, other), value in zip(others, digests_of([other for _, other in others]), strict=True)
+    ]
+    sums = [hashlib.sha256(b"".join(values)).digest() for values in (params, named)]
+    everyone = comm.exchange(b"".join(sums))
+    if len({one[: len(sums[0])] for one in everyone}) > 1:
+        _expect_equal_order(unnamed, comm.exchange(b"".join(params)[: comm.max_payload_bytes]))
+    if len({one[len(sums[0]) :] for one in everyone}) > 1:
+        _warn_of_unequal([name for name, _ in others], comm.exchange(b"".join(named)[: comm.max_payload_bytes]))
+
+
+def _expect_equal_order(infos: Sequence[ParamInfo], everyone: Sequence[bytes]) -> None:
+    first, *rest = ([of[at : at + 8] for at in range(0, len(of), 8)] for of in everyone)
+    for rank, mine in enumerate(rest, 1):
+        moved = [i for i, (a, b) in enumerate(zip(first, mine, strict=True)) if a != b]
+        if moved and sorted(first[i] for i in moved) == sorted(mine[i] for i in moved):
+            place = {mine[i]: infos[i].name for i in moved}
+            places = ", ".join(f"{infos[i].name!r} as {place[first[i]]!r}" for i in moved[:3])
+            raise RuntimeError(
+                f"rank {rank} was given the parameters in another order than rank 0: it has rank 0's {places}"
+                f"{', ...' if len(moved) > 3 else ''}; every rank must pass the same parameters in the same order. "
+                "Pass model.named_parameters(), of which the names are compared"
+            )
+
+
+def _warn_of_unequal(names: Sequence[str], everyone: Sequence[bytes]) -> None:
+    size = min(map(len, everyone))
+    unequal = [i for i in range(size // 8) if len({of[8 * i : 8 * i + 8] for of in everyone}) > 1]
+    shown = ", ".join(repr(names[i]) for i in unequal[:3]) or "their number"
+    warnings.warn(
+        f"frozen parameters and buffers differ between ranks: {shown}{', ...' if len(unequal) > 3 else ''}. The optimizer "
+        "gives all ranks rank 0's trainable parameters only, where DDP gives them its frozen parameters and buffers too: "
+        "call bucketwheel.sync_module(model) before",
+        stacklevel=6,  # the call of the optimizer's class
     )
 
 

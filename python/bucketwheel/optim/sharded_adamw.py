@@ -119,7 +119,10 @@ class ShardedAdamW(Optimizer):
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
-        RuntimeError: ranks disagree on the parameters or options.
+        RuntimeError: ranks disagree on the parameters, their order or the options. Names are compared, of
+            ``named_parameters()`` or of an iterator such as ``parameters()`` that has not begun; of parameters without, values.
+
+    Warns where frozen parameters or buffers, as far as it sees them, differ between ranks: `sync_module`.
     """
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
@@ -192,7 +195,8 @@ class ShardedAdamW(Optimizer):
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         groups = (process_group, replicate_group)
-        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s)
+        others = given.frozen_in(self.param_groups)
+        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._made_engine.watch(trained.frozen)
         self._publish_state()
 
@@ -507,6 +511,7 @@ def _make_engine(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
     timeout_s: float | None,
+    others: Sequence[tuple[str, Tensor]],
 ) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
     """The engine for the parameters, and the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
@@ -516,7 +521,7 @@ def _make_engine(
         options.expect_capturable_on(trained.device, comm)
         if comm is None:
             return LocalEngine(trained.infos, device=trained.device, options=options), owned
-        return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate), owned
+        return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others), owned
     except BaseException:
         _close_all(owned, 0.0)
         raise

@@ -32,7 +32,7 @@ from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
-from bucketwheel.optim.rank_checks import expect_equal_layout
+from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
@@ -83,7 +83,8 @@ class Assembly:
 class ShardedEngine:
     """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
 
-    States are sharded over ``comm``; with ``replicate`` so many times over. ``reducer`` is all ranks of both.
+    States are sharded over ``comm``; with ``replicate`` so many times over. ``reducer`` is all ranks of both. ``others``:
+    frozen parameters and buffers, to warn of.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ShardedEngine:
         groups: Sequence[str],
         options: OptimizerOptions,
         replicate: Communicator | None = None,
+        others: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
         self.comm = comm
         given = [comm] if replicate is None else [comm, replicate]
@@ -115,6 +117,7 @@ class ShardedEngine:
         _claim([*self._comms, *_named(infos)], self)
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
+            compare_values(self.reducer, infos, others)
             expect_dense(infos)
             self._take_in(infos)
             self._assembly = self._assemble()
@@ -220,6 +223,7 @@ class ShardedEngine:
         old.grads.close(why)
         self.param_sync()
         expect_equal_layout(self.reducer, infos, groups, self._options_text())
+        compare_values(self.reducer, infos, ())
         expect_dense(infos)
         _claim(_named(infos), self)
         self._unfrozen.release([info.param for info in infos])

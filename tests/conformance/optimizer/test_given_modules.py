@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
@@ -115,3 +117,74 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
     for single in ("1", "", "?"):
         monkeypatch.setenv("WORLD_SIZE", single)
         ShardedAdamW([weight]).step()
+
+
+# ---- what ranks have differently
+
+
+def layers(seed: int, order: tuple[int, ...] = (0, 1, 2), dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    """Weights that differ and biases that do not, in this order."""
+    torch.manual_seed(seed)
+    weights = [Parameter(torch.randn(700).to(dtype)) for _ in order]
+    return [weights[i] for i in order] + [Parameter(torch.zeros(700).to(dtype)) for _ in order]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 3])
+def test_unnamed_parameters_in_another_order_are_refused_on_all_ranks(world: int, dtype: torch.dtype) -> None:
+    """Issue 30: rank 0's values went into other layers of the last rank. Ranks may have other values."""
+    match = f"rank {world - 1} was given .*rank 0's 'group . parameter 0' as 'group . parameter 1', .*named_parameters"
+
+    def body(comm: Communicator) -> None:
+        assert comm is not None
+        is_last = comm.rank == comm.size - 1
+        params = layers(0, (2, 0, 1) if is_last else (0, 1, 2), dtype)
+        before = [p.detach().clone() for p in params]
+        with pytest.raises(RuntimeError, match=match):
+            ShardedAdamW(params, process_group=comm)
+        opt = ShardedAdamW([Parameter(torch.ones(1))], process_group=comm)
+        with pytest.raises(RuntimeError, match=match):
+            opt.add_param_group({"params": params})
+        opt.close()
+        assert_bitwise_equal([p.detach() for p in params], before)
+        seeded = layers(comm.rank, dtype=dtype)
+        ShardedAdamW(seeded, process_group=comm).step()
+        assert_bitwise_equal([p.detach() for p in seeded], [p.detach() for p in layers(0, dtype=dtype)])
+
+    on_ranks(world, body)
+
+
+def test_names_of_a_generator_are_compared() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in ("ab" if comm.rank == 0 else "ba")})
+        with pytest.raises(RuntimeError, match=r"ranks disagree on parameter 0: '[ab].weight'"):
+            ShardedAdamW(model.parameters(), process_group=comm)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("given", ["generator", "groups", "list", "ignored"])
+def test_frozen_parameters_and_buffers_that_differ_are_warned_of(given: str, seeds: tuple[int, int]) -> None:
+    expected = {
+        "generator": "'base.weight', 'base.bias', 'table'",
+        "groups": "'base.weight', 'base.bias', 'table'",
+        "list": "'group 0 parameter 2', 'group 0 parameter 3'",  # a list has lost its module
+        "ignored": "'base.weight', 'base.bias'",
+    }[given]
+    models = [(torch.manual_seed(seed), Tiny())[1] for seed in seeds]
+    for model in models if given == "ignored" else ():
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table"])
+
+    def body(comm: Communicator) -> None:
+        model = models[comm.rank]
+        params: Any = list(model.parameters()) if given == "list" else model.parameters()
+        ShardedAdamW([{"params": params}] if given == "groups" else params, process_group=comm).step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(2, body)
+    said = [str(warning.message) for warning in caught if "sync_module" in str(warning.message)]
+    assert len(said) == 2 * (seeds != (0, 0))
+    assert all(f"differ between ranks: {expected}. " in text for text in said)
+    assert all(warning.filename == __file__ for warning in caught)

@@ -1,0 +1,26 @@
+"""Digests: equal for equal values wherever and however they lie, others for others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bucketwheel.layout.digests import digests_of
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 255, 1031, 70001])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.complex64]
+)
+def test_equal_values_have_equal_digests_and_others_do_not(numel: int, dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype)
+    shifted = torch.cat([values[:1], values])[1 if numel else 0 :]  # of no whole word
+    spread = torch.stack([values, values], 1)[:, 0]
+    kinds = [values, shifted, spread, values.conj_physical().conj()]
+    if dtype.is_floating_point:
+        kinds.append(torch._neg_view(-values))
+    assert len(set(digests_of(kinds))) == 1
+    for at in {0, numel // 2, numel - 1} if numel else ():
+        other = values.clone()
+        other[at] = other[at] == 0
+        assert digests_of([other]) != digests_of([values]), at
