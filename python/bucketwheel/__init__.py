@@ -26,6 +26,7 @@ from bucketwheel.errors import (
 )
 from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.layout.packing import Packing, PackItem, pack
+from bucketwheel.optim.module_sync import ModuleSync, sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.pool.pool import Lease, Pool, PoolStats
 
@@ -45,6 +46,7 @@ __all__ = [
     "LocalRank",
     "LocalWorld",
     "MismatchError",
+    "ModuleSync",
     "PackItem",
     "Packing",
     "PeerError",
@@ -63,5 +65,6 @@ __all__ = [
     "l2_norm",
     "pack",
     "reduce_scatter",
+    "sync_module",
     "wait_all",
 ]

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.gathers.pending_param import PendingParameter, arrive
 
-__all__ = ["CompileWatch", "Prefetch", "watch_compilations"]
+__all__ = ["CompileWatch", "ModuleHook", "Prefetch", "watch_compilations"]
 
 MAX_COMPILATIONS = 3
 
@@ -149,11 +149,8 @@ class Prefetch:
             hook.remove()
 
 
-class _Hook:
-    """Modules have it, and copies of modules, saved ones too: it knows the `Prefetch` weakly, and a saved one knows none."""
-
-    def __init__(self, prefetch: Prefetch | None = None) -> None:
-        self._prefetch = (lambda: None) if prefetch is None else weakref.ref(prefetch)
+class ModuleHook:
+    """Modules have it, and copies of modules, which share it; saved ones have one that was made with no argument."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -162,7 +159,14 @@ class _Hook:
         return self
 
 
-class _BeforeForward(_Hook):
+class _PrefetchHook(ModuleHook):
+    """It knows the `Prefetch` weakly."""
+
+    def __init__(self, prefetch: Prefetch | None = None) -> None:
+        self._prefetch = (lambda: None) if prefetch is None else weakref.ref(prefetch)
+
+
+class _BeforeForward(_PrefetchHook):
     def __call__(self, module: nn.Module, _: object) -> None:
         if torch.compiler.is_compiling():  # before anything else: this much is traced, and leaves nothing behind
             return
@@ -171,7 +175,7 @@ class _BeforeForward(_Hook):
             prefetch.before_forward(id(module))
 
 
-class _BeforeStateDict(_Hook):
+class _BeforeStateDict(_PrefetchHook):
     def __call__(self, *_: object) -> None:
         prefetch = self._prefetch()
         if prefetch is not None:

@@ -436,6 +436,10 @@ class GradWindow:
                 self._arrivals.disable()
             info.param.grad = self._placeholders[i]
 
+    @property
+    def is_in_no_sync(self) -> bool:
+        return self._no_sync_depth > 0
+
     def expect_outside_no_sync(self, what: str) -> None:
         if self._no_sync_depth:
             raise RuntimeError(f"{what} inside no_sync(), whose gradients are not to be reduced yet: leave that first")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,22 @@ from torch import Tensor, nn
 
 from bucketwheel.torch_internals import module_behind
 
-__all__ = ["GivenModules", "held_by"]
+__all__ = ["GivenModules", "buffers_of", "params_of"]
 
 
-def held_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that DDP would make equal on all ranks, persistent or not, by name."""
+def params_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that DDP would make equal on all ranks, by name."""
+    return _not_ignored(model, model.named_parameters())
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that DDP would make equal on all ranks, persistent or not, by name."""
+    return _not_ignored(model, model.named_buffers())
+
+
+def _not_ignored(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for found in (model.named_parameters(), model.named_buffers()):
-        yield from ((name, tensor) for name, tensor in found if name not in ignored)
+    return [(name, tensor) for name, tensor in tensors if name not in ignored]
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class GivenModules:
         for module in modules:
             for name, param in module.named_parameters():
                 names.setdefault(name, param)  # of several modules one has the name
-        others = tuple(one for module in modules for one in held_by(module) if not one[1].requires_grad)
+        held = (one for module in modules for one in [*params_of(module), *buffers_of(module)])
+        others = tuple(one for one in held if not one[1].requires_grad)
         return cls({param: name for name, param in names.items()}, others)
 
     def names_in(self, param_groups: Sequence[dict[str, Any]], g: int) -> list[tuple[str, bool]]:

@@ -171,6 +171,7 @@ def _communicator_for(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     device: torch.device,
     timeout_s: float | None,
+    name: str,
     *,
     argument: str = "process_group",
     needs_one: bool = False,
@@ -198,10 +199,10 @@ def _communicator_for(
             "dist.new_group on all ranks"
         )
     if size == 1:
-        return Communicator(process_group, name="optimizer", device=device, timeout_s=timeout_s) if needs_one else None
-    if device_index(device) == CPU or isinstance(process_group, LocalRank):
-        return Communicator(process_group, name="optimizer", device=device, timeout_s=timeout_s)
-    _, reduces = Communicator.pair(process_group, name="optimizer", device=device, timeout_s=timeout_s)
+        return Communicator(process_group, name=name, device=device, timeout_s=timeout_s) if needs_one else None
+    if device_index(device) == CPU or isinstance(process_group, LocalRank) or name != "optimizer":
+        return Communicator(process_group, name=name, device=device, timeout_s=timeout_s)
+    _, reduces = Communicator.pair(process_group, name=name, device=device, timeout_s=timeout_s)
     return reduces
 
 
@@ -210,23 +211,26 @@ def communicators_for(
     replicate_group: dist.ProcessGroup | Communicator | None,
     device: torch.device,
     timeout_s: float | None,
+    name: str = "optimizer",
 ) -> tuple[Communicator | None, Communicator | None]:
-    """Where states are sharded, and where they are replicated; None for a direction without other ranks."""
+    """Where states are sharded, and where they are replicated; None for a direction without other ranks. Only an optimizer
+    has pairs of NCCL communicators."""
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    how = (device, timeout_s, name)
     if replicate_group is None:
-        return _communicator_for(process_group, device, timeout_s), None
+        return _communicator_for(process_group, *how), None
     if process_group is None:
         raise ValueError(
             "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to "
             "replicate only)"
         )
     if _size_of(process_group) == _size_of(replicate_group) == 1:
-        return _communicator_for(process_group, device, timeout_s), None
+        return _communicator_for(process_group, *how), None
     # A group of one rank too: whether others have more in theirs is found when they are compared.
-    shard = _communicator_for(process_group, device, timeout_s, needs_one=True)
+    shard = _communicator_for(process_group, *how, needs_one=True)
     try:
-        return shard, _communicator_for(replicate_group, device, timeout_s, argument="replicate_group", needs_one=True)
+        return shard, _communicator_for(replicate_group, *how, argument="replicate_group", needs_one=True)
     except BaseException:
         if shard is not None and shard is not process_group:
             shard.close(0.0)

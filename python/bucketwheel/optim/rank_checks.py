@@ -15,7 +15,7 @@ from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
 from bucketwheel.layout.digests import digests_of
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 
-__all__ = ["compare_values", "expect_equal_layout", "expect_equal_places"]
+__all__ = ["compare_values", "expect_equal_lines", "expect_equal_layout", "expect_equal_places"]
 
 
 def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
@@ -40,13 +40,26 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
         raise RuntimeError(
             f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
         )
-    at = len(counts)
+    raise RuntimeError(
+        f"ranks disagree on {lines[_first_unequal(everyone, len(counts))]} (here on rank {comm.rank}); every rank must "
+        "pass the same parameters in the same order, with the same options"
+    )
+
+
+def _first_unequal(everyone: Sequence[bytes], begin: int = 0) -> int:
+    """Of the 8-byte digests from ``begin`` on, which differ."""
+    at = begin
     while len({other[at : at + 8] for other in everyone}) == 1:
         at += 8
-    raise RuntimeError(
-        f"ranks disagree on {lines[(at - len(counts)) // 8]} (here on rank {comm.rank}); every rank must pass the "
-        "same parameters in the same order, with the same options"
-    )
+    return (at - begin) // 8
+
+
+def expect_equal_lines(comm: Reducer, lines: Sequence[str]) -> None:
+    """RuntimeError on every rank, naming the first that is not the same on all. Collective."""
+    payload = b"".join(hashlib.sha256(line.encode()).digest()[:8] for line in lines)[: comm.max_payload_bytes]
+    everyone = comm.exchange(payload)
+    if len(set(everyone)) > 1:
+        raise RuntimeError(f"ranks disagree on {lines[_first_unequal(everyone)]} (here on rank {comm.rank})")
 
 
 def compare_values(comm: Reducer, infos: Sequence[ParamInfo], others: Sequence[tuple[str, Tensor]]) -> None:

@@ -37,7 +37,7 @@ from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["ShardedEngine"]
+__all__ = ["ShardedEngine", "engine_of"]
 
 
 # --- which live engine has a communicator, and trains a parameter: one at a time --------------------------------------
@@ -55,6 +55,12 @@ def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
             raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
     for thing, _ in things:
         _engines[thing] = weakref.ref(engine)
+
+
+def engine_of(param: Tensor) -> ShardedEngine | None:
+    """The live engine that trains it."""
+    owner = _engines.get(param)
+    return None if owner is None else owner()
 
 
 def _named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:

@@ -124,8 +124,8 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
 
 def layers(seed: int, order: tuple[int, ...] = (0, 1, 2), dtype: torch.dtype = torch.float32) -> list[Parameter]:
     """Weights that differ and biases that do not, in this order."""
-    torch.manual_seed(seed)
-    weights = [Parameter(torch.randn(700).to(dtype)) for _ in order]
+    generator = torch.Generator().manual_seed(seed)
+    weights = [Parameter(torch.randn(700, generator=generator).to(dtype)) for _ in order]
     return [weights[i] for i in order] + [Parameter(torch.zeros(700).to(dtype)) for _ in order]
 
 

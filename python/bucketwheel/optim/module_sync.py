@@ -1,0 +1,206 @@
+"""Module sync: what DistributedDataParallel does to a module beside its gradients: rank 0's parameters and buffers for all.
+
+[Note: when buffers are broadcast] As in DDP: before the first forward, and before one that follows a forward with gradients
+outside of `no_sync`. So ranks make as many broadcasts as training forwards, whatever evaluations they make in between, and
+begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bucketwheel.comm.backends import LocalRank
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.replicas import Reducer, reducer_of
+from bucketwheel.device import torch_device
+from bucketwheel.gathers.module_hooks import ModuleHook
+from bucketwheel.layout.digests import bytes_of
+from bucketwheel.layout.flat_params import is_plain
+from bucketwheel.optim.given_modules import buffers_of, params_of
+from bucketwheel.optim.param_groups import communicators_for
+from bucketwheel.optim.rank_checks import expect_equal_lines
+from bucketwheel.optim.sharded_engine import engine_of
+
+__all__ = ["ModuleSync", "sync_module"]
+
+_CHUNK_BYTES = 64 * 2**20  # of a broadcast, which has as much memory of its own; or one tensor
+
+
+def sync_module(
+    model: nn.Module,
+    buffers: str = "once",
+    *,
+    process_group: dist.ProcessGroup | Communicator | LocalRank | None = None,
+    replicate_group: dist.ProcessGroup | Communicator | None = None,
+) -> ModuleSync:
+    """Gives every rank rank 0's frozen parameters and buffers, as ``DistributedDataParallel(model)`` does. Collective.
+
+    Parameters that nobody trains yet too; those of a `ShardedAdamW` are alike already. Call it before or after the optimizer
+    is made. What the model's ``_ddp_params_and_buffers_to_ignore`` names is left alone. Does nothing in one process.
+
+    Args:
+        model: of the same parameters and buffers on all ranks, of any dtype and layout, persistent or not.
+        buffers: ``"once"``: now. ``"forward"``: now and, by a hook, in forwards of ``model`` too: DDP's default, for
+            statistics (BatchNorm) and codebooks that forwards write to. Broadcast is before the first forward and before
+            each one that follows a forward with gradients outside of `no_sync`; every rank makes the same number of those.
+            ``"none"``: never, parameters only.
+        process_group, replicate_group: as of `ShardedAdamW`. It has communicators of its own over them. With replicas the
+            values are those of the first rank of all.
+
+    Raises:
+        TypeError: no module.
+        ValueError: of ``buffers``, or a parameter or buffer that has no plain memory (meta, sparse, a tensor subclass).
+        RuntimeError: ranks have other parameters or buffers, on all ranks. Nothing was written.
+    """
+    return ModuleSync(model, buffers, process_group, replicate_group)
+
+
+class ModuleSync:
+    """What `sync_module` returns. `close`, or the end of ``with``, ends the broadcasts in forwards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: str,
+        process_group: dist.ProcessGroup | Communicator | LocalRank | None,
+        replicate_group: dist.ProcessGroup | Communicator | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"sync_module: model is a {type(model).__name__}, expected a torch.nn.Module")
+        if buffers not in ("once", "forward", "none"):
+            raise ValueError(f"sync_module: buffers must be 'once', 'forward' or 'none', got {buffers!r}")
+        self._model = weakref.ref(model)  # the model has the hook, which has this
+        self._is_due = True  # [Note: when buffers are broadcast]
+        self._hook: Any = None
+        self._reducer: Reducer | None = None
+        self._comms = _own_communicators(model, process_group, replicate_group)
+        if not self._comms:
+            return
+        try:
+            self._reducer = reducer_of(self._comms[0], self._comms[1] if len(self._comms) > 1 else None)
+            held = [*_untrained(model), *(buffers_of(model) if buffers != "none" else ())]
+            _expect_equal(self._reducer, held)
+            tensors = [tensor for _, tensor in held]
+            self._broadcast(tensors, is_first=True)
+            torch.autograd.graph.increment_version(tensors)
+        except BaseException:
+            self.close()
+            raise
+        if buffers == "forward":  # before all other hooks: they may read buffers
+            self._hook = model.register_forward_pre_hook(_BeforeForward(self.before_forward), prepend=True)
+        else:
+            self.close()
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Broadcasts the buffers where [Note: when buffers are broadcast] says so."""
+        if self._reducer is None or module is not self._model():  # a copy of the model has the hook too
+            return
+        if self._is_due:  # DDP raises no versions here either: backward of a forward before may need the buffer
+            self._broadcast([buffer for _, buffer in buffers_of(module)])
+        self._is_due = torch.is_grad_enabled() and not _is_accumulating(module)
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Sequence[Tensor], *, is_first: bool = False) -> None:
+        """Without telling autograd. The first time there is a lot, and the host waits, so that it has memory once."""
+        assert self._reducer is not None
+        device = torch_device(self._reducer.device)
+        for chunk in _chunks(tensors):
+            if self._reducer.rank == 0:
+                packed = torch.cat([bytes_of(tensor).to(device) for tensor in chunk])
+            else:
+                packed = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=device)
+            handle = self._reducer.broadcast_into(packed, 0)
+            if is_first:
+                handle.synchronize()
+            if self._reducer.rank == 0:
+                continue  # the operation owns what it reads
+            handle.wait()
+            pieces = packed.split([tensor.nbytes for tensor in chunk])
+            values = [piece.view(one.dtype).view(one.shape) for piece, one in zip(pieces, chunk, strict=True)]
+            torch._foreach_copy_([tensor.data for tensor in chunk], values)
+
+    def close(self) -> None:
+        """Takes the hook off the model. All ranks close, in any order. Idempotent."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._reducer is not None:
+            self._reducer.release()
+        self._reducer = None
+        with contextlib.ExitStack() as stack:
+            for comm in self._comms:
+                stack.callback(comm.close)
+
+    def __enter__(self) -> ModuleSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _BeforeForward(ModuleHook):
+    """``run`` is called before forwards with the module. Never compiled: it breaks the graph, on all ranks alike."""
+
+    def __init__(self, run: Callable[[nn.Module], None] | None = None) -> None:
+        why = "sync_module broadcasts buffers here; with fullgraph=True give it what torch.compile(model) returned"
+        self._run = None if run is None else torch.compiler.disable(run, reason=why)
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if self._run is not None:
+            self._run(module)
+
+
+def _own_communicators(model: nn.Module, process_group: Any, replicate_group: Any) -> list[Communicator]:
+    """As the optimizer makes them; those that are given are split, for their operations may be in any order with ours."""
+    devices = [tensor.device for _, tensor in [*params_of(model), *buffers_of(model)]]
+    device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
+    found: list[Communicator] = []
+    for comm in communicators_for(process_group, replicate_group, device, None, "sync_module"):
+        is_given = comm in (process_group, replicate_group)
+        own = comm if comm is None or not is_given else comm.gathers.split(0, comm.rank, name="sync_module")
+        found += [] if own is None else [own]
+    return found
+
+
+def _untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters that no sharded optimizer trains."""
+    return [(name, param) for name, param in params_of(model) if engine_of(param) is None]
+
+
+def _is_accumulating(model: nn.Module) -> bool:
+    """Whether the optimizer that trains the model is inside of `no_sync`."""
+    engine = next(filter(None, (engine_of(param) for param in model.parameters() if param.requires_grad)), None)
+    return engine is not None and engine.grads.is_in_no_sync
+
+
+def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
+    """RuntimeError on all ranks unless they have the same parameters and buffers, ValueError for one that cannot be written."""
+    kinds = [
+        f"{tuple(one.shape)}, {one.dtype}, {one.layout} {type(one.data).__name__} on {one.device.type}"
+        for _, one in held
+    ]
+    lines = [f"{name!r}: {kind}" for (name, _), kind in zip(held, kinds, strict=True)]
+    expect_equal_lines(reducer, [f"the number of parameters and buffers: {len(held)}", *lines])
+    for (_, tensor), line in zip(held, lines, strict=True):
+        if not is_plain(tensor):
+            raise ValueError(f"sync_module: {line} has no plain memory that it could be broadcast into")
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In the same order on all ranks, and so that each is aligned in what is packed: the widest elements first."""
+    chunk: list[Tensor] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda one: -one.element_size()):
+        if size and size + tensor.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if size:
+        yield chunk
