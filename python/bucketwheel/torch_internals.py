@@ -16,7 +16,6 @@ __all__ = [
     "all_gather",
     "another_connection",
     "keep_out_of_graphs",
-    "is_in_join",
     "module_behind",
     "set_default_timeout",
     "store_of",
@@ -33,11 +32,6 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store:
     """The Store of a process group; None: of the default one. torch has no public name for it."""
     whole: Any = group if group is not None else dist.group.WORLD
     return dist.distributed_c10d._get_process_group_store(whole)
-
-
-def is_in_join(wrapper: Any) -> bool:
-    """Whether a ``DistributedDataParallel`` is, or was in the end, in `torch.distributed.algorithms.join.Join`."""
-    return bool(wrapper._join_config.enable)
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float | None:

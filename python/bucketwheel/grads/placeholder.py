@@ -41,7 +41,6 @@ from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.native import core
-from bucketwheel.torch_internals import is_in_join
 
 __all__ = ["GradOwner", "ShardedGrad"]
 
@@ -424,7 +423,7 @@ def _expect_no_join(grad: ShardedGrad) -> None:
     if owner not in _wrappers:  # once: nothing leads from the reducer to its wrapper
         found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
         _wrappers[owner] = [weakref.ref(one) for one in found if any(p.grad is grad for p in one.parameters())]
-    if any((one := wrapper()) is not None and is_in_join(one) for wrapper in _wrappers[owner]):
+    if any((one := wrapper()) is not None and one._join_config.enable for wrapper in _wrappers[owner]):
         raise RuntimeError(f"the model's DistributedDataParallel wrapper is in torch's Join. {NO_JOIN}")
 
 
