@@ -29,7 +29,14 @@ def refuse_foreign_steps() -> None:
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if getattr(optimizer, "steps_sharded_grads", False):
         return
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param.grad, ShardedGrad):
-                raise param.grad.refusal(f"{type(optimizer).__name__}.step")
+                raise param.grad.refusal(f"{name}.step")
+    first = next(iter(optimizer.state.values()), None)
+    if isinstance(first, dict) and "part" in first and "ranges" in first:
+        raise RuntimeError(
+            f"{name}.step: its state is rank {first['part'][0]}'s part of {first['part'][1]}, loaded from the state_dict of "
+            "a sharded optimizer, which only a ShardedAdamW of as many ranks can load"
+        )
