@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,3 +71,58 @@ def test_the_errors_of_the_troubleshooting_page_exist() -> None:
     assert len(fragments) > 20
     unknown = [heading for heading in fragments if not all(part in text for part in heading.split(" ... "))]
     assert not unknown, "messages have changed: " + "; ".join(unknown)
+
+
+# --- the script of docs/ddp.md, beside what it was --------------------------------------------------------------------
+
+
+def make_model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+def batches(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 1).square().mean()
+
+
+def train_with_ddp(rank: int, steps: range) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(rank)
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    losses = []
+    for step in steps:
+        for i, batch in enumerate(batches(rank, step)):
+            with ddp.no_sync() if i < 2 else contextlib.nullcontext():
+                loss = loss_of(ddp(batch)) / 3
+                loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+    return losses, ema
+
+
+def convert(rank: int, world: int, folder: Path) -> None:
+    train = run_block("docs/ddp.md", "A script")["train"]
+    before, _ = train(make_model, batches, loss_of, range(6), folder)
+    after, ema = train(make_model, batches, loss_of, range(6, 12), folder, resume=True)
+    expected, expected_ema = train_with_ddp(rank, range(12))
+    torch.testing.assert_close(torch.tensor(before + after), torch.tensor(expected), rtol=1e-5, atol=0)
+    data = batches(0, 99)[0]
+    torch.testing.assert_close(ema.eval()(data), expected_ema.eval()(data), rtol=1e-5, atol=1e-6)
+    assert dist.get_world_size() == world
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_converted_script_has_ddps_losses(rank_pool: Any, world: int, tmp_path: Path) -> None:
+    rank_pool(world).run(convert, tmp_path, timeout_s=60)
