@@ -145,7 +145,7 @@ def test_zero_in_other_words():
     for i, zero in enumerate([lambda g: g.zero_(), lambda g: g.__setitem__(..., 0.0), lambda g: g.fill_(0)]):
         zero(sharded[i].grad)
         assert not owner.grads[i].any()
-    with pytest.raises(ShardedGradError, match="aten.fill_"):
+    with pytest.raises(ShardedGradError, match="^fill_ needs"):
         sharded[3].grad.fill_(1.0)
 
 

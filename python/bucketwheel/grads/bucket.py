@@ -19,7 +19,7 @@ from torch import Tensor
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import join, stream_of
 from bucketwheel.grads.graph_capture import CapturedBlock
-from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.flat_params import ParamInfo, expect_same_memory_kind
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 
@@ -164,7 +164,8 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
     """RuntimeError naming the parameter if ``grad`` is sparse, of another shape, or of a dtype that a placeholder
-    cannot stand for."""
+    cannot stand for, as where the model was converted."""
+    expect_same_memory_kind(info, info.param.shape)
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"sparse gradients are not supported (parameter {info.name!r}); use a dense embedding or torch's SparseAdam"

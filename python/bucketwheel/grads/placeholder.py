@@ -138,8 +138,11 @@ class ShardedGrad(Tensor):
         return owner
 
     def refusal(self, operation: str) -> ShardedGradError:
-        """Return the error that says ``operation`` cannot be done on this gradient."""
+        """Return the error that says ``operation``, a call or the name of a torch operator, cannot be done on this gradient."""
         hint = next((text for key, text in _HINTS if key in operation), "")
+        if operation.startswith("aten."):
+            name = operation.split(".")[1]
+            operation = _CALLS.get(name, name)
         return ShardedGradError(
             f"{operation} needs the values of the gradient of {self.param_name!r} (shape {tuple(self.shape)}, "
             f"{self.dtype}), which are sharded over the ranks; optimizer.full_grad(p) returns them.{hint}"
@@ -222,12 +225,13 @@ ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[assignment, metho
 
 _HINTS = (
     ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),
-    ("aten._to_copy", " To move or convert the model, call optimizer.zero_grad() first."),
+    ("aten._to_copy", " To change the model's memory format, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),
     ("aten.copy_", " To replace a gradient, assign a tensor: p.grad = tensor."),
     ("c10d", " It needs no reduction: the optimizer reduces it."),
     (".step", " Step the optimizer that holds it (a wrapper that calls its step sets steps_sharded_grads = True)."),
 )
+_CALLS = {"_to_copy": "to", "_local_scalar_dense": "item"}  # what the caller wrote, by the operator that it becomes
 
 
 # --- answers: each is called with the operator, then the operator's own arguments -----------------------------------

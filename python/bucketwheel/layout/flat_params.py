@@ -42,14 +42,14 @@ class ParamInfo:
     is_named: bool = True  # else ``name`` says only where it is: ranks cannot be compared by it
 
 
-def expect_same_memory_kind(info: ParamInfo, shape: torch.Size, stride: tuple[int, ...]) -> None:
-    """RuntimeError naming the parameter if it is no longer of the dtype, device, shape and strides that it was taken with."""
+def expect_same_memory_kind(info: ParamInfo, shape: torch.Size) -> None:
+    """RuntimeError naming the parameter if it is no longer of the dtype, device and shape that it was taken with."""
     param = info.param
-    if (param.dtype, param.device, param.shape, param.stride()) != (info.dtype, info.device, shape, stride):
+    if (param.dtype, param.device, param.shape) != (info.dtype, info.device, shape):
         raise RuntimeError(
-            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} (strides {stride}) on {info.device} when the "
-            f"optimizer took it and is {param.dtype} {tuple(param.shape)} (strides {param.stride()}) on "
-            f"{param.device} now; convert or move the model first, then make the optimizer"
+            f"parameter {info.name!r} was {info.dtype} {tuple(shape)} on {info.device} when the optimizer was made and is "
+            f"{param.dtype} {tuple(param.shape)} on {param.device} now: the model was converted or moved in between; "
+            "close() this optimizer and make another. Next time convert or move the model first, then make the optimizer"
         )
 
 
@@ -143,7 +143,7 @@ class FlatParams:
                 slot.device,
                 slot.shape,
             ):
-                expect_same_memory_kind(info, slot.shape, slot.stride())
+                expect_same_memory_kind(info, slot.shape)
 
     def rebind(self, moved: Collection[int]) -> None:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their

@@ -134,9 +134,14 @@ class LocalEngine:
         return grad.detach()
 
     def _follow_edits(self) -> None:
-        """Parameters that were moved are bound again; masters that were loaded are read again where the kernel does not."""
+        """Parameters that were moved are bound again, with states of their strides; masters that were loaded are read again
+        where the kernel does not."""
+        has_other_strides = False
         for info, state in zip(self.infos, self.states, strict=True):
-            expect_same_memory_kind(info, state["exp_avg"].shape, state["exp_avg"].stride())
+            expect_same_memory_kind(info, state["exp_avg"].shape)
+            if info.param.stride() != state["exp_avg"].stride():
+                self._take_strides(info, state)
+                has_other_strides = True
         edits = self._edits.find()
         refused = edits.refused
         if refused < 0 and edits.compares and not core.is_capturing(self._device):
@@ -145,8 +150,17 @@ class LocalEngine:
             raise ExternalEdits.refusal(self.infos[refused])
         for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
             follow_param(info.param.detach(), state)
-        if edits.moved:
+        if edits.moved or has_other_strides:
             self._bind()
+
+    def _take_strides(self, info: ParamInfo, state: dict[str, Tensor]) -> None:
+        """The model has another memory format now. ``optimizer.state`` shows the same tensors as before."""
+        if core.is_capturing(self._device):
+            raise CaptureError(f"parameter {info.name!r} has other strides: run one step before the CUDA graph capture")
+        expect_dense([info])
+        for value in state.values():
+            strided = torch.empty_strided(value.shape, info.param.stride(), dtype=value.dtype, device=value.device)
+            value.data = strided.copy_(value)
 
     def _first_written(self) -> int:
         """The first parameter that is not what its master rounds to, or -1. Waits for the device."""

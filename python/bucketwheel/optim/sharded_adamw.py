@@ -352,9 +352,11 @@ class ShardedAdamW(Optimizer):
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
-        no rank has one. Collective.
+        no rank has one, and of a frozen parameter. Collective.
         """
         self._take_in_unfrozen()
+        if any(param is frozen for frozen in self._trained.frozen):
+            return None
         if param not in self._trained.index_of:
             raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
         return self._engine.full_grad(self._trained.index_of[param])

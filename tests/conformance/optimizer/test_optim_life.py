@@ -192,6 +192,40 @@ def test_g17_two_backwards_at_once(world: int, restore_threads: None) -> None:
         assert_bitwise_equal(mine, expected)
 
 
+@pytest.mark.parametrize("world", [None, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_that_was_converted_is_refused_and_its_optimizer_can_be_closed(
+    world: int | None, dtype: torch.dtype
+) -> None:
+    """Then another one does, as the error says."""
+
+    def body(comm: Communicator | None) -> None:
+        model = nn.Linear(3, 2)
+        opt = ShardedAdamW(model.named_parameters(), process_group=comm)
+        model.to(dtype)
+        with pytest.raises(RuntimeError, match=f"'(weight|bias)' was torch.float32 .* is {dtype} .* make another"):
+            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+            opt.step()
+        opt.close()
+        model.zero_grad()
+        with ShardedAdamW(model.named_parameters(), process_group=comm) as opt:
+            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+            opt.step()
+
+    on_ranks(world, body)
+
+
+def test_states_have_the_memory_format_of_their_parameters() -> None:
+    """In one process; over ranks parameters get back the one that they had when the optimizer was made."""
+    conv = nn.Conv2d(3, 4, 3)
+    opt = ShardedAdamW(conv.parameters())
+    conv(torch.ones(1, 3, 4, 4)).sum().backward()
+    opt.step()
+    conv.to(memory_format=torch.channels_last)
+    opt.step()
+    assert opt.state[conv.weight]["exp_avg"].stride() == conv.weight.stride() == (27, 1, 9, 3)
+
+
 def test_g13_a_dtype_that_excludes_placeholders_is_refused() -> None:
     def body(comm: Communicator) -> None:
         param = Parameter(torch.ones(5))
