@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "kernels": COMM,
     "tools": COMM,
     "layout": COMM | {"kernels"},
-    "grads": LAYOUT,
+    "grads": LAYOUT | {"torch_internals"},
     "gathers": LAYOUT | {"grads"},
     "optim": LAYOUT | {"torch_internals", "grads", "gathers"},
     "testing": set(),

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bucketwheel as bw
 from bucketwheel.optim import module_sync
 from bucketwheel.testing import assert_bitwise_equal
+from tests.support import simulated_nccl
 from tests.support.optim_twins import run_local
 from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing
@@ -57,8 +58,10 @@ def batch(*numbers: int) -> Tensor:
     return torch.randn(8, 12, generator=torch.Generator().manual_seed(hash(numbers)))
 
 
-def train(kind: str, rank: int) -> tuple[dict[str, Tensor], list[Tensor], list[float], Vision]:
-    model = Vision(seed=rank)
+def train(
+    kind: str, rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], list[Tensor], list[float], Vision]:
+    model = Vision(seed=rank).to(dtype)
     forward: nn.Module = model
     opt: Any
     waits: AbstractContextManager[Any]
@@ -73,12 +76,12 @@ def train(kind: str, rank: int) -> tuple[dict[str, Tensor], list[Tensor], list[f
         for micro in range(3):
             waits = (forward if kind == "ddp" else opt).no_sync() if micro < 2 else nullcontext()
             with waits:
-                forward(batch(step, micro, rank)).square().mean().backward()
+                forward(batch(step, micro, rank).to(dtype)).square().mean().backward()
         opt.step()
         opt.zero_grad()
         model.eval()
         with torch.no_grad():
-            losses += [float(forward(batch(step, number)).square().mean()) for number in range(2)]
+            losses += [float(forward(batch(step, number).to(dtype)).square().mean()) for number in range(2)]
         model.train()
     seen = model.seen
     if kind != "ddp":
@@ -99,7 +102,9 @@ def as_ddp_on(rank: int, world: int) -> list[float]:
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, ours[3].own)
     assert not torch.equal(everyone[0], everyone[1]), "DDP leaves it alone, and so does this"
-    return ours[2]
+    narrow = train("ours", rank, torch.bfloat16)  # with masters, which DDP + AdamW does not have
+    assert narrow[2] == pytest.approx(ours[2], rel=0.1)
+    return ours[2] + narrow[2]
 
 
 def test_training_with_buffers_is_ddps(rank_pool: Any) -> None:
@@ -185,6 +190,17 @@ def test_all_that_a_module_holds_is_that_of_the_first_rank(
         else:
             device = "cuda" if where == "cuda" else None
             run_local(2, lambda comm: expect_first_ones(comm.rank, chunk, process_group=comm), device=device)
+
+
+def over_nccl(rank: int, world: int) -> None:
+    with simulated_nccl.simulated():
+        gathers, reduces = bw.Communicator.pair(timeout_s=30)
+        with gathers, reduces:
+            expect_first_ones(rank, 1 << 20, process_group=reduces)
+
+
+def test_all_that_a_module_holds_goes_over_nccl(rank_pool: Any) -> None:
+    rank_pool(2).run(over_nccl, timeout_s=60)
 
 
 def test_one_process_has_nothing_to_synchronise() -> None:
