@@ -3,11 +3,12 @@
     python benchmarks/bench_adam.py [--quick] [--json PATH] [--threads 1,2] [--kinds float32,...]
 
 Rows of adam, by what is float32 and what bfloat16:
-float32 (A): p, g, m, v float32; also with amsgrad. bfloat16 (C): p, g bfloat16 with float32 m, v and master. remainder
+float32 (A): p, g, m, v float32; also with amsgrad. bfloat16 (C): p, g bfloat16 with float32 m, v and master, which is
+compared with p; bfloat16-ignore: without comparing (on_external_update="ignore"). remainder
 (E): p, g bfloat16 with 16 bits more, float32 m, v. bf16-states (G): p, g float32, m, v bfloat16. all-bfloat16 (H):
 everything, v rounded stochastically; all-bfloat16-nearest: v to nearest, which is what torch does in bfloat16. float16:
 as C. float64: everything.
-torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element in 16 bits, where C moves 28, and it
+torch's fused kernel has one dtype for all, that of p: it moves 14 bytes an element in 16 bits, where C moves 30, and it
 has no stochastic rounding. Both sides count their step tensors up. `table` is the same step through the prebuilt table
 that the optimizer keeps. Limit: an in-place sweep that reads and writes the same streams with next to no arithmetic, on
 as many threads; only for working sets of at least 32 MiB, where memory is what limits.
@@ -47,12 +48,14 @@ class Kind:
     weight: str = "param"
     rounding: str = "stochastic"
     amsgrad: bool = False
+    on_external_update: str = "resync"
 
 
 F32, BF16 = torch.float32, torch.bfloat16
 KINDS = {
     "float32": Kind(F32, F32),
     "bfloat16": Kind(BF16, F32, "master"),
+    "bfloat16-ignore": Kind(BF16, F32, "master", on_external_update="ignore"),
     "remainder": Kind(BF16, F32, "remainder"),
     "bf16-states": Kind(F32, BF16),
     "all-bfloat16": Kind(BF16, BF16),
@@ -102,10 +105,11 @@ class Tensors:
         return sum(x.numel() * x.element_size() for xs in lists for x in xs)
 
 
-def step_ours(t: Tensors, rounding: str = "stochastic") -> None:
+def step_ours(t: Tensors, kind: Kind) -> None:
     ops.adam_step(
         t.p, t.g, t.m, t.v, t.steps, max_exp_avg_sqs=t.vmaxs or None, master_params=t.masters or None,
-        remainders=t.remainders or None, state_rounding=rounding, **ADAM
+        remainders=t.remainders or None, state_rounding=kind.rounding, on_external_update=kind.on_external_update,
+        **ADAM
     )  # fmt: skip
 
 
@@ -116,7 +120,7 @@ def step_torch(t: Tensors) -> None:
     )  # fmt: skip
 
 
-def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
+def table_step(t: Tensors, kind: Kind) -> Callable[[], None]:
     table = core.AdamTable()
     for i, p in enumerate(t.p):
         remainder = t.remainders[i] if t.remainders else None
@@ -124,7 +128,8 @@ def table_step(t: Tensors, rounding: str) -> Callable[[], None]:
         table.add(p, t.g[i], t.m[i], t.v[i], master, 0, max_exp_avg_sq=vmax, remainder=remainder, param=i)
     groups = [core.AdamGroup(ADAM["lr"], 0.9, 0.999, ADAM["eps"], ADAM["weight_decay"])]
     steps = torch.full((len(t.p),), 10, dtype=torch.int64)
-    arguments = core.AdamArguments(steps, options=core.AdamOptions(stochastic=rounding == "stochastic"))
+    options = core.AdamOptions(stochastic=kind.rounding == "stochastic", resync=kind.on_external_update == "resync")
+    arguments = core.AdamArguments(steps, options=options)
 
     def step() -> None:
         steps.add_(1)
@@ -137,11 +142,11 @@ class Stream(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("data", "element_bytes", "reads", "writes")]
 
 
-def sweep(t: Tensors, threads: int) -> Callable[[], None]:
+def sweep(t: Tensors, kind: Kind, threads: int) -> Callable[[], None]:
     """One tensor of each role, however many there are on the other sides."""
     function = load_native("adam_sweep.cpp").adam_sweep
     function.argtypes = [ctypes.POINTER(Stream), ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    roles = [(t.p, not t.masters, True), (t.g, True, False)]
+    roles = [(t.p, not t.masters or kind.on_external_update == "resync", True), (t.g, True, False)]
     roles += [(x, True, True) for x in (t.m, t.v, t.masters, t.remainders, t.vmaxs)]
     flat = [(torch.cat(tensors), reads, writes) for tensors, reads, writes in roles if tensors]
     streams = [Stream(x.data_ptr(), x.element_size(), reads, writes) for x, reads, writes in flat]
@@ -163,8 +168,8 @@ def check(sizes: list[int], kind: Kind) -> None:
     theirs = Tensors(*([x.to(wide, copy=True) for x in tensors] for tensors in lists))
     theirs.vmaxs, theirs.steps = clone(ours.vmaxs), clone(ours.steps)
     before = clone(theirs.p)
-    step_ours(ours, kind.rounding)
-    table_step(kept, kind.rounding)()
+    step_ours(ours, kind)
+    table_step(kept, kind)()
     step_torch(theirs)
     for name in ("p", "m", "v", "masters", "remainders", "vmaxs"):
         for a, b in zip(getattr(ours, name), getattr(kept, name), strict=True):
@@ -189,12 +194,12 @@ def bench_adam(results: Results, name: str, sizes: list[int], kind_name: str, th
     ours, kept = (Tensors.make(sizes, kind) for _ in range(2))
     theirs = Tensors.make(sizes, Kind(kind.dtype, kind.dtype, amsgrad=kind.amsgrad))
     cases = {
-        "ours": lambda: step_ours(ours, kind.rounding),
+        "ours": lambda: step_ours(ours, kind),
         "torch": lambda: step_torch(theirs),
-        "table": table_step(kept, kind.rounding),
+        "table": table_step(kept, kind),
     }
     if ours.size_bytes >= LIMIT_FROM_BYTES:
-        cases["sweep"] = sweep(kept, threads)
+        cases["sweep"] = sweep(kept, kind, threads)
     times = measure(cases, repeats=9 if quick else 31, min_sample_s=0.002, budget_s=3 if quick else 20)
     numel = sum(sizes)
     label = f"adam {kind_name} {name}, {threads} thread{'s' * (threads > 1)}"

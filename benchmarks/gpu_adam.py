@@ -35,8 +35,8 @@ class Config:
 
 CONFIGS = [
     Config("A", F32, F32, F32, "param", 28),
-    Config("C", BF16, BF16, F32, "master", 28),
-    Config("D", BF16, F32, F32, "master", 30),
+    Config("C", BF16, BF16, F32, "master", 30),
+    Config("D", BF16, F32, F32, "master", 32),
     Config("E", BF16, BF16, F32, "remainder", 26),
     Config("F", BF16, BF16, BF16, "remainder", 18),
     Config("G", F32, F32, BF16, "param", 20),
@@ -82,7 +82,7 @@ class Tensors:
     def ours(self) -> Callable[[], None]:
         """The step as the optimizer does it: a table that is made once."""
         steps = torch.zeros(len(self.p), dtype=torch.int64, device=DEVICE.tensors)
-        rows = AdamRows(steps, 0)
+        rows = AdamRows(steps, 0, resync=True)
         kept = {"exp_avg": self.m, "exp_avg_sq": self.v, "master_param": self.master, "remainder": self.remainder}
         for i, (p, g) in enumerate(zip(self.p, self.g, strict=True)):
             rows.add(i, 0, p, g, {name: tensors[i] for name, tensors in kept.items() if tensors})
@@ -103,6 +103,7 @@ class Tensors:
             ops.adam_step(
                 self.p, self.g, self.m, self.v, 10, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY,
                 master_params=self.master or None, remainders=self.remainder or None, param_rounding=param_rounding,
+                on_external_update="resync",
             )  # fmt: skip
 
         return step

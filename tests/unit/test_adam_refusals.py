@@ -112,6 +112,7 @@ ARGUMENTS = [
     ({"param_ids": [0, 0, 2**30]}, ValueError, "row 2 is of parameter 1073741824"),
     ({"decoupled": "no"}, TypeError, r"decoupled is 'no', expected a bool"),
     ({"state_rounding": "up"}, ValueError, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
+    ({"on_external_update": "error"}, ValueError, "on_external_update is 'error', expected 'ignore' or 'resync'"),
     ({"param_rounding": 1}, ValueError, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
 ]
 

@@ -43,8 +43,12 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where(joined.isnan(), param.to(torch.float32), joined)
 
 
+def _bits(a: Tensor) -> Tensor:
+    return a.view(torch.int16)
+
+
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    return a.view(torch.int16) == b.view(torch.int16)
+    return _bits(a) == _bits(b)
 
 
 def _is_rounded(param: Tensor, master: Tensor) -> Tensor:
@@ -58,7 +62,8 @@ def _is_rounded(param: Tensor, master: Tensor) -> Tensor:
 def first_written(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     """The first of the pairs of a parameter and its master that is not what the master rounds to, or -1. Waits for the
     device."""
-    others = [(~_same_bits(master.to(param.dtype), param)).any() for param, master in pairs]
+    # An exclusive or: torch compares, and asks for any, several times more slowly.
+    others = [(_bits(master.to(param.dtype)) ^ _bits(param)).count_nonzero() for param, master in pairs]
     suspects = itertools.compress(range(len(pairs)), torch.stack(others).tolist() if others else ())
     return next((i for i in suspects if not _is_rounded(*pairs[i]).all()), -1)
 
