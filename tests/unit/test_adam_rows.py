@@ -38,7 +38,7 @@ def changed(factors: GradFactors, seed: int, device: torch.device | None = None)
             assert factors.vector().tolist() == expected
         else:
             old, factors = factors, GradFactors(COUNT, factors._device)
-            factors.carry_over(old)
+            factors.carry_over(old, range(COUNT))
         assert [float(factors[i]) for i in range(COUNT)] == expected, what
         assert all(factors.has(i) for i, value in enumerate(expected) if value != 1.0)
         assert all(expected[i] == 0.5 for i in range(COUNT) if factors.is_known(i, 0.5))

@@ -25,6 +25,7 @@ from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
 from bucketwheel.layout.precision import norm_dtype_of
+from bucketwheel.layout.shards import join, ranges_of
 from bucketwheel.native import core
 
 __all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
@@ -101,12 +102,12 @@ class ReducedGrads:
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
-    def carry_over(self, old: ReducedGrads) -> None:
-        """The shards of the first parameters are those of ``old``, which is of no use afterwards."""
-        count = len(old._params)
-        self._content[:count] = old._content
-        self._zeroed[:count] = old._zeroed
-        self.factors.carry_over(old.factors)
+    def carry_over(self, old: ReducedGrads, indices: Sequence[int]) -> None:
+        """The shards of the first parameters are those of ``indices`` in ``old``, which is of no use afterwards."""
+        count = len(indices)
+        self._content[:count] = bytes(old._content[i] for i in indices)
+        self._zeroed[:count] = bytes(old._zeroed[i] for i in indices)
+        self.factors.carry_over(old.factors, indices)
         self._mark_edited(range(count))  # the accumulators that have summed are gone
 
     @property
@@ -383,20 +384,8 @@ class ReducedGrads:
         """The whole gradient as everybody sees it: float32 (float64 for a float64 parameter), the parameter's shape and
         strides. Collective."""
         param = self._params[index]
-        info, packing, world = param.info, param.packing, self.comm.size
-        owned = [packing.owned(param.packed, rank) for rank in range(world)]
-        longest = max(sum(s.numel for s in segments) for segments in owned)
-        dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
-        mine = torch.zeros(longest, dtype=dtype, device=info.param.device)
-        if param.pieces:
-            local = torch.cat([piece.grad for piece in param.pieces])
-            mine[: local.numel()] = local
-        gathered = mine.new_empty(world * longest)
-        self.comm.all_gather_into(gathered, mine).wait()
-        flat = mine.new_empty(info.param.numel())
-        for rank, segments in enumerate(owned):
-            at = rank * longest
-            for s in segments:
-                flat[s.param_begin : s.param_begin + s.numel] = gathered[at : at + s.numel]
-                at += s.numel
+        info = param.info
+        none = torch.empty(0, dtype=norm_dtype_of([info.dtype]), device=info.param.device)
+        mine = torch.cat([none, *(piece.grad.to(none.dtype) for piece in param.pieces)])
+        flat = join(self.comm, mine, ranges_of(param.packing, param.packed))
         return flat.mul_(self.factors[index] * self.average).as_strided(info.param.shape, info.stride)

@@ -213,20 +213,21 @@ class GradWindow:
 
     # --- the end of a window -----------------------------------------------------------------------------------------
 
-    def close(self, why: str, facts: agreement.Facts | None = None) -> Any:
+    def close(self, why: str, facts: agreement.Facts | None = None, *, is_the_last: bool = False) -> Any:
         """Ends the window: afterwards the shards hold the sums of everything, on all ranks alike. Collective.
 
         Returns what the ranks agreed on (the native ``WindowVerdict``). Without new gradients anywhere it costs one exchange
         between the hosts. RuntimeError on every rank, and the window stays open, if ranks close it for different reasons
         ``why`` (one calls `step`, another `clip_grad_norm_`), or disagree on what a gradient is (one replaced or scaled it,
         another did not) or, if they agree on anything ([Note: static graph]), on ``facts``.
+        ``is_the_last``: another object takes over, so no promise of a static graph is kept.
         """
         with self._lock, torch.no_grad():
             is_captured = self._expect_own_grads(why)
             found = self._sweep()  # 1. what no hook took
             for launch in self._schedule.flush():  # 2. what is left of the first round, if this rank has gradients
                 self.launcher.launch(launch)
-            agreed = self._agree(why, found, facts)  # 3. with the other ranks
+            agreed = self._agree(why, found, facts, is_the_last)  # 3. with the other ranks
             if is_captured:
                 self._expect_all_captured(why)
             first, late = self._schedule.close(agreed)
@@ -267,7 +268,7 @@ class GradWindow:
                 self.params[index].grad = self._placeholders[index]
         return found.translate(_IS_HELD)
 
-    def _agree(self, why: str, held: bytes, facts: agreement.Facts | None) -> Any:
+    def _agree(self, why: str, held: bytes, facts: agreement.Facts | None, is_the_last: bool) -> Any:
         """What all ranks know at the end of a window. RuntimeError on every rank as `close` says, or on the rank that breaks the
         promise of a static graph."""
         for drop in self._schedule.drops(held):
@@ -276,7 +277,7 @@ class GradWindow:
         if not all(held):
             older = bytes(map(min, older, held))
         factors = self.reduced.factors.known
-        if self._schedule.is_learnt:
+        if self._schedule.is_learnt and not is_the_last:
             self._expect_promise_kept(why, held)
             agreed = self._schedule.assume(held, older, factors)
         else:

@@ -93,13 +93,14 @@ class GradFactors:
         """Whether a replay may have changed what the host knows of the entries."""
         return self._ones_in is not None and (self._ones_in == 0 or core.capture_id(self._device) != self._ones_in)
 
-    def carry_over(self, old: GradFactors) -> None:
-        """The first factors are those of ``old``."""
-        count = len(old._known)
-        self._known[:count] = old._known
-        self._states[:count] = old._states
+    def carry_over(self, old: GradFactors, indices: Sequence[int]) -> None:
+        """The first factors are those of ``indices`` in ``old``."""
+        count = len(indices)
+        self._known[:count] = array.array("d", [old._known[i] for i in indices])
+        self._states[:count] = bytes(old._states[i] for i in indices)
         if self._entries is not None and old._entries is not None:
-            self._entries[:count].copy_(old._entries)
+            places = torch.tensor(indices, dtype=torch.int64, device=self._entries.device)
+            self._entries[:count].copy_(old._entries[places])
 
     def has(self, index: int) -> bool:
         """Whether anything is pending for a parameter."""

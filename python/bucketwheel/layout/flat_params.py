@@ -8,8 +8,8 @@ of its own, so that saving one saves just that one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -156,11 +156,25 @@ class FlatParams:
                 slot.copy_(info.param.data)
                 info.param.data = slot
 
+    def renumber(self, infos: Mapping[Tensor, ParamInfo]) -> None:
+        """Takes what ``infos`` say of the parameters now. Those that are not there are gone: they have memory of their own
+        again and the index -1, and what they had here is padding."""
+        for at, info in enumerate(self.infos):
+            if info.param not in infos:
+                self._let_go(at)
+            self.infos[at] = infos.get(info.param) or replace(
+                info, index=-1, param=Parameter(torch.empty(0, dtype=info.dtype, device=info.device))
+            )
+
+    def _let_go(self, at: int) -> None:
+        param, slot = self.infos[at].param, self._slots[at]
+        if self.infos[at].index >= 0 and param.data_ptr() == self._places[at]:
+            param.data = slot.clone(memory_format=torch.preserve_format)
+
     def release(self) -> None:
         """Gives every parameter memory of its own again and ends the lease."""
-        for place, slot, info in zip(self._places, self._slots, self.infos, strict=True):
-            if info.param.data_ptr() == place:
-                info.param.data = slot.clone(memory_format=torch.preserve_format)
+        for at in range(len(self.infos)):
+            self._let_go(at)
         self._slots.clear()
         self._places.clear()
         del self.flat

@@ -143,20 +143,24 @@ class BucketPlan:
 def plan_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int) -> list[BucketPlan]:
     """The buckets of all ``packings`` in the order in which they fill if gradients come from the last parameter to the first.
 
-    ``params``: for each packing, the numbers of its parameters among all.
+    ``params``: for each packing, the numbers of its parameters among all, -1 for those that are gone. What only these have had
+    has no bucket.
     """
-    count = sum(map(len, params))
+    count = sum(number >= 0 for numbers in params for number in numbers)
     plans: list[tuple[int, BucketPlan]] = []
     for space, (packing, numbers) in enumerate(zip(packings, params, strict=True)):
         fragments: list[list[Fragment]] = [[] for _ in packing.buckets]
         for param in range(len(packing.items)):
-            for fragment in packing.fragments(param):
+            for fragment in packing.fragments(param) if numbers[param] >= 0 else ():
                 fragments[fragment.bucket].append(fragment)
         segments: list[list[Segment]] = [[] for _ in packing.buckets]
         for segment in packing.segments(rank):
-            segments[segment.bucket].append(segment)
+            if numbers[segment.param] >= 0:
+                segments[segment.bucket].append(segment)
         for bucket in packing.buckets:
             found = fragments[bucket.index]
+            if not found and min(numbers) < 0:
+                continue
             last_arrival = max((count - 1 - numbers[fragment.param] for fragment in found), default=0)
             plan = BucketPlan(space, bucket, tuple(found), tuple(segments[bucket.index]))
             plans.append((last_arrival, plan))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import FlatParams, ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param, take_param
@@ -14,13 +15,36 @@ from bucketwheel.layout.packing import Packing, Segment
 from bucketwheel.layout.precision import Precision
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["Space"]
+__all__ = ["Space", "join", "ranges_of"]
+
+
+def ranges_of(packing: Packing, packed: int) -> list[list[tuple[int, int]]]:
+    """By rank: what it owns of a packed parameter, [begin, end) in its memory order, ascending."""
+    owned = (packing.owned(packed, rank) for rank in range(packing.world))
+    return [[(s.param_begin, s.param_begin + s.numel) for s in segments] for segments in owned]
+
+
+def join(comm: Communicator, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """The whole of what each rank has a ``part`` of, both 1-D. ``ranges``: by rank, where its elements belong. Collective."""
+    sizes = [sum(end - begin for begin, end in of_rank) for of_rank in ranges]
+    longest = max(sizes)
+    mine = part.new_zeros(longest)
+    mine[: part.numel()] = part
+    gathered = mine.new_empty(len(ranges) * longest)
+    comm.all_gather_into(gathered, mine).wait()
+    whole = mine.new_empty(sum(sizes))
+    for rank, of_rank in enumerate(ranges):
+        at = rank * longest
+        for begin, end in of_rank:
+            whole[begin:end] = gathered[at : at + end - begin]
+            at += end - begin
+    return whole
 
 
 class Space:
     """The parameters ``infos`` (of one dtype), moved into memory of ``param_pool``; ``rank``'s shards in ``state_pool``.
 
-    ``indices[packed]`` is the index of every packed parameter. ``grad`` holds sums of gradients, ``states`` what the
+    ``indices[packed]`` is the index of every packed parameter, -1 of one that is gone. ``grad`` holds sums of gradients, ``states`` what the
     kernel keeps for each element: all 1-D over this rank's shard space.
     """
 
@@ -40,16 +64,29 @@ class Space:
         self.wire_dtype = precision.wire_of(self.dtype)
         bucket_numel = max(1, bucket_cap_bytes // self.wire_dtype.itemsize)
         self.flat = FlatParams(infos, world=world, bucket_numel=bucket_numel, pool=param_pool)
-        self.indices = [info.index for info in self.flat.infos]
-        self._infos = self.flat.infos
-        self._packed_at = {index: packed for packed, index in enumerate(self.indices)}
+        self._note_indices()
         self._state_pool = state_pool
         self.grad = self._new_shard("grad", precision.accum_of(self.dtype))
         self.states = {name: self._new_shard(name, dtype) for name, dtype in precision.kept_of(self.dtype).items()}
 
+    def _note_indices(self) -> None:
+        self._infos = self.flat.infos
+        self.indices = [info.index for info in self._infos]
+        self._packed_at = {index: packed for packed, index in enumerate(self.indices) if index >= 0}
+
+    def renumber(self, infos: Mapping[Tensor, ParamInfo]) -> None:
+        """`FlatParams.renumber`."""
+        self.flat.renumber(infos)
+        self._note_indices()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all parameters are gone."""
+        return not self._packed_at
+
     def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
-        lease = self._state_pool.acquire(f"{name}/{self.dtype}/{self.indices[0]}", numel * dtype.itemsize)
+        lease = self._state_pool.acquire(f"{name} of {self.flat.lease.key}", numel * dtype.itemsize)
         return lease.tensor(dtype, (numel,)).zero_()
 
     @property
@@ -66,6 +103,10 @@ class Space:
     def owned(self, index: int) -> list[Segment]:
         """The parts of the parameter ``index`` that this rank owns."""
         return self.packing.owned(self._packed_at[index], self.rank)
+
+    def ranges_of(self, index: int) -> list[list[tuple[int, int]]]:
+        """By rank: what it owns of the parameter ``index``, [begin, end) in its memory order, ascending."""
+        return ranges_of(self.packing, self._packed_at[index])
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """This rank's part of the states of the parameter ``index``; contiguous in shard space."""

@@ -52,6 +52,12 @@ class ExternalEdits:
         """Whether the kernel takes what was written to a parameter for its master."""
         return self._policy != "ignore"
 
+    def keep(self, indices: Sequence[int]) -> None:
+        """These are the first from now on, and the others are not watched."""
+        self._params = [self._params[i] for i in indices]
+        self._versions = [self._versions[i] for i in indices]
+        self._pointers = [self._pointers[i] for i in indices]
+
     def find(self) -> Edits:
         pointers = [param.data_ptr() for param in self._params]
         moved: frozenset[int] = frozenset()

@@ -55,7 +55,9 @@ class GivenModules:
     def names_in(self, param_groups: Sequence[dict[str, Any]], g: int) -> list[tuple[str, bool]]:
         """For each parameter of group ``g`` its name, and whether it is one: else it says where the parameter is."""
         params = param_groups[g]["params"]
-        names = param_groups[g].get("param_names") or [self.names.get(param) for param in params]
+        names = param_groups[g].get("param_names") or ()
+        if len(names) != len(params):  # or parameters were put there by hand
+            names = [self.names.get(param) for param in params]
         return [(name or f"group {g} parameter {i}", bool(name)) for i, name in enumerate(names)]
 
     def frozen_in(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
 from bucketwheel.optim.param_groups import OptimizerOptions
+from bucketwheel.optim.shown_state import StateEdits
 
 __all__ = ["LocalEngine"]
 
@@ -54,23 +55,34 @@ class LocalEngine:
         # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
         self._clips: dict[int, tuple[Tensor, int]] = {}
         self._clipped_in = 0  # the capture in which they were clipped, 0: in none
-        self.add(infos)
+        self.expect_changeable(infos, "")
+        self.change((), infos)
 
-    def add(self, infos: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = "") -> None:
-        """More parameters, whose indices go on where the others end."""
-        expect_dense(infos)
-        self.infos += infos
-        self.states += [_new_state(info.param.detach(), self.precision) for info in infos]
+    def expect_changeable(self, new: Sequence[ParamInfo], why: str) -> None:
+        expect_dense(new)
+
+    def change(
+        self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = ""
+    ) -> None:
+        """Trains these from now on: ``kept`` of those so far, and ``new``."""
+        before = {info.param: info.index for info in self.infos}
+        indices = [before[info.param] for info in kept]
+        self.infos = [*kept, *new]
+        self.states = [self.states[i] for i in indices]
+        self.states += [_new_state(info.param.detach(), self.precision) for info in new]
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
-        self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
+        of_kept = self.steps[torch.tensor(indices, dtype=torch.int64, device=self.steps.device)]
+        self.steps = torch.cat([of_kept, of_kept.new_zeros(len(new))])
         factors = GradFactors(len(self.infos), self._device)
-        factors.carry_over(self._factors)
+        factors.carry_over(self._factors, indices)
         self._factors = factors
+        self._clips = {after: self._clips[i] for after, i in enumerate(indices) if i in self._clips}
+        self._edits.keep(indices)
         # static_graph: which parameters had a gradient in the first step that had any, and have in all others.
         self._static_used: list[bool] | None = None
         # Rows of one dtype next to each other: a kernel launch for each run.
         self._order = sorted(range(len(self.infos)), key=lambda i: str(self.infos[i].dtype))
-        self._edits.add(infos)
+        self._edits.add(new)
         self._bind()
 
     def watch(self, frozen: Sequence[Tensor]) -> None:
@@ -85,12 +97,18 @@ class LocalEngine:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None) -> None:
         if not self._is_capturable and core.is_capturing(self._device):
             raise CaptureError(
                 "step under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"
             )
         self._follow_edits()
+        if of_state:
+            if core.is_capturing(self._device):
+                raise CaptureError(
+                    "optimizer.state was edited, and every replay would do it again: step() before the capture"
+                )
+            of_state.carry_out(self)
         grads = [self._grad(info) for info in self.infos]
         used = [grad is not None for grad in grads]
         self._expect_static(used)
@@ -324,6 +342,15 @@ class LocalEngine:
 
     def describe(self) -> str:
         return report.describe_local(self)
+
+    def ranges_of(self, index: int) -> list[list[tuple[int, int]]]:
+        return [self.owned_ranges(index)]
+
+    def join(self, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+        return part
+
+    def refuse(self, text: str) -> NoReturn:
+        raise RuntimeError(text)
 
     def expect_done_by_all(self, what: str, error: Exception | None) -> None:
         if error is not None:

@@ -33,6 +33,7 @@ from bucketwheel.optim.param_groups import (
     group_texts,
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
+from bucketwheel.optim.shown_state import ShownState, StateEdits
 from bucketwheel.optim.trained_params import TrainedParams
 from bucketwheel.torch_internals import keep_out_of_graphs
 
@@ -198,7 +199,9 @@ class ShardedAdamW(Optimizer):
         others = given.frozen_in(self.param_groups)
         self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._made_engine.watch(trained.frozen)
-        self._publish_state()
+        self._shown = ShownState()
+        self.state = self._shown.dict
+        self._shown.publish(self.state, self._made_engine)
 
     @property
     def _engine(self) -> LocalEngine | ShardedEngine:
@@ -206,10 +209,46 @@ class ShardedAdamW(Optimizer):
             raise ClosedError("the optimizer is closed; make a new one for these parameters")
         return self._made_engine
 
-    def _publish_state(self) -> None:
-        """``self.state`` shows this rank's part: the kernel's own memory, flat where parameters are sharded."""
-        for info, state in zip(self._engine.infos, self._engine.states, strict=True):
-            self.state[info.param] = {"step": self._engine.steps[info.index], **state}
+    # --- what others change between two steps ------------------------------------------------------------------------
+
+    def _follow_groups(self) -> None:
+        """Takes in what is in the groups now and was not, or was frozen; lets go what is not any longer. Collective."""
+        if not self._trained.are_those_of(self.param_groups):
+            self._take_in("a change of param_groups")
+        elif self._trained.has_unfrozen:
+            self._take_in("taking in what was frozen")
+
+    def _take_in(self, why: str) -> None:
+        """All or none, on all ranks."""
+        engine, trained, error = self._engine, self._trained, None
+        try:
+            groups = trained.regrouping(self.param_groups)
+            engine.precision.expect_fits({info.dtype for info in (*groups.kept, *groups.new)})
+            engine.expect_changeable(groups.new, why)
+            edits = self._shown.find(self.state, engine, groups)
+        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+            error = found
+        engine.expect_done_by_all(why, error)
+        what = "; ".join(text for text in (groups.text, edits.text) if text)
+        engine.change(groups.kept, groups.new, group_texts(self.param_groups), f"{why} ({what.replace(':', ' ')})")
+        trained.note(engine.infos, self.param_groups)
+        engine.watch(trained.frozen)
+        edits.carry_out(engine)
+        states.load_taken_in(self)
+        self._shown.publish(self.state, engine, edits)
+
+    def _state_edits(self) -> StateEdits | None:
+        """What others have done to ``self.state``, if anything. ValueError or TypeError if it cannot be followed."""
+        if not self._shown.edited.is_set and self.state is self._shown.dict:
+            return None
+        edits = self._shown.find(self.state, self._engine)
+        return edits if edits.said else None
+
+    def _follow_state(self) -> None:
+        """Local: the next step compares no more what was done."""
+        if (edits := self._state_edits()) is not None:
+            edits.carry_out(self._engine)
+            self._shown.publish(self.state, self._engine)
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -229,8 +268,14 @@ class ShardedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_in_unfrozen()
-        self._engine.step(self.param_groups)
+        self._follow_groups()
+        try:
+            edits = self._state_edits()
+        except (TypeError, ValueError) as error:
+            self._engine.refuse(str(error))
+        self._engine.step(self.param_groups, edits)
+        if edits:
+            self._shown.publish(self.state, self._engine)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -238,6 +283,9 @@ class ShardedAdamW(Optimizer):
         is_profiled = profiler._is_profiler_enabled  # else a range costs microseconds for nothing
         with profiler.record_function(self._zero_grad_profile_name) if is_profiled else nullcontext():
             self._engine.zero_grad(set_to_none)
+            if not self._trained.are_those_of(self.param_groups):  # the next collective call takes them in
+                self._trained.note_waiting(self.param_groups)
+                self._engine.watch(self._trained.frozen)
             self._trained.zero_unfrozen(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -258,7 +306,7 @@ class ShardedAdamW(Optimizer):
         inside `no_sync`.
         """
         if parameters is None:
-            self._take_in_unfrozen()
+            self._follow_groups()
             self._engine.close_window()
         else:
             self._engine.start_window(self._trained.indices(parameters) or ())
@@ -301,7 +349,7 @@ class ShardedAdamW(Optimizer):
         float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all
         ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
         """
-        self._take_in_unfrozen()
+        self._follow_groups()
         indices = self._trained.indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
             norm = float(self._engine.total_norm(indices, float(norm_type)))
@@ -322,7 +370,7 @@ class ShardedAdamW(Optimizer):
         hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
         must be left out of ``parameters`` in all but one of them.
         """
-        self._take_in_unfrozen()
+        self._follow_groups()
         return self._engine.total_norm(self._trained.indices(parameters), float(norm_type))
 
     def clip_grads_with_norm_(
@@ -343,7 +391,7 @@ class ShardedAdamW(Optimizer):
             raise ValueError(
                 f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
             )
-        self._take_in_unfrozen()
+        self._follow_groups()
         if isinstance(total_norm, Tensor):
             norm = total_norm.detach().reshape(())
         else:
@@ -354,12 +402,10 @@ class ShardedAdamW(Optimizer):
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
         no rank has one, and of a frozen parameter. Collective.
         """
-        self._take_in_unfrozen()
+        self._follow_groups()
         if any(param is frozen for frozen in self._trained.frozen):
             return None
-        if param not in self._trained.index_of:
-            raise ValueError(f"full_grad: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
-        return self._engine.full_grad(self._trained.index_of[param])
+        return self._engine.full_grad(self._trained.index_known(param, "full_grad"))
 
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
@@ -375,6 +421,7 @@ class ShardedAdamW(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.param_sync()
+        self._follow_state()
         saved = states.save(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
@@ -389,6 +436,7 @@ class ShardedAdamW(Optimizer):
         parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
         RuntimeError while gradients are pending (call `step` or `zero_grad` first).
         """
+        self._follow_groups()
         error, load = None, lambda: None
         try:
             state_dict = dict(state_dict)  # hooks may write to it
@@ -399,6 +447,7 @@ class ShardedAdamW(Optimizer):
             error = found
         self._engine.expect_done_by_all("load_state_dict", error)
         load()
+        self._shown.publish(self.state, self._engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -418,15 +467,31 @@ class ShardedAdamW(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _take_in(self, why: str) -> None:
-        self._trained.take_in(self._engine, why)
-        self._engine.watch(self._trained.frozen)
-        states.load_taken_in(self)
-        self._publish_state()
+    # --- states of single parameters ---------------------------------------------------------------------------------
 
-    def _take_in_unfrozen(self) -> None:
-        if self._trained.has_unfrozen:
-            self._take_in("taking in what was frozen")
+    def full_state(self, param: Parameter) -> dict[str, Tensor]:
+        """The state of ``param`` as `torch.optim.AdamW` has it, on every rank: copies of ``step`` (float32, 0-d) and, in its
+        shape, what else `state_dict` has. ``optimizer.state`` shows this rank's part alone. Collective.
+
+        To go on with changed moments assign them to ``optimizer.state[param]``, or to that of a parameter that takes its
+        place in the groups: the next step takes this rank's part of them.
+        """
+        self._follow_groups()
+        self._follow_state()
+        return states.whole_entry(self._engine, self._engine.infos[self._trained.index_known(param, "full_state")])
+
+    def reset_state(self, parameters: Iterable[Parameter] | None = None, rows: Any = None) -> None:
+        """Zeroes the moments and the step of all parameters, or of ``parameters``; with ``rows`` the moments of these alone: what
+        indexes the first dimension of each (indices, a mask, a slice). Weights stay. Local, to be called alike by all ranks.
+
+        ValueError for a parameter that is not trained by this optimizer.
+        """
+        if rows is not None and parameters is None:
+            raise ValueError("reset_state: rows of which parameters?")
+        indices = self._trained.indices(parameters)
+        infos = self._engine.infos
+        for info in infos if indices is None else [infos[i] for i in indices]:
+            states.reset(self._engine, info, rows)
 
     def reload_master_params(self) -> None:
         """Takes the parameters as they are for the weights. Local.

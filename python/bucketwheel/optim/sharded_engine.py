@@ -27,12 +27,13 @@ from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense
-from bucketwheel.layout.shards import Space
+from bucketwheel.layout.shards import Space, join
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
+from bucketwheel.optim.shown_state import StateEdits
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
@@ -45,7 +46,7 @@ __all__ = ["ShardedEngine", "engine_of"]
 _engines = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
 
 
-def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+def _expect_free(things: Sequence[tuple[Any, str]]) -> None:
     """ValueError if a live optimizer has one of the communicators or parameters ``things``, which have names.
 
     Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
@@ -53,6 +54,10 @@ def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
     for thing, name in things:
         if (owner := _engines.get(thing)) is not None and owner() is not None:
             raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
+
+
+def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+    _expect_free(things)
     for thing, _ in things:
         _engines[thing] = weakref.ref(engine)
 
@@ -107,7 +112,7 @@ class ShardedEngine:
         self._comms = [(each, f"communicator {each.name!r}") for each in given]
         self.reducer = reducer_of(comm, replicate)
         self.world = comm.size
-        self.infos: list[ParamInfo] = []  # grows, as `spaces`, `steps` and `_edits` do, when parameters are added
+        self.infos: list[ParamInfo] = []  # changes, as `spaces`, `steps` and `_edits` do, with the groups
         self.options = options
         self.precision = options.precision
         self.bucket_cap_bytes = options.bucket_cap_bytes(comm.backend)
@@ -218,30 +223,53 @@ class ShardedEngine:
         self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in cut.buckets])
         return Assembly(rows, cut.buckets, reduced, grads, states)
 
-    def add(self, infos: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
-        """More parameters, whose indices go on where the others end. Gradients, states and factors stay. Collective.
+    def expect_changeable(self, new: Sequence[ParamInfo], why: str) -> None:
+        """RuntimeError or ValueError where `change` cannot be done. Local."""
+        self.grads.captures.expect_none(why)
+        self.grads.expect_outside_no_sync(why)
+        expect_dense(new)
+        _expect_free(_named(new))
+
+    def change(self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
+        """Trains these from now on: ``kept`` of those so far, and ``new``. Gradients, states and factors of the first stay.
+        Collective.
 
         RuntimeError on all ranks, and nothing has changed, if they are not the same there.
         """
         old = self._assembly
-        old.grads.captures.expect_none(why)
-        old.grads.expect_outside_no_sync(why)
-        old.grads.close(why)
+        old.grads.close(why, is_the_last=True)
         self.param_sync()
-        expect_equal_layout(self.reducer, infos, groups, self._options_text())
-        compare_values(self.reducer, infos, ())
-        expect_dense(infos)
-        _claim(_named(infos), self)
-        self._unfrozen.release([info.param for info in infos])
+        expect_equal_layout(self.reducer, [*kept, *new], groups, self._options_text())
+        compare_values(self.reducer, new, ())
+        _claim(_named(new), self)
+        self._unfrozen.release([info.param for info in new])
         old.grads.remove()
-        self._take_in(infos)
+        indices = self._keep(kept)
+        self._take_in(new)
         self._assembly = self._assemble()
-        self.reduced.carry_over(old.reduced)
-        self.grads.carry_over(old.grads.held)
+        self.reduced.carry_over(old.reduced, indices)
+        self.grads.carry_over(bytes(old.grads.held[i] for i in indices))
+
+    def _keep(self, kept: Sequence[ParamInfo]) -> list[int]:
+        """Lets all others go. Returns the indices that these had."""
+        before = {info.param: info.index for info in self.infos}
+        now: dict[Tensor, ParamInfo] = {info.param: info for info in kept}
+        indices = [before[info.param] for info in kept]
+        _release(_named([info for info in self.infos if info.param not in now]))
+        for space in self.spaces:
+            space.renumber(now)
+            if space.is_empty:
+                space.flat.release()
+        self.spaces = [space for space in self.spaces if not space.is_empty]
+        self.infos = list(kept)
+        self.steps = self.steps[torch.tensor(indices, dtype=torch.int64, device=self.steps.device)]
+        self._edits.keep(indices)
+        return indices
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None) -> None:
+        """``of_state``: what others have done to ``optimizer.state``, which is followed if all ranks say the same."""
         self.param_sync()
         grads, reduced = self.grads, self.reduced
         try:
@@ -249,15 +277,19 @@ class ShardedEngine:
             # Comparing reads what is on the device.
             is_comparing = self._is_debugging and not core.is_capturing(self.device)
             groups = group_texts(param_groups) if is_comparing else None
-            facts = self._hyperparameters.facts(param_groups)
+            facts = self._hyperparameters.facts(param_groups, of_state.text if of_state else "")
+            if of_state and core.is_capturing(self.device):
+                raise CaptureError(
+                    "optimizer.state was edited, and every replay would do it again: step() before the capture"
+                )
         except (RuntimeError, TypeError, ValueError) as error:
             grads.refuse(str(error))
-        except KeyError as error:
-            grads.refuse(f"a parameter group has no {error}; optimizer.add_param_group() fills in what is missing")
         grads.close("step", facts)
         if groups is not None:
             expect_equal_layout(self.reducer, self.infos, groups, self._options_text())
         self._follow_edits(edits)
+        if of_state:
+            of_state.carry_out(self)
         used, rows = grads.held, self._assembly.rows
         order = self._gathers.order()  # what the next forward needs first goes first
         try:
@@ -390,6 +422,18 @@ class ShardedEngine:
 
     def describe(self) -> str:
         return report.describe(self)
+
+    def ranges_of(self, index: int) -> list[list[tuple[int, int]]]:
+        """`owned_ranges` of every rank."""
+        return self._space_of(index).ranges_of(index)
+
+    def join(self, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+        """The whole of what each rank has a ``part`` of. Collective."""
+        return join(self.comm, part, ranges)
+
+    def refuse(self, text: str) -> NoReturn:
+        """RuntimeError on all ranks. Collective for those that are not refused."""
+        self.grads.refuse(text)
 
     @property
     def part(self) -> tuple[int, int]:

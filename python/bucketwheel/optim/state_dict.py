@@ -7,7 +7,7 @@ or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketwheel.optim.sharded_adamw import ShardedAdamW
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = ["load_taken_in", "plan_load", "save"]
+__all__ = ["assign", "cut", "load_taken_in", "plan_load", "reset", "save", "saved_entry", "whole_entry"]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
 _KEPT_KEYS = {
@@ -42,22 +42,43 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     engine = optimizer._engine
     number = _numbers(optimizer.param_groups)
     state = {}
-    for info, tensors in zip(engine.infos, engine.states, strict=True):
-        entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
-        for name in _saved_names(tensors):
-            copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
-            assert copy is not None
-            is_flat = engine.world == 1 and copy.shape != info.param.shape
-            entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
-        if engine.world > 1:
-            entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
-            entry["part"] = list(engine.part)
-        state[number[info.param]] = entry
+    for info in engine.infos:
+        if info.param in number:  # others have left the groups, and no step has followed it
+            state[number[info.param]] = saved_entry(engine, info)
+    for param, index in number.items():  # new ones, whose state was assigned
+        if param not in optimizer._trained.index_of and optimizer.state.get(param):
+            state[index] = deepcopy(dict(optimizer.state[param]))
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
+
+
+def saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
+    """Copies of what this rank has of a parameter."""
+    tensors = engine.states[info.index]
+    entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
+    for name in _saved_names(tensors):
+        copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
+        assert copy is not None
+        is_flat = engine.world == 1 and copy.shape != info.param.shape
+        entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
+    if engine.world > 1:
+        entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
+        entry["part"] = list(engine.part)
+    return entry
+
+
+def whole_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
+    """`saved_entry` of all ranks together, in the parameter's shape. Collective."""
+    entry = saved_entry(engine, info)
+    names = [name for name in entry if name not in ("step", "ranges", "part")]
+    if engine.world > 1:
+        ranges = engine.ranges_of(info.index)
+        for name in names:
+            entry[name] = engine.join(entry[name], ranges).as_strided(info.param.shape, info.stride)
+    return {name: entry[name] for name in ("step", *names)}
 
 
 def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
@@ -122,17 +143,41 @@ def _states_of_frozen(
 
 
 def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Tensor]) -> None:
-    engine.steps[info.index] = step
-    state = engine.states[info.index]
     if "master_param" not in loaded:
-        forget_master(engine.values_of(info.index), state)
-    for name, value in loaded.items():
+        forget_master(engine.values_of(info.index), engine.states[info.index])
+    assign(engine, info, {"step": step, **loaded})
+
+
+def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping[str, Any]) -> None:
+    """Copies this rank's part (1-D, in memory order) of states of a parameter into the engine's; others stay."""
+    state = engine.states[info.index]
+    for name, value in values.items():
+        if name == "step":
+            engine.steps[info.index] = value
+            continue
         like = state["exp_avg"]
         laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
         if name == "master_param":
             load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
         else:
             state[name].copy_(laid_out)
+
+
+def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None) -> None:
+    """Zeroes the moments, of ``rows`` (what indexes the first dimension) alone where they are given, else the step too."""
+    moments = [
+        tensor for name, tensor in engine.states[info.index].items() if name not in ("master_param", "remainder")
+    ]
+    if rows is None:
+        engine.steps[info.index] = 0
+        for moment in moments:
+            moment.zero_()
+        return
+    chosen = torch.zeros(info.param.shape, dtype=torch.bool, device=info.device)
+    chosen[rows] = True
+    own = cut(chosen, info, engine.owned_ranges(info.index))
+    for moment in moments:
+        moment.as_strided(own.shape, (1,)).masked_fill_(own, 0.0)
 
 
 def _saved_names(tensors: dict[str, Tensor]) -> list[str]:
@@ -158,7 +203,11 @@ def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any
 
 def _numbers(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
     """As torch numbers parameters: through all groups, frozen ones counted."""
-    return {p: i for i, p in enumerate(p for group in param_groups for p in group["params"])}
+    grouped = (p for group in param_groups for p in group["params"])
+    numbers: dict[Tensor, int] = {}
+    for i, p in enumerate(grouped):
+        numbers.setdefault(p, i)
+    return numbers
 
 
 def _plan(
@@ -194,14 +243,14 @@ def _plan(
                     f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter "
                     f"{tuple(info.param.shape)}"
                 )
-            part = _cut(value, info, ranges)
+            part = cut(value, info, ranges)
         if part.numel() != numel:
             raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")
         loaded[name] = part
     return info, int(entry["step"]), loaded
 
 
-def _cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The elements of ``ranges`` out of a tensor of the parameter's shape, in the parameter's memory order."""
     param = info.param
     laid_out = torch.empty_strided(param.shape, info.stride, dtype=full.dtype, device=param.device).copy_(full)

@@ -6,7 +6,8 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +16,35 @@ from torch.nn import Parameter
 from bucketwheel.device import CPU, device_index
 from bucketwheel.grads.agreement import Facts
 from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.native import core
 from bucketwheel.optim.given_modules import GivenModules
-from bucketwheel.optim.param_groups import collect_params, group_texts
+from bucketwheel.optim.param_groups import collect_params
 
-if TYPE_CHECKING:
-    from bucketwheel.optim.local_engine import LocalEngine
-    from bucketwheel.optim.sharded_engine import ShardedEngine
+__all__ = ["Hyperparameters", "Regrouping", "TrainedParams"]
 
-__all__ = ["Hyperparameters", "TrainedParams"]
+_KEYS = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """The parameters of groups that have changed. ``kept``: those that are trained, in their order so far, with new indices
+    and groups; ``new``: whose indices follow. ``text`` says what has changed."""
+
+    kept: list[ParamInfo]
+    new: list[ParamInfo]
+    text: str
 
 
 class TrainedParams:
-    """The parameters that an optimizer trains, by index, and those of its groups that are frozen so far.
-
-    ``param_groups`` are the optimizer's own; groups may be added to them.
-    """
+    """The parameters that an optimizer trains, by index, and those of its groups that are frozen, or not taken in, so far."""
 
     def __init__(self, param_groups: Sequence[dict[str, Any]], given: GivenModules) -> None:
-        self._param_groups = param_groups
-        self.infos: list[ParamInfo] = collect_params(param_groups, given=given)
-        self.index_of: dict[Tensor, int] = {info.param: info.index for info in self.infos}
+        self.infos: list[ParamInfo] = []
+        self.index_of: dict[Tensor, int] = {}
+        self.frozen: list[Tensor] = []
+        self._grouped: list[list[Tensor]] = []  # the groups' parameters when they were taken in last
+        self.note(collect_params(param_groups, given=given), param_groups)
         everything = [p for group in param_groups for p in group["params"]]
-        self.frozen: list[Tensor] = [p for p in everything if p not in self.index_of]
         # States that were loaded while their parameters were frozen. An entry goes when its parameter is taken in.
         self.loaded: dict[Tensor, dict[str, Any]] = {}
         self.device = next((p.device for p in [*self.index_of, *everything]), torch.device("cpu"))
@@ -51,6 +59,11 @@ class TrainedParams:
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is not trained by this optimizer")
         return sorted({self.index_of[p] for p in chosen if p in self.index_of})
 
+    def index_known(self, param: Tensor, what: str) -> int:
+        if param not in self.index_of:
+            raise ValueError(f"{what}: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
+        return self.index_of[param]
+
     def zero_unfrozen(self, set_to_none: bool) -> None:
         """`zero_grad` of those that are trained by now and not taken in yet."""
         for p in self.frozen:
@@ -63,14 +76,52 @@ class TrainedParams:
     def has_unfrozen(self) -> bool:
         return any(p.requires_grad for p in self.frozen)
 
-    def take_in(self, engine: LocalEngine | ShardedEngine, why: str) -> None:
-        """Gives the engine the parameters of all groups that are to be trained and were not so far. Collective."""
-        new = collect_params(self._param_groups, self.index_of)
-        engine.precision.expect_fits({info.dtype for info in (*self.infos, *new)})
-        engine.add(new, group_texts(self._param_groups), why)
-        self.infos += new
-        self.index_of.update({info.param: info.index for info in new})
-        grouped = [p for group in self._param_groups for p in group["params"]]
+    # --- groups that change ------------------------------------------------------------------------------------------
+
+    def are_those_of(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the groups have the parameters that they had when these were taken in."""
+        if len(param_groups) != len(self._grouped):
+            return False
+        return all(map(core.are_same_objects, (group["params"] for group in param_groups), self._grouped))
+
+    def regrouping(self, param_groups: Sequence[dict[str, Any]]) -> Regrouping:
+        """What has changed. ValueError or TypeError naming what cannot be followed."""
+        group_of: dict[Tensor, int] = {}
+        for g, group in enumerate(param_groups):
+            missing = [key for key in _KEYS if key not in group]
+            if missing:
+                raise ValueError(f"parameter group {g} has no {missing[0]!r}; optimizer.add_param_group() fills it in")
+            for p in group["params"]:
+                if not isinstance(p, Tensor) or not p.is_leaf:
+                    raise TypeError(
+                        f"parameter group {g} has {type(p).__name__} that is no leaf tensor among its parameters"
+                    )
+                if p in group_of and p.requires_grad:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} is in group {group_of[p]} and again in group {g}; give it once"
+                    )
+                group_of[p] = g
+        kept = [info for info in self.infos if info.param in group_of]
+        now = [replace(info, index=i, group=group_of[info.param]) for i, info in enumerate(kept)]
+        new = collect_params(param_groups, {info.param: info.index for info in now})
+        changes = {
+            "new": new,
+            "gone": [info for info in self.infos if info.param not in group_of],
+            "moved": [info for info, after in zip(kept, now, strict=True) if info.group != after.group],
+        }
+        said = [f"{len(infos)} {what}, first {infos[0].name!r}" for what, infos in changes.items() if infos]
+        return Regrouping(now, new, ", ".join(said))
+
+    def note(self, infos: Sequence[ParamInfo], param_groups: Sequence[dict[str, Any]]) -> None:
+        """These are trained from now on: all that are to be, of these groups."""
+        self.infos[:] = infos
+        self.index_of.clear()
+        self.index_of.update({info.param: info.index for info in infos})
+        self._grouped = [list(group["params"]) for group in param_groups]
+        self.note_waiting(param_groups)
+
+    def note_waiting(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        grouped = (p for group in param_groups for p in group["params"])
         self.frozen[:] = [p for p in grouped if p not in self.index_of]
 
 
@@ -81,13 +132,21 @@ class Hyperparameters:
         self._values: list[float] = []  # of the last step
         self._digest = b""
 
-    def facts(self, param_groups: Sequence[dict[str, Any]]) -> Facts:
-        """KeyError naming what a group lacks."""
-        values = [value for group in param_groups for value in _numbers_of(group)]
+    def facts(self, param_groups: Sequence[dict[str, Any]], edits: str = "") -> Facts:
+        """ValueError naming what is no number in a group. ``edits``: what was done to ``optimizer.state``."""
+        try:
+            values = [value for group in param_groups for value in _numbers_of(group)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a parameter group has no number where one is expected: {error!r}") from None
         if values != self._values or not self._digest:
             self._values = values
             self._digest = zlib.crc32(struct.pack(f"{len(values)}d", *values)).to_bytes(4, "little")
-        return Facts(self._digest, lambda: _named_values(values))
+        digest = (
+            zlib.crc32(edits.encode(), int.from_bytes(self._digest, "little")).to_bytes(4, "little")
+            if edits
+            else self._digest
+        )
+        return Facts(digest, lambda: {**_named_values(values), "what was done to optimizer.state": edits or "nothing"})
 
 
 _NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")

@@ -390,6 +390,64 @@ def other_hyperparameters_on_one_rank_are_an_error_on_all(run: Run) -> None:
         run.step()
 
 
+def take_a_parameter_out(run: Run) -> Callable[[], None]:
+    params = run.opt.param_groups[0]["params"]
+    p = params.pop(3)
+    return lambda: params.insert(3, p)
+
+
+def put_one_in_twice(run: Run) -> Callable[[], None]:
+    run.opt.param_groups.append({**run.opt.param_groups[0], "params": [run.params[3]]})
+    return lambda: run.opt.param_groups.pop() and None
+
+
+def assign_a_state(run: Run) -> Callable[[], None]:
+    entry = run.opt.state[run.params[3]]
+    shown, entry["exp_avg"] = entry["exp_avg"], torch.zeros_like(run.params[3])
+    return lambda: entry.update(exp_avg=shown)
+
+
+def assign_a_state_of_another_shape(run: Run) -> Callable[[], None]:
+    entry = run.opt.state[run.params[3]]
+    shown, entry["exp_avg"] = entry["exp_avg"], torch.zeros(7, 7)
+    return lambda: entry.update(exp_avg=shown)
+
+
+def take_a_step_away(run: Run) -> Callable[[], None]:
+    entry = run.opt.state[run.params[3]]
+    shown = entry.pop("step")
+    return lambda: entry.update(step=shown)
+
+
+EDITS_OF_ONE_RANK: dict[Callable[[Run], Callable[[], None]], str] = {
+    take_a_parameter_out: "different things .*a change of param_groups",
+    put_one_in_twice: r"shape \(64, 33\) is in group 0 and again in group 1|different things .*a change of param_groups",
+    assign_a_state: "disagree on what was done to optimizer.state: nothing on rank.*, exp_avg of 'group 0 parameter 3' on rank",
+    assign_a_state_of_another_shape: r"'group 0 parameter 3': exp_avg has shape \(7, 7\), .* optimizer.full_state",
+    take_a_step_away: "'group 0 parameter 3' has no 'step'",
+}
+
+
+@script(backends=SHARDED)
+def what_one_rank_does_to_groups_and_states_is_an_error_on_all(run: Run) -> None:
+    """And nothing is updated, until it is undone."""
+    run.backward(0)
+    run.step()
+    for seed, (edit, match) in enumerate(EDITS_OF_ONE_RANK.items()):
+        run.backward(seed)
+        if run.world > 1:
+            before = [p.detach().clone() for p in run.params]
+            undo = edit(run) if run.rank == run.world - 1 else lambda: None
+            with pytest.raises(RuntimeError, match=match):
+                run.opt.step()
+            assert_bitwise_equal([p.detach() for p in run.params], before)
+            undo()
+            if run.opt._engine.world > 1:
+                with pytest.raises(RuntimeError, match="is no row of the parameter: optimizer.reset_state"):
+                    run.opt.state[run.params[3]]["exp_avg"][3] = 0.0
+        run.step()
+
+
 @script(backends=SHARDED)
 def another_call_on_one_rank_is_an_error_on_all(run: Run) -> None:
     run.backward(0)

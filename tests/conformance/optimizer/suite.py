@@ -22,7 +22,7 @@ from torch import Tensor
 
 import bucketwheel as bw
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.optimizer import divergence, gradients, states, updates
+from tests.conformance.optimizer import divergence, gradients, live, states, updates
 from tests.conformance.optimizer.scripts import DISTRIBUTIONS, F32, F64, PRECISIONS, SCRIPTS, SHARDS, Script, Setting
 from tests.support import simulated_nccl
 from tests.support.comm_cases import ON_PROCESSES
@@ -37,7 +37,7 @@ from tests.support.optim_twins import (
 from tests.support.replica_ranks import torch_groups, with_replicas
 from tests.support.simulated_cuda import posing
 
-MODULES = (gradients, divergence, updates, states)  # which have entered their scripts into SCRIPTS
+MODULES = (gradients, divergence, updates, states, live)  # which have entered their scripts into SCRIPTS
 
 # ---- which settings
 

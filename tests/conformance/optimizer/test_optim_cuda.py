@@ -64,7 +64,9 @@ def trained(rank: int, comm: Communicator | None, dtype: torch.dtype, clip: str,
     opt.param_sync()
     out += [p.detach().clone() for p in model.parameters()]
     saved = opt.state_dict()["state"]
-    out += [saved[i][name].clone() for i in sorted(saved) for name in sorted(saved[i]) if name != "ranges"]
+    out += [
+        saved[i][name].clone() for i in sorted(saved) for name in sorted(saved[i]) if name not in ("ranges", "part")
+    ]
     opt.close()
     return out
 

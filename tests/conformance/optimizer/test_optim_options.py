@@ -89,17 +89,17 @@ def test_bad_parameters_are_named_and_nothing_moves(world: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, bad, error", [("lr", None, TypeError), ("amsgrad", True, ValueError)], ids=["lr", "amsgrad"]
+    "name, bad, match", [("lr", None, "NoneType"), ("amsgrad", True, "amsgrad was False when")], ids=["lr", "amsgrad"]
 )
 @pytest.mark.parametrize("world", [None, 2])
-def test_a_step_that_fails_changes_nothing(world: int | None, name: str, bad: Any, error: type[Exception]) -> None:
+def test_a_step_that_fails_changes_nothing(world: int | None, name: str, bad: Any, match: str) -> None:
     def body(comm: Communicator | None) -> None:
         params = make_params()
         opt = ShardedAdamW(params, process_group=comm)
         loss_of(params, dyadic(params, 0)).backward()
         before = [p.detach().clone() for p in params]
         good, opt.param_groups[0][name] = opt.param_groups[0][name], bad
-        with pytest.raises(error, match="amsgrad was False when" if name == "amsgrad" else None):
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=match):
             opt.step()
         assert_bitwise_equal([p.detach() for p in params], before)
         assert all(int(opt.state[p]["step"]) == 0 for p in params)
@@ -205,12 +205,18 @@ def test_a_communicator_and_a_parameter_serve_one_optimizer() -> None:
 
 
 @pytest.mark.parametrize("is_debugging", [False, True])
-def test_learning_rates_of_ranks_are_compared_to_debug(monkeypatch: pytest.MonkeyPatch, is_debugging: bool) -> None:
+def test_learning_rates_of_a_static_graph_are_compared_to_debug(
+    monkeypatch: pytest.MonkeyPatch, is_debugging: bool
+) -> None:
     monkeypatch.setenv("BW_DEBUG", str(int(is_debugging)))
 
     def body(comm: Communicator) -> None:
         params = make_params()
-        opt = ShardedAdamW(params, 0.1, process_group=comm)
+        opt = ShardedAdamW(params, 0.1, process_group=comm, static_graph=True)
+        for _ in range(2):
+            loss_of(params, dyadic(params, 1)).backward()
+            opt.step()
+            opt.zero_grad()
         loss_of(params, dyadic(params, 1)).backward()
         before = [p.detach().clone() for p in params]
         if comm.rank == 1:
@@ -219,9 +225,6 @@ def test_learning_rates_of_ranks_are_compared_to_debug(monkeypatch: pytest.Monke
             with pytest.raises(RuntimeError, match=r"ranks disagree on parameter group 0: lr 0\.[12]"):
                 opt.step()
             assert_bitwise_equal([p.detach() for p in params], before)
-            opt.param_groups[0]["lr"] = 0.1 if comm.rank == 0 else None
-            with pytest.raises(RuntimeError, match="refused" if comm.rank == 1 else "^rank 1: .*refused"):
-                opt.step()
             opt.param_groups[0]["lr"] = 0.1
         opt.step()
         farthest = max(float((p.detach() - b).abs().max()) for p, b in zip(params, before, strict=True) if p.numel())
