@@ -2,7 +2,8 @@
 
 [Note: when buffers are broadcast] As in DDP: before the first forward, and before one that follows a forward with gradients
 outside of `no_sync`. So ranks make as many broadcasts as training forwards, whatever evaluations they make in between, and
-begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it.
+begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it;
+with replicas it waits for its shard group.
 """
 
 from __future__ import annotations
