@@ -187,7 +187,7 @@ def arrival(bench: Bench) -> None:
 
             def take(sink: Any, full: Any = full) -> None:
                 sink.begin(False)
-                comm.reduce_scatter_into(full, sink).wait()
+                comm._reduce_scatter_into(full, sink).wait()
 
             ways = {
                 "with norm": lambda take=take, sink=sinks[0]: take(sink),

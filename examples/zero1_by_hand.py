@@ -1,10 +1,9 @@
-"""Sharded optimizer states (ZeRO-1) from the primitives: reduce-scatter, norm, Adam, all-gather. No optimizer class.
+"""Sharded optimizer states (ZeRO-1) from the primitives: reduce-scatter, norm, all-reduce, Adam, all-gather.
 
 torchrun --nproc-per-node 2 examples/zero1_by_hand.py
 """
 
 import math
-import struct
 
 import torch
 import torch.distributed as dist
@@ -14,19 +13,19 @@ import bucketwheel as bw
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same weights on all ranks
+    torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     with bw.Communicator(name="zero1") as comm:
         # Parameters and gradients become views of two flat buffers that the ranks can read of each other.
         numel = math.ceil(sum(p.numel() for p in model.parameters()) / comm.size) * comm.size
-        leases = [comm.pool.acquire(key, 4 * numel) for key in ("params", "grads")]
-        params, grads = (lease.tensor(torch.float32, numel).zero_() for lease in leases)
+        params, grads = (comm.pool.empty(numel, torch.float32).zero_() for _ in range(2))
         begin = 0
         for p in model.parameters():
             params[begin : begin + p.numel()] = p.detach().flatten()
             p.data = params[begin : begin + p.numel()].view_as(p)
             p.grad = grads[begin : begin + p.numel()].view_as(p)
             begin += p.numel()
+        comm.broadcast(params).wait()  # rank 0's weights for all
         param_shard, grad_shard = (flat.view(comm.size, -1)[comm.rank] for flat in (params, grads))
         exp_avg, exp_avg_sq = torch.zeros_like(param_shard), torch.zeros_like(param_shard)
 
@@ -37,14 +36,14 @@ def main() -> None:
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
             loss.backward()
             bw.reduce_scatter(grad_shard, grads, comm).wait()  # sums; the division by the world size is folded below
-            mine = bw.l2_norm([grad_shard]).item() ** 2
-            total = sum(struct.unpack("d", theirs)[0] for theirs in comm.exchange(struct.pack("d", mine)))
-            norm = math.sqrt(total) / comm.size
+            totals = torch.stack([bw.l2_norm([grad_shard]) ** 2, loss.detach().double()])
+            comm.all_reduce(totals).wait()
+            norm = totals[0].sqrt().item() / comm.size
             scale = min(1.0, 1.0 / (norm + 1e-6)) / comm.size
             bw.adam_step([param_shard], [grad_shard], [exp_avg], [exp_avg_sq], step, lr=3e-3, grad_scale=scale)
             bw.all_gather(params, param_shard, comm).wait()
             if comm.rank == 0 and (step == 1 or step % 40 == 0):
-                print(f"step {step:3} loss {loss.item():.3f} gradient norm {norm:.2f}")
+                print(f"step {step:3} loss {totals[1].item() / comm.size:.3f} gradient norm {norm:.2f}")
     dist.destroy_process_group()
 
 

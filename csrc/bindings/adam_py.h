@@ -187,11 +187,11 @@ class AdamLists {
  public:
   explicit AdamLists(const py::sequence& lists) {
     BW_EXPECTS(py::len(lists) == kLists, std::to_string(py::len(lists)) + " lists of tensors, expected 7");
-    count_ = py::len(py::object(lists[0]));
+    count_ = py::len(dlpack::sequence_of(lists[0], kNames[0]));
     for (size_t k = 0; k < kLists; ++k) {
       const py::object list = lists[k];
       if (!list.is_none()) {
-        lists_[k] = list.cast<py::sequence>();
+        lists_[k] = dlpack::sequence_of(list, kNames[k]);
         expect_count(*lists_[k], kNames[k]);
       }
     }
@@ -414,7 +414,8 @@ inline void adam_step(const py::sequence& tensors, const py::object& steps, cons
   const AdamLists lists(tensors);
   const size_t count = lists.count();
   const bool one_step = py::isinstance<py::int_>(steps);
-  const py::sequence step_list = one_step ? py::sequence(py::list()) : steps.cast<py::sequence>();
+  const py::sequence step_list =
+      one_step ? py::sequence(py::list()) : dlpack::sequence_of(steps, "steps", "ints or tensors");
   if (!one_step) {
     lists.expect_count(step_list, "steps");
   }

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -172,13 +173,63 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
   return comm.reduce_scatter(tensors.take(), reduction, nullptr, std::move(options));
 }
 
-inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::handle stream,
-                                  const std::vector<HandleRef>& after, bool timing) {
-  const dlpack::Described described = dlpack::describe_item(tensor, {"tensor", 0}, comm.device());
+// The tensor of an operation that has but one.
+inline View only_view(const Comm& comm, py::handle tensor) {
+  const dlpack::Described described = dlpack::describe_item(tensor, {"tensor"}, comm.device());
   BW_EXPECTS(described.is_contiguous(), "tensor is not contiguous: " + described.layout_text());
+  return {described.data, described.numel, described.dtype};
+}
+
+// `numel` elements of `view` from `begin` on.
+inline View part_of(const View& view, int64_t begin, int64_t numel) {
+  return {static_cast<std::byte*>(view.data) + static_cast<size_t>(begin) * size_of(view.dtype), numel, view.dtype};
+}
+
+// [Note: all-reduce] What ranks can share equally is reduce-scattered in place and then gathered. Of the rest, and of all of
+// a small tensor, every rank gives each other rank a copy, so that the reduce-scatter leaves the whole sum on every rank.
+// They all add in rank order and get the same bits; but NCCL adds in an order of each rank's own, so there rank 0's sums
+// of the rest go to all.
+inline HandleRef all_reduce_tensor(Comm& comm, py::handle tensor, py::handle op, py::handle stream,
+                                   const std::vector<HandleRef>& after, bool timing) {
+  constexpr size_t kSmallBytes = 4096;
+  const Reduction reduction = reduction_of(op);
+  const View whole = only_view(comm, tensor);
+  const int64_t world = comm.world();
+  const int64_t rest = whole.size_bytes() <= kSmallBytes ? whole.numel : whole.numel % world;
+  const View shared = part_of(whole, 0, whole.numel - rest);
+  const View remainder = part_of(whole, shared.numel, rest);
+  const View own = part_of(shared, comm.rank() * (shared.numel / world), shared.numel / world);
+  std::vector<TensorPair> pairs;
+  if (shared.numel != 0 || rest == 0) {
+    pairs.push_back({shared, own});
+  }
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held(tensor));
-  const View view{described.data, described.numel, described.dtype};
+  IssueOptions later = options;
+  later.after.clear();
+  if (rest != 0) {
+    const py::object copies =
+        tensor.attr("detach")().attr("view")(-1).attr("narrow")(0, shared.numel, rest).attr("repeat")(world);
+    pairs.push_back({{dlpack::describe(copies).data, world * rest, whole.dtype}, remainder});
+    options.keepalive.push_back(held(copies));
+  }
+  const bool has_one_order = world <= 2 || std::string_view(comm.backend()) != "nccl";
+  const WithoutGil unlocked;
+  HandleRef last = comm.reduce_scatter(std::move(pairs), reduction, nullptr, std::move(options));
+  if (shared.numel != 0) {
+    last = comm.all_gather({{shared, own}}, later);
+  }
+  if (rest != 0 && !has_one_order) {
+    last = comm.broadcast(remainder, 0, std::move(later));
+  }
+  return last;
+}
+
+inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::handle stream,
+                                  const std::vector<HandleRef>& after, bool timing) {
+  const View view = only_view(comm, tensor);
+  IssueOptions options = issue_options(comm.device(), stream, after, timing);
+  options.keepalive.push_back(held(tensor));
   const WithoutGil unlocked;
   return comm.broadcast(view, root, std::move(options));
 }
@@ -376,6 +427,8 @@ inline void bind_comm(py::module_& m) {
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("all_gather_to_sink", &all_gather_to_sink, py::arg("full"), py::arg("sink").none(false), py::arg("numel"),
            py::arg("after") = std::vector<HandleRef>())
+      .def("all_reduce", &all_reduce_tensor, py::arg("tensor"), py::arg("op") = "sum", py::arg("stream") = py::none(),
+           py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"), py::arg("stream") = py::none(),
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))

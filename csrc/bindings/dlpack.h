@@ -10,11 +10,14 @@
 // The structs below declare the ABI of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -95,6 +98,76 @@ inline const Torch& torch_api() {
     return Torch{type.release().ptr(), api};  // both live as long as the process
   }();
   return torch;
+}
+
+// [Note: negative views]
+// torch negates some tensors when they are read (`x.conj().imag`, `torch._neg_view`): their memory holds the values without
+// the sign, and DLPack does not say so. Nobody here may read or write such memory. `tensor.is_neg()` takes 60 ns and lets
+// other threads take the GIL, 16 times in a call of 3 us. So we look at the word in which torch keeps the tensor's dispatch
+// keys. Where that is, and which bit, is found from examples, in whatever version of torch; if it is not found, torch is
+// asked.
+class NegativeBit {
+ public:
+  bool is_set(PyObject* tensor) const {
+    if (mask_ == 0) {
+      return py::handle(tensor).attr("is_neg")().cast<bool>();
+    }
+    return (word(reinterpret_cast<const void*>(word(tensor, impl_at_)), keys_at_) & mask_) != 0;
+  }
+
+  static NegativeBit find() {
+    constexpr size_t kObjectWords = 6;  // of any tensor's Python object
+    constexpr size_t kImplWords = 26;   // where torch bounds the size of what it points to
+    const py::object torch = py::module_::import("torch");
+    std::vector<py::object> plain, negative;
+    for (int numel = 1; numel <= 4; ++numel) {  // views and others: only one word has one value in each kind
+      const auto ones = [&] { return torch.attr("ones")(numel, py::arg("device") = "cpu"); };
+      plain.push_back(numel % 2 == 0 ? ones() : ones().attr("detach")());
+      negative.push_back(torch.attr("_neg_view")(ones()));
+    }
+    const auto impl_of = [](const py::object& tensor) { return tensor.attr("_cdata").cast<uint64_t>(); };
+    const auto points_there = [&](size_t at) {
+      const auto points = [&](const py::object& tensor) { return word(tensor.ptr(), at) == impl_of(tensor); };
+      return std::ranges::all_of(plain, points) && std::ranges::all_of(negative, points);
+    };
+    NegativeBit out;
+    while (out.impl_at_ < kObjectWords && !points_there(out.impl_at_)) {
+      ++out.impl_at_;
+    }
+    for (size_t at = 0; out.impl_at_ < kObjectWords && out.mask_ == 0 && at < kImplWords; ++at) {
+      const auto value = [&](const py::object& tensor) {
+        return word(reinterpret_cast<const void*>(impl_of(tensor)), at);
+      };
+      const uint64_t without = value(plain[0]);
+      const uint64_t mask = value(negative[0]) & ~without;
+      const auto is_without = [&](const py::object& tensor) { return value(tensor) == without; };
+      const auto is_with = [&](const py::object& tensor) { return value(tensor) == (without | mask); };
+      if (std::has_single_bit(mask) && std::ranges::all_of(plain, is_without) &&
+          std::ranges::all_of(negative, is_with)) {
+        out.keys_at_ = at;
+        out.mask_ = mask;
+      }
+    }
+    return out;
+  }
+
+  // Whether torch need not be asked.
+  bool is_found() const { return mask_ != 0; }
+
+ private:
+  static uint64_t word(const void* object, size_t at) {
+    uint64_t value = 0;
+    std::memcpy(&value, static_cast<const std::byte*>(object) + at * sizeof value, sizeof value);
+    return value;
+  }
+
+  size_t impl_at_ = 0;  // words
+  size_t keys_at_ = 0;
+  uint64_t mask_ = 0;  // 0: not found
+};
+inline const NegativeBit& negative_bit() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<NegativeBit> bit;
+  return bit.call_once_and_store_result(&NegativeBit::find).get_stored();
 }
 
 // In the order of DType.
@@ -197,10 +270,15 @@ inline Described describe_abi(const TensorAbi& tensor) {
   return out;
 }
 
+inline bool is_tensor(py::handle object) {
+  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type)) != 0;
+}
 inline void expect_tensor(py::handle object) {
-  auto* type = reinterpret_cast<PyTypeObject*>(torch_api().tensor_type);
-  if (!PyObject_TypeCheck(object.ptr(), type)) {
+  if (!is_tensor(object)) {
     throw TypeError(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
+  }
+  if (negative_bit().is_set(object.ptr())) {
+    throw TypeError("the tensor is a negative view (is_neg()), whose memory lacks the sign: pass resolve_neg()");
   }
 }
 
@@ -211,6 +289,14 @@ inline Described describe(py::handle object) {
     throw py::error_already_set();
   }
   return describe_abi(tensor);
+}
+
+// A list or tuple, or whatever else has items by number, but a tensor.
+inline py::sequence sequence_of(const py::object& object, const char* name, const char* items = "tensors") {
+  if (!PySequence_Check(object.ptr()) || is_tensor(object)) {
+    throw TypeError(std::string(name) + " is a " + Py_TYPE(object.ptr())->tp_name + ", expected a list of " + items);
+  }
+  return py::reinterpret_borrow<py::sequence>(object);
 }
 
 struct Held {
@@ -230,9 +316,10 @@ inline Held hold(py::handle object) {
   return {describe_abi(managed->tensor), std::move(owner)};
 }
 
-// A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor.
+// A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor, and for
+// what describe() does not take.
 inline bool look_at(py::handle object, TensorAbi* tensor) {
-  if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
+  if (!is_tensor(object) || negative_bit().is_set(object.ptr())) {
     return false;
   }
   if (torch_api().api->tensor_from_object(object.ptr(), tensor) != 0) {
@@ -340,13 +427,13 @@ inline bool overlap(const Described& a, const Described& b) {
          b_begin < a_begin + a.numel * static_cast<int64_t>(size_of(a.dtype));
 }
 
-// A tensor of a list, for messages: "params[3]". The text is made only when a check fails.
+// A tensor of a list, for messages: "params[3]"; without an index "tensor". The text is made only when a check fails.
 inline std::string item_text(const char* list, int64_t index) {
-  return std::string(list) + "[" + std::to_string(index) + "]";
+  return std::string(list) + (index < 0 ? "" : "[" + std::to_string(index) + "]");
 }
 struct Name {
   const char* list;
-  int64_t index;
+  int64_t index = -1;
   std::string text() const { return item_text(list, index); }
 };
 
@@ -386,9 +473,6 @@ inline void expect_device(const Described& tensor, DeviceId device, Name name) {
 }
 
 inline Described describe_on_any_device(py::handle object, Name name) {
-  if (!PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type))) {
-    throw TypeError(name.text() + ": expected a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
-  }
   try {
     return describe(object);
   } catch (const py::error_already_set& error) {  // sparse, meta, conjugated: whatever has no plain memory

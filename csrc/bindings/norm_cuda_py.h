@@ -22,7 +22,8 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) {
+inline std::vector<NormRow> norm_rows(DeviceId id, const py::object& list) {
+  const py::sequence tensors = dlpack::sequence_of(list, "tensors");
   std::vector<NormRow> rows;
   for (size_t i = 0; i < py::len(tensors); ++i) {
     const dlpack::Name name{"tensors", static_cast<int64_t>(i)};
@@ -37,7 +38,7 @@ inline std::vector<NormRow> norm_rows(DeviceId id, const py::sequence& tensors) 
 
 // sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU; total = their fold. `table`: null for
 // one of ours.
-inline void sumsq_cuda(int device, const py::sequence& tensors, py::handle sums, py::handle total,
+inline void sumsq_cuda(int device, const py::object& tensors, py::handle sums, py::handle total,
                        SumsqCudaTable* table) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
   const std::vector<NormRow> rows = norm_rows(id, tensors);

@@ -39,7 +39,8 @@ inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
 }
 
 // For each tensor (sum of squares, has it a non-finite element); its elements are taken in memory order.
-inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::sequence& tensors) {
+inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::object& list) {
+  const py::sequence tensors = dlpack::sequence_of(list, "tensors");
   std::vector<NormRow> rows;
   std::vector<py::object> keep;  // another thread may change the list while the GIL is released
   for (size_t i = 0; i < py::len(tensors); ++i) {

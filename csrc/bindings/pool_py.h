@@ -164,7 +164,7 @@ inline void bind_pool(py::module_& m) {
       .def(
           "holds",
           [](const Pool& self, py::handle object) {
-            const dlpack::Described tensor = dlpack::describe(object);
+            const dlpack::Described tensor = dlpack::describe_on_any_device(object, {"tensor"});
             BW_EXPECTS(tensor.is_contiguous(), "the tensor of shape " + tensor.shape_text() + " is not contiguous");
             const auto size_bytes = static_cast<size_t>(tensor.numel) * size_of(tensor.dtype);
             return self.locate(tensor.data, size_bytes).slab != nullptr;

@@ -264,7 +264,6 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // Attributes.
   struct Names {
     PyObject* grad = PyUnicode_InternFromString("grad");
-    PyObject* is_neg = PyUnicode_InternFromString("is_neg");
     PyObject* is_in_reducer = PyUnicode_InternFromString("is_in_reducer");
   };
   static const Names& names() {
@@ -327,7 +326,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     }
     TensorAbi tensor;
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
-        !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) || is_negated(grad) ||
+        !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) ||
         (expects_reducers_ && is_true(known.placeholder.attr(names().is_in_reducer)))) {
       return false;
     }
@@ -368,14 +367,6 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     return true;
   }
 
-  // torch negates some tensors when they are read: their memory has the other sign.
-  static bool is_negated(const py::object& grad) {
-    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), names().is_neg));
-    if (!answer) {
-      throw py::error_already_set();
-    }
-    return is_true(answer);
-  }
   static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
   static inline bool expects_reducers_ = false;

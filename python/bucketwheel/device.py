@@ -22,6 +22,7 @@ __all__ = [
     "CPU",
     "Uploads",
     "device_index",
+    "device_named",
     "index_of",
     "join",
     "keep_as_cache",
@@ -49,11 +50,18 @@ def index_of(tensor: Tensor) -> int:
     return int(tensor.device.index)
 
 
+def device_named(device: torch.device | str | int) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}, expected a torch.device, its name, or an index") from None
+
+
 def device_index(device: torch.device | str | int | None) -> int:
     """The native number of a device named as torch names it; None is the CPU, ``"cuda"`` the current device."""
     if device is None:
         return CPU
-    named = torch.device(device)
+    named = device_named(device)
     if named.type == "cpu":
         return 0 if core.is_posing() else CPU
     if named.type != "cuda":

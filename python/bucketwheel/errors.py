@@ -6,6 +6,7 @@ Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it w
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 __all__ = [
@@ -24,7 +25,25 @@ __all__ = [
     "ReleasedTwice",
     "ShardedGradError",
     "UseAfterRelease",
+    "expect_int",
+    "expect_number",
 ]
+
+
+def expect_int(value: Any, name: str, meaning: str = "an int") -> int:
+    """TypeError naming the argument unless it is an integer, of Python or numpy."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected {meaning}") from None
+
+
+def expect_number(value: Any, name: str) -> None:
+    """TypeError naming the argument unless it is a number; a tensor of one element is."""
+    if not hasattr(value, "__float__"):  # float() takes text
+        raise TypeError(f"{name} is {value!r}, expected a number")
+    if getattr(value, "ndim", 0) and value.shape.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected one number")
 
 
 class Error(RuntimeError):

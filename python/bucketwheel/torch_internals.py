@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 __all__ = [
     "all_gather",
     "another_connection",
+    "increment_version",
     "keep_out_of_graphs",
     "module_behind",
     "set_default_timeout",
@@ -26,6 +28,11 @@ __all__ = [
 # inside, where it would meet native objects and parameters that change their class. But these hooks are called by what
 # others compile, and decide by themselves:
 _TRACED = {"gathers/module_hooks.py", "optim/foreign_steps.py"}
+
+# Without the public function's look at its argument: 0.15 us of every call.
+increment_version: Callable[[list[torch.Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
 
 
 def store_of(group: dist.ProcessGroup | None) -> dist.Store:

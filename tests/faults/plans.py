@@ -245,7 +245,7 @@ def call(comm: Communicator, chance: random.Random, *, is_waited: bool) -> None:
     elif what == "reduce_scatter":
         handle = reduce_scatter(torch.empty(numel), torch.ones(comm.size * numel), comm)
     elif what == "broadcast":
-        handle = comm.broadcast_into(torch.ones(numel), chance.randrange(comm.size))
+        handle = comm.broadcast(torch.ones(numel), chance.randrange(comm.size))
     else:
         lease = comm.pool.acquire("", 4 * comm.size * 1000)
         full = lease.tensor(torch.float32, (comm.size * 1000,))

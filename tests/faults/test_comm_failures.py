@@ -32,12 +32,13 @@ def different_calls(comm: Communicator, difference: str) -> Error:
         "kind": lambda: reduce_scatter(shard, full, comm),
         "op": lambda: reduce_scatter(shard, full, comm, op="avg" if is_odd else "sum"),
         "factor": lambda: reduce_scatter(shard, full, comm, op=PreMulSum(0.25 if is_odd else 0.5)),
-        "root": lambda: comm.broadcast_into(full, int(is_odd)),
+        "root": lambda: comm.broadcast(full, int(is_odd)),
+        "all_reduce": lambda: comm.all_reduce(torch.zeros(7 + is_odd)),
         "dtype": lambda: all_gather(full.bfloat16(), shard.bfloat16(), comm),
         "size": lambda: all_gather(full[: comm.size], shard[:1], comm),
         "count": lambda: all_gather([full, full.clone()], [shard, shard], comm),
     }
-    is_alike = not is_odd and difference not in ("op", "factor", "root")
+    is_alike = not is_odd and difference not in ("op", "factor", "root", "all_reduce")
     call = (lambda: all_gather(full, shard, comm)) if is_alike else odd[difference]
     error = error_of(lambda: call().wait())
     assert error_of(lambda: gather(comm)) == error, "later calls raise the same error"
@@ -49,6 +50,7 @@ DIFFERENCES = {
     "op": "reduce_scatter(avg) of 1 tensor",
     "factor": "reduce_scatter(premul 0.25",
     "root": "broadcast from rank 1 of 1 tensor",
+    "all_reduce": "reduce_scatter(sum) of 1 tensor, 96 bytes: float32[24]",
     "dtype": "bfloat16[",
     "size": "float32[3]",
     "count": "2 tensors",

@@ -43,7 +43,7 @@ def issue(comm: Communicator, kind: str) -> Any:
     if kind == "one":
         return all_gather(full, shard, comm)
     if kind == "broadcast":
-        return comm.broadcast_into(full, 0)
+        return comm.broadcast(full, 0)
     if kind == "factor":
         return reduce_scatter([shard, shard.double()], [full, full.double()], comm, op=PreMulSum(0.25))
     return reduce_scatter([shard, shard.clone()], [full, full.clone()], comm)

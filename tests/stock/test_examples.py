@@ -42,7 +42,7 @@ def test_fused_clip_step_agrees_with_torch():
 WITH_EVENTS = """
 import os, runpy, sys, torch
 from bucketwheel.comm.communicator import Communicator
-events, issue, backward = [], Communicator.reduce_scatter_into, torch.Tensor.backward
+events, issue, backward = [], Communicator._reduce_scatter_into, torch.Tensor.backward
 
 def launched(*args, **options):
     events.append("launch ")
@@ -53,7 +53,7 @@ def ran(*args, **options):
     backward(*args, **options)
     events.append("end ")
 
-Communicator.reduce_scatter_into, torch.Tensor.backward = launched, ran
+Communicator._reduce_scatter_into, torch.Tensor.backward = launched, ran
 runpy.run_path(sys.argv[1], run_name="__main__")
 print(f"events of {os.environ['RANK']}: {''.join(events)}", flush=True)
 """

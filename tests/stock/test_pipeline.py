@@ -95,8 +95,8 @@ def pipeline(schedule: str, steps: int, starts: str, **options: Any) -> list[Any
         model = make_stages()[stage]
         opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=data, **TINY, **options)
         events: list[Event] = []
-        issue = data.reduce_scatter_into
-        data.reduce_scatter_into = lambda *a, **k: events.append(("launch", 0)) or issue(*a, **k)  # type: ignore[method-assign]
+        issue = data._reduce_scatter_into
+        data._reduce_scatter_into = lambda *a, **k: events.append(("launch", 0)) or issue(*a, **k)  # type: ignore[method-assign]
         one = Stage(stage, model, opt, mail[data.rank], events)
         every = []
         for step in range(steps):
@@ -170,13 +170,13 @@ def test_the_first_stage_reduces_during_its_last_backward_and_the_other_after_it
 def launched_by(run: Run, comm: Communicator) -> Callable[[Callable[[], Any]], int]:
     """How many buckets a call launches."""
     count = [0]
-    issue = comm.reduce_scatter_into
+    issue = comm._reduce_scatter_into
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
         return issue(*args, **kwargs)
 
-    comm.reduce_scatter_into = counting  # type: ignore[method-assign]
+    comm._reduce_scatter_into = counting  # type: ignore[method-assign]
 
     def launched(call: Callable[[], Any]) -> int:
         before = count[0]

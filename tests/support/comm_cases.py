@@ -212,7 +212,7 @@ def check_broadcast(comm: Communicator, specs: Sequence[Spec], kind: str, root: 
         tensors = [memory.tensor(*spec) for spec in specs]
         for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
             tensor.copy_(data_of(comm.rank, spec, index, spec[1]))
-        wait_all([comm.broadcast_into(tensor, root) for tensor in tensors])
+        wait_all([comm.broadcast(tensor, root) for tensor in tensors])
         for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
             assert_bitwise_equal(tensor, data_of(root, spec, index, spec[1]), f"{kind} {index} of {spec} from {root}")
 

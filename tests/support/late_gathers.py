@@ -42,11 +42,11 @@ class LateComm:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def all_gather_into(self, full: Tensor, shard: Tensor) -> LateHandle:
+    def _all_gather_into(self, full: Tensor, shard: Tensor) -> LateHandle:
         self.started.append(full.data_ptr())
         beside = full.clone()
         own = beside.narrow(0, self._comm.rank * shard.numel(), shard.numel())
-        return LateHandle(self._comm.all_gather_into(beside, own), full, beside)
+        return LateHandle(self._comm._all_gather_into(beside, own), full, beside)
 
 
 def delay_gathers(opt: ShardedAdamW) -> LateComm:

@@ -104,7 +104,7 @@ ARGUMENTS = [
     ({"steps": [1, 1, torch.tensor(-2.0)]}, ValueError, r"steps\[2\] is negative"),
     ({"lr": "x"}, TypeError, r"lr is 'x', expected a number"),
     ({"betas": (0.9, 0.99, 0.999)}, ValueError, r"betas is \(0.9, 0.99, 0.999\), expected two numbers"),
-    ({"betas": ("a", 0.9)}, TypeError, r"beta1 is 'a', expected a number"),
+    ({"betas": ("a", 0.9)}, TypeError, r"betas\[0\] is 'a', expected a number"),
     ({"weight_decay": [1]}, TypeError, r"weight_decay is \[1\], expected a number"),
     ({"seed": -1}, ValueError, r"seed is -1, expected an int from 0 to 2\*\*64 - 1"),
     ({"param_ids": [1, 2]}, ValueError, "param_ids has 2 entries, params has 3"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bucketwheel.comm import collectives
+from bucketwheel.comm import arguments
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
@@ -95,7 +95,7 @@ class CalledNccl(Communicator):
 
 @pytest.fixture
 def called_nccl(monkeypatch):
-    monkeypatch.setattr(collectives, "_has_warned", False)
+    monkeypatch.setattr(arguments, "_has_warned", False)
     with CalledNccl() as comm:
         yield comm
 

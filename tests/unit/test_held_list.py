@@ -32,7 +32,7 @@ def tensors() -> tuple[Tensors, Tensors]:
 
 
 def start_broadcast(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
-    return comm.broadcast_into(ins[0], 0)
+    return comm.broadcast(ins[0], 0)
 
 
 def start_request(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
@@ -42,7 +42,7 @@ def start_request(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
 def start_reduction_to_a_sink(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
     """Nobody but the operation has the sink."""
     accumulator = core.ShardAccumulator(outs[0], [(0, 1000)])
-    return comm.reduce_scatter_into(ins[0], core.ShardSink(accumulator))
+    return comm._reduce_scatter_into(ins[0], core.ShardSink(accumulator))
 
 
 OPERATIONS: list[Callable[[Tensors, Tensors, Communicator], Handle]] = [

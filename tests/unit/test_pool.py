@@ -61,6 +61,22 @@ def test_empty_and_scalar_tensors() -> None:
     assert scalar.fill_(2.5).item() == 2.5
 
 
+def test_empty_makes_tensors_whose_memory_goes_back_with_them() -> None:
+    pool = Pool("host")
+    made = [pool.empty(shape, torch.bfloat16) for shape in ((4, 4), 5, (), (0, 3), torch.Size([2]))]
+    assert [tuple(tensor.shape) for tensor in made] == [(4, 4), (5,), (), (0, 3), (2,)]
+    assert all(tensor.dtype == torch.bfloat16 and pool.holds(tensor) for tensor in made if tensor.numel())
+    place = made[0].data_ptr()
+    assert pool.stats().live_leases == 5
+    del made
+    assert pool.stats().live_leases == 0 and pool.empty(16, torch.float32).data_ptr() == place
+    with pytest.raises(ValueError, match="negative extent"):
+        pool.empty((2, -1), torch.float32)
+    with pytest.raises(TypeError, match="unsupported dtype bool"):
+        pool.empty(2, torch.bool)
+    assert pool.stats().live_leases == 0
+
+
 def test_a_tensor_keeps_its_lease() -> None:
     pool = Pool("host")
     tensor = pool.acquire("kept", 4096).tensor(torch.float32, 1024)

@@ -15,11 +15,11 @@ from bucketwheel.comm import c10d, nccl, shm
 from bucketwheel.comm.nccl import NcclChoices, NcclSetup
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.device import CPU, torch_device
-from bucketwheel.errors import CommError
+from bucketwheel.errors import CommError, expect_int
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["LocalRank", "LocalWorld", "RankGroup", "agreed_name", "expect_unlaunched"]
+__all__ = ["LocalRank", "LocalWorld", "RankGroup", "agreed_name", "expect_group", "expect_unlaunched"]
 
 _numbers = itertools.count()
 
@@ -43,7 +43,7 @@ class LocalWorld:
     """
 
     def __init__(self, size: int, *, stages_inputs: bool = False) -> None:
-        self._native = core.LocalWorld(size, stages_inputs)
+        self._native = core.LocalWorld(expect_int(size, "size", "a number of ranks"), stages_inputs)
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class LocalWorld:
 
     def rank(self, rank: int) -> LocalRank:
         """The group argument of the communicator of ``rank``."""
-        if not 0 <= rank < self.size:
+        if not 0 <= expect_int(rank, "rank", "a number") < self.size:
             raise ValueError(f"rank {rank} is not in a world of {self.size}")
         return LocalRank(self, rank)
 
@@ -157,3 +157,18 @@ def expect_unlaunched() -> None:
             "torch.distributed.init_process_group() first, as for DDP. If this process is to work alone, pass "
             "bucketwheel.LocalWorld(1).rank(0) as the group"
         )
+
+
+def expect_group(group: Any, argument: str, *others: type) -> None:
+    """TypeError unless it is a group of ranks, one of the ``others``, or None."""
+    if group is None or isinstance(group, (dist.ProcessGroup, LocalRank, *others)):
+        return
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # torch's group of somebody else
+        return
+    hint = ""
+    if hasattr(group, "get_group"):
+        hint = ": pass that of one of its dimensions, mesh.get_group()"
+    elif isinstance(group, (str, int, list, tuple, range)):
+        hint = ": torch.distributed.new_group(ranks, backend=...) makes one"
+    names = ", ".join(["a torch ProcessGroup", *(f"a {other.__name__}" for other in others), "a LocalRank"])
+    raise TypeError(f"{argument} must be {names} or None, got {type(group).__name__} {group!r}{hint}")

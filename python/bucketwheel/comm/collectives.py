@@ -6,58 +6,28 @@ Arguments are checked before anything is enqueued, and what is raised names the 
 
 from __future__ import annotations
 
-import math
-import numbers
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from bucketwheel.comm.arguments import (
+    PreMulSum,
+    Tensors,
+    as_moved,
+    listed,
+    native_op_of,
+    natives_of,
+    not_a_communicator,
+    warn_of_rounded_average,
+)
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import native_stream
 from bucketwheel.native import core
-
-# Without the public function's look at its argument: 0.15 us of every call.
-increment_version: Callable[[list[torch.Tensor]], None] = getattr(
-    torch._C, "_increment_version", torch.autograd.graph.increment_version
-)
+from bucketwheel.torch_internals import increment_version
 
 __all__ = ["AllGatherRequest", "PreMulSum", "ReduceScatterRequest", "all_gather", "reduce_scatter"]
-
-_NATIVE_DTYPES = frozenset(
-    {
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    }
-)
-Tensors = torch.Tensor | Sequence[torch.Tensor]
-_HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
-
-
-@dataclass(frozen=True)
-class PreMulSum:
-    """The reduction ``factor * (sum of the inputs)``, for the ``op`` of `reduce_scatter`; the factor is the same on all
-    ranks.
-
-    The backends ``shm``, ``local`` and ``c10d`` multiply the float32 sum by the factor rounded to float32 (float64 for
-    float64 tensors), before the one rounding to the tensors' dtype. NCCL multiplies each input first, in the tensors'
-    dtype.
-
-    Raises:
-        ValueError: the factor is not finite.
-        TypeError: it is not a number of Python's or numpy's.
-    """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.factor, numbers.Real):
-            raise TypeError(f"the factor of PreMulSum is {self.factor!r}, expected a number")
-        if not math.isfinite(self.factor):
-            raise ValueError(f"the factor of PreMulSum is {self.factor!r}, expected a finite number")
 
 
 def all_gather(
@@ -91,14 +61,16 @@ def all_gather(
         TypeError: dtypes differ, or not a tensor. Nothing was enqueued.
         CommError: the communicator had failed (the error it failed with) or is closed.
     """
-    outs = outputs if type(outputs) is list else listed(outputs)
-    ins = inputs if type(inputs) is list else listed(inputs)
-    events = [handle._native for handle in after] if after else []
+    outs = outputs if type(outputs) is list else listed(outputs, "outputs")
+    ins = inputs if type(inputs) is list else listed(inputs, "inputs")
+    events = natives_of(after) if after else []
     native_or_none = None if stream is None else native_stream(stream)
     try:
-        handle = comm._native.all_gather(outs, ins, native_or_none, events, timing)
+        handle = comm._native.all_gather(outs, ins, native_or_none, events, not not timing)
+    except AttributeError:
+        raise not_a_communicator(comm) from None
     except TypeError:
-        handle = comm._native.all_gather(*by_bytes(outs, ins), native_or_none, events, timing)
+        handle = comm._native.all_gather(*by_bytes(outs, ins), native_or_none, events, not not timing)
     increment_version(outs)
     return Handle(handle, comm)
 
@@ -108,7 +80,7 @@ def reduce_scatter(
     inputs: Tensors,
     comm: Communicator,
     *,
-    op: str | PreMulSum = "sum",
+    op: Any = "sum",
     stream: Any = None,
     after: Sequence[Handle] = (),
     timing: bool = False,
@@ -126,33 +98,21 @@ def reduce_scatter(
         inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
             may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
         op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a
-            `PreMulSum`.
+            `PreMulSum`. Or torch's ``ReduceOp.SUM``, ``AVG`` or ``PREMUL_SUM``; `ValueError` for others.
     """
-    outs = outputs if type(outputs) is list else listed(outputs)
-    ins = inputs if type(inputs) is list else listed(inputs)
+    outs = outputs if type(outputs) is list else listed(outputs, "outputs")
+    ins = inputs if type(inputs) is list else listed(inputs, "inputs")
     native_op = "sum" if op == "sum" else native_op_of(op)
-    if op == "avg":
+    if native_op == "avg":
         warn_of_rounded_average(comm, outs)
-    events = [handle._native for handle in after] if after else []
+    events = natives_of(after) if after else []
     native_or_none = None if stream is None else native_stream(stream)
-    handle = comm._native.reduce_scatter(outs, ins, native_op, native_or_none, events, timing)
+    try:
+        handle = comm._native.reduce_scatter(outs, ins, native_op, native_or_none, events, not not timing)
+    except AttributeError:
+        raise not_a_communicator(comm) from None
     increment_version(outs)
     return Handle(handle, comm)
-
-
-def listed(tensors: Tensors) -> list[torch.Tensor]:
-    """A list as it is: to be read only."""
-    if isinstance(tensors, list):
-        return tensors
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def native_op_of(op: str | PreMulSum) -> str | float:
-    if isinstance(op, PreMulSum):
-        return float(op.factor)
-    if not isinstance(op, str):
-        raise TypeError(f"op is {op!r}, expected 'sum', 'avg' or a PreMulSum")
-    return op
 
 
 def by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -160,13 +120,7 @@ def by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any
     for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
             raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
-    return [_bytes_of(tensor) for tensor in outputs], [_bytes_of(tensor) for tensor in inputs]
-
-
-def _bytes_of(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or not tensor.is_contiguous():
-        return tensor
-    return tensor.detach().view(-1).view(torch.uint8)
+    return [as_moved(tensor) for tensor in outputs], [as_moved(tensor) for tensor in inputs]
 
 
 # ---- requests: checked once, started any number of times ----------------------------------------------------------------
@@ -185,8 +139,8 @@ class _Request:
         `all_gather`; the tensors are not looked at again. Starting counts as a call: all ranks start the same requests
         in the same order. It may be started again before it is over.
         """
-        events = [one._native for one in after] if after else []
-        handle = self._native.start(None if stream is None else native_stream(stream), events, timing)
+        events = natives_of(after) if after else []
+        handle = self._native.start(None if stream is None else native_stream(stream), events, not not timing)
         increment_version(self._outputs)
         return Handle(handle, self._comm)
 
@@ -202,9 +156,11 @@ class AllGatherRequest(_Request):
     __slots__ = ()
 
     def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator) -> None:
-        outs, ins = listed(outputs), listed(inputs)
+        outs, ins = listed(outputs, "outputs"), listed(inputs, "inputs")
         try:
             request = core.all_gather_request(comm._native, outs, ins)
+        except AttributeError:
+            raise not_a_communicator(comm) from None
         except TypeError:
             request = core.all_gather_request(comm._native, *by_bytes(outs, ins))
         super().__init__(request, outs, comm)
@@ -215,28 +171,13 @@ class ReduceScatterRequest(_Request):
 
     __slots__ = ()
 
-    def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator, *, op: str | PreMulSum = "sum") -> None:
-        outs, ins = listed(outputs), listed(inputs)
+    def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator, *, op: Any = "sum") -> None:
+        outs, ins = listed(outputs, "outputs"), listed(inputs, "inputs")
         native_op = native_op_of(op)
-        if op == "avg":
+        if native_op == "avg":
             warn_of_rounded_average(comm, outs)
-        super().__init__(core.reduce_scatter_request(comm._native, outs, ins, native_op), outs, comm)
-
-
-_has_warned = False
-
-
-def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:
-    """Once in a process."""
-    global _has_warned
-    is_exact = comm.size & (comm.size - 1) == 0
-    if is_exact or comm.backend != "nccl" or _has_warned:
-        return
-    rounded = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} & _HALF_DTYPES
-    if rounded:
-        warnings.warn(
-            f"op='avg' of {' and '.join(sorted(map(str, rounded)))} on {comm.size} ranks: NCCL multiplies by 1/{comm.size} "
-            "rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. op='sum' is not",
-            stacklevel=3,
-        )
-        _has_warned = True
+        try:
+            request = core.reduce_scatter_request(comm._native, outs, ins, native_op)
+        except AttributeError:
+            raise not_a_communicator(comm) from None
+        super().__init__(request, outs, comm)

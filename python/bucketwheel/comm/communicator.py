@@ -11,21 +11,30 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bucketwheel.comm import nccl, patience
-from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name
+from bucketwheel.comm.arguments import (
+    as_moved,
+    native_op_of,
+    natives_of,
+    payload_of,
+    seconds_of,
+    warn_of_rounded_average,
+)
+from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name, expect_group
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import NcclChoices, NcclSetup
-from bucketwheel.device import CPU, device_index, torch_device
-from bucketwheel.errors import Error
+from bucketwheel.device import CPU, device_index, device_named, native_stream, torch_device
+from bucketwheel.errors import Error, expect_int
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
-from bucketwheel.torch_internals import keep_out_of_graphs, timeout_of
+from bucketwheel.torch_internals import increment_version, keep_out_of_graphs, timeout_of
 
 __all__ = ["Communicator"]
 
@@ -86,13 +95,14 @@ class Communicator:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         _expect_arguments(group, backend, timeout_s)
+        _expect_name(name)
         _expect_cpu(backend, device)  # before the CUDA module is built for nothing
         native()  # a first use builds it, before the others' time runs
         index = device_index(device)
         timeout_s = _limit_s(timeout_s, group, index)
         if backend == "nccl":
             _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(_expect_options(options)))
         ranks = RankGroup.of(group, backend, timeout_s)
         self._finish(ranks.make(index, name, choices), ranks, choices)
 
@@ -103,7 +113,7 @@ class Communicator:
         self._gathers: Communicator | None = None
         self._has_reduces = True
         self._overlaps = False
-        self._pool = Pool.of(native_comm.pool, is_cache=not choices.registered)
+        self._pool = Pool._of(native_comm.pool, is_cache=not choices.registered)
         _open_communicators[next(_numbers)] = self
         _close_all_at_exit()
         keep_out_of_graphs()
@@ -134,10 +144,11 @@ class Communicator:
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
         _expect_arguments(group, "nccl", timeout_s)
+        _expect_name(name)
         index = device_index(device)
         _expect_cuda(index)
         timeout_s = _limit_s(timeout_s, group, index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(options or {}))
+        choices = NcclChoices(max_ctas, cta_policy, registered, dict(_expect_options(options)))
         if choices.options.get("split_share"):
             raise ValueError(
                 "split_share would make the two of a pair take turns; it is for communicators that `split`"
@@ -159,6 +170,8 @@ class Communicator:
         the backend; ``"auto"`` looks anew, since of hosts apart those of one may share memory. Nothing else is shared,
         unless the option ``split_share`` has NCCL share its resources.
         """
+        color, key = expect_int(color, "color", "a number"), expect_int(key, "key", "a number")
+        _expect_name(name)
         number = next(self._ranks.splits)
         token = secrets.token_hex(8)
         everyone = [json.loads(other) for other in self.exchange(json.dumps([color, key, token]).encode())]
@@ -275,18 +288,18 @@ class Communicator:
         Beside the stream: neither waits for operations nor holds them up. `ValueError` when too long, or when the
         round before has not been collected.
         """
-        self._native.post(bytes(payload))
+        self._native.post(payload if type(payload) is bytes else payload_of(payload))
 
-    def collect(self, timeout: float | None = None) -> list[bytes]:
+    def collect(self, timeout: float | timedelta | None = None) -> list[bytes]:
         """Block until all ranks have posted; their payloads by rank.
 
         Fails like an operation. `CommTimeout` after ``timeout`` seconds if given, which leaves the round open.
         """
-        return self._native.collect(timeout)
+        return self._native.collect(None if timeout is None else seconds_of(timeout))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
-        self._native.post(bytes(payload))
+        self._native.post(payload if type(payload) is bytes else payload_of(payload))
         with self._aborting_when_interrupted("exchange"):
             return list(self._native.collect())
 
@@ -301,46 +314,100 @@ class Communicator:
             self.abort(f"{type(error).__name__} in {where}, while it waited for the others")
             raise
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
-        """`all_gather` of one tensor, in `gathers`, that does not tell autograd about the write: for buffers that nobody
-        saves."""
-        comm = self.gathers
-        return Handle(comm._native.all_gather([full], [shard], after=_natives(after)), comm)
+    # --- collectives of one tensor; those of lists are `all_gather` and `reduce_scatter` -------------------------------
 
-    def broadcast_into(self, tensor: torch.Tensor, root: int, *, after: Sequence[Handle] = ()) -> Handle:
-        """Make the contiguous ``tensor`` on every rank what it is on rank ``root``, in `gathers`; does not tell autograd.
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: Any = "sum",
+        *,
+        stream: Any = None,
+        after: Sequence[Handle] = (),
+        timing: bool = False,
+    ) -> Handle:
+        """Make ``tensor`` on every rank the sum of all ranks' (``op``: as in `reduce_scatter`), in place. Collective.
 
-        `ValueError` when there is no such rank, when the tensor is not contiguous or on another device.
+        Order and rounding of the sums are those of `reduce_scatter`; all ranks get the same bits. So do dtypes, streams,
+        ordering and errors, except that it counts as up to three operations: `Handle.seq` is that of the last, and a
+        `MismatchError` calls them by their names. A tensor of more than 4 KiB moves twice its bytes.
+
+        Args:
+            tensor: contiguous, of any shape, on the communicator's device.
+        """
+        native_op = native_op_of(op)
+        if native_op == "avg":
+            warn_of_rounded_average(self, [tensor])
+        native_stream_or_none = None if stream is None else native_stream(stream)
+        handle = self._native.all_reduce(tensor, native_op, native_stream_or_none, natives_of(after), not not timing)
+        increment_version([tensor])
+        return Handle(handle, self)
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        src: int = 0,
+        *,
+        stream: Any = None,
+        after: Sequence[Handle] = (),
+        timing: bool = False,
+    ) -> Handle:
+        """Make ``tensor`` on every rank what it is on rank ``src`` of this communicator, in place. Collective; one operation,
+        in `gathers`. Streams, ordering and errors are as in `all_gather`.
+
+        Args:
+            tensor: contiguous, of any shape and dtype, on the communicator's device.
         """
         comm = self.gathers
-        return Handle(comm._native.broadcast(tensor, root, after=_natives(after)), comm)
+        root = expect_int(src, "src", f"a rank, 0 to {self.size - 1}")
+        options = (root, None if stream is None else native_stream(stream), natives_of(after), not not timing)
+        try:
+            handle = comm._native.broadcast(tensor, *options)
+        except TypeError:
+            handle = comm._native.broadcast(as_moved(tensor), *options)
+        increment_version([tensor])
+        return Handle(handle, comm)
 
-    def reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
+    def barrier(self, timeout: float | timedelta | None = None) -> Handle:
+        """Block the host until every rank has called this, and what it has enqueued before is done: on the CPU the operations
+        of this communicator, on CUDA what is in torch's current stream too. Collective; one operation, whose handle is
+        returned when it is over. `CommTimeout` after ``timeout`` (seconds), which leaves it running.
+        """
+        flags = torch.empty(self.size, dtype=torch.uint8, device=torch_device(self.device))
+        return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(timeout)
+
+    # --- what the optimizer uses: nothing here tells autograd about a write -------------------------------------------
+
+    def _all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
+        """`all_gather` of one tensor, in `gathers`."""
+        comm = self.gathers
+        return Handle(comm._native.all_gather([full], [shard], after=[one._native for one in after]), comm)
+
+    def _reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
         """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
-        return Handle(self._native.reduce_scatter_to_sink(full, sink, after=_natives(after)), self)
+        return Handle(self._native.reduce_scatter_to_sink(full, sink, after=[one._native for one in after]), self)
 
-    def all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
+    def _all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
         """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
         comm = self.gathers
-        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=_natives(after)), comm)
+        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=[one._native for one in after]), comm)
 
     # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
 
     @property
-    def replicate(self) -> Communicator | None:
+    def _replicate(self) -> Communicator | None:
         return None
 
     @property
-    def partial_bytes(self) -> int:
+    def _partial_bytes(self) -> int:
         return 0
 
-    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
         """Sums are whole after one operation: there is nothing to prepare."""
 
-    def begin_capture(self) -> None:
+    def _begin_capture(self) -> None:
         """Operations wait for none of another CUDA graph."""
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """The communicator stays open: the optimizer has no memory of its own in it."""
 
     # --- its end -----------------------------------------------------------------------------------------------------
@@ -348,16 +415,16 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others
         `PeerError` with this rank. Never blocks."""
-        self._native.abort(reason)
+        self._native.abort(str(reason))
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | timedelta | None = None) -> None:
         """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
 
         Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
         leases of the pool. CUDA graphs that contain operations of an NCCL communicator go first: NCCL waits for them.
         Peers that are still behind get all that they need of this rank.
         """
-        self._native.close(timeout)
+        self._native.close(seconds_of(timeout))
 
     def __enter__(self) -> Communicator:
         return self
@@ -371,31 +438,39 @@ class Communicator:
         return f"Communicator({self.name!r}, rank {self.rank}/{self.size}, {self.backend})"
 
 
-def _natives(handles: Sequence[Handle]) -> list[Any]:
-    return [handle._native for handle in handles]
-
-
-def _expect_arguments(group: Any, backend: str, timeout_s: float | None) -> None:
+def _expect_arguments(group: Any, backend: str, timeout_s: float | timedelta | None) -> None:
     if backend not in ("auto", "shm", "local", "nccl", "c10d"):
         raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
-    if timeout_s is not None and not timeout_s > 0:
+    seconds = seconds_of(timeout_s, "timeout_s")
+    if seconds is not None and not seconds > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if isinstance(group, LocalRank):
         if backend in ("shm", "nccl", "c10d"):
             raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
-    elif group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch ProcessGroup, a LocalRank or None, got {type(group).__name__}")
+    expect_group(group, "group")
 
 
-def _limit_s(asked: float | None, group: Any, device: int) -> float:
+def _limit_s(asked: float | timedelta | None, group: Any, device: int) -> float:
     """The time limit, of what clocks, sockets and torch take."""
     if asked is None and not isinstance(group, LocalRank) and dist.is_available() and dist.is_initialized():
         asked = timeout_of(group, torch_device(device))
-    return min(_USUAL_S if asked is None else asked, _LONGEST_S)
+    seconds = seconds_of(asked)
+    return min(_USUAL_S if seconds is None else seconds, _LONGEST_S)
+
+
+def _expect_options(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options is {options!r}, expected a dict or None")
+    return options or {}
+
+
+def _expect_name(name: str | None) -> None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is {name!r}, expected a string or None")
 
 
 def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:
-    is_cpu = device is None or torch.device(device).type == "cpu"
+    is_cpu = device is None or device_named(device).type == "cpu"
     if backend in ("shm", "c10d") and not is_cpu:
         raise ValueError(f"backend {backend!r} is for CPU tensors, not device {str(device)!r}")
 

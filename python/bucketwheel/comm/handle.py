@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
+from bucketwheel.comm.arguments import seconds_of
 from bucketwheel.device import native_stream
 from bucketwheel.errors import Error
 
@@ -12,7 +14,8 @@ __all__ = ["Handle", "wait_all"]
 
 
 class Handle:
-    """The completion of one collective; made by `all_gather`, `reduce_scatter` and requests.
+    """The completion of one collective; made by `all_gather`, `reduce_scatter`, requests and the collectives of a
+    communicator.
 
     The operation keeps the tensors that it reads and writes alive until it is over: dropping the handle, the tensors or
     both is legal, and means only that nobody learns how it ended. Giving one of them other memory meanwhile (``.data =
@@ -27,7 +30,7 @@ class Handle:
         self._native = native_handle
         self._communicator = communicator  # a communicator that is dropped ends the operations in flight
 
-    def wait(self, stream: Any = None) -> Handle:
+    def wait(self, stream: Any = None, *, timeout: float | timedelta | None = None) -> Handle:
         """Make ``stream`` wait for the operation, without blocking the caller. None: the calling thread (CPU), so the
         same as `synchronize`; torch's current stream (CUDA).
 
@@ -35,13 +38,19 @@ class Handle:
         undefined, and the next call of the handle raises. One that the device had done before the failure stays good.
 
         On the local CUDA backend the caller is blocked until every rank has issued the operation, not until it is over.
+
+        With ``timeout`` the host is blocked on every device, as torch's ``Work.wait(timeout)`` does: that long at most,
+        until the operation is over. Then `CommTimeout`, as in `synchronize`.
         """
+        if timeout is not None:
+            self.synchronize(timeout)
         self._native.wait(None if stream is None else native_stream(stream))
         return self
 
-    def synchronize(self, timeout: float | None = None) -> Handle:
-        """Block until the operation is over. `CommTimeout` after ``timeout`` seconds, which leaves it running."""
-        self._native.synchronize(timeout)
+    def synchronize(self, timeout: float | timedelta | None = None) -> Handle:
+        """Block until the operation is over. `CommTimeout` after ``timeout`` (seconds), which leaves it running: it may be
+        waited for again."""
+        self._native.synchronize(None if timeout is None else seconds_of(timeout))
         return self
 
     def query(self) -> bool:
@@ -55,7 +64,7 @@ class Handle:
 
     def await_order(self, timeout: float) -> bool:
         """Block until `is_ordered`, for ``timeout`` seconds at most; whether it is."""
-        return self._native.await_order(timeout)
+        return self._native.await_order(timeout if type(timeout) is float else seconds_of(timeout))
 
     @property
     def is_captured(self) -> bool:
@@ -64,6 +73,8 @@ class Handle:
 
     def elapsed_time(self, later: Handle) -> float:
         """Milliseconds from this operation's end to ``later``'s; both made with ``timing=True`` and over."""
+        if not isinstance(later, Handle):
+            raise TypeError(f"later is {later!r}, expected a handle")
         return 1e3 * self._native.elapsed_s(later._native)
 
     @property
@@ -96,6 +107,10 @@ class Handle:
 def wait_all(handles: Iterable[Handle], stream: Any = None) -> None:
     """`Handle.wait` of each. Where several fail, the error of the first; none is left unwaited for, so that nothing
     writes to their outputs any more behind this call, failed or not."""
+    handles = list(handles) if isinstance(handles, Iterable) else [handles]
+    for index, handle in enumerate(handles):
+        if not hasattr(handle, "wait"):
+            raise TypeError(f"handles[{index}] is {handle!r}, expected a handle")
     error: Error | None = None
     for handle in handles:
         try:

@@ -26,6 +26,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -58,27 +59,27 @@ class Reducer(Protocol):
     def max_payload_bytes(self) -> int: ...
     @property
     def pool(self) -> Pool:
-        """Where the buckets of `reduce_scatter_into` lie."""
+        """Where the buckets of `_reduce_scatter_into` lie."""
 
     @property
-    def replicate(self) -> Communicator | None:
+    def _replicate(self) -> Communicator | None:
         """The communicator of the replicas, beside the one that gradients are sharded over."""
 
     @property
-    def partial_bytes(self) -> int:
+    def _partial_bytes(self) -> int:
         """Memory for partial sums."""
 
     def exchange(self, payload: bytes) -> list[bytes]: ...
-    def broadcast_into(self, tensor: Tensor, root: int) -> Handle: ...
-    def reduce_scatter_into(self, full: Tensor, sink: Any) -> Handle: ...
-    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Handle: ...
+    def _reduce_scatter_into(self, full: Tensor, sink: Any) -> Handle: ...
+    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
         """Make memory for the partial sums of ``count`` buckets at once. ``buckets``: the elements of a shard and the
         dtype of each bucket that there is."""
 
-    def begin_capture(self) -> None:
+    def _begin_capture(self) -> None:
         """The next bucket belongs to another CUDA graph, or to none: it waits for no operation of those before."""
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Give the memory of partial sums back. From now on the communicators fail apart again."""
 
     def abort(self, reason: str) -> None: ...
@@ -89,7 +90,7 @@ class Replicas:
 
     Made by all its ranks together. ValueError on every rank unless each shard group meets each group of replicas in
     exactly one rank, which has the same number in its shard group as its replicas have in theirs, and the other way
-    round. Until `release`, a failure of one of the two communicators fails the other.
+    round. Until `_release`, a failure of one of the two communicators fails the other.
     """
 
     def __init__(self, shard: Communicator, replicate: Communicator) -> None:
@@ -100,11 +101,11 @@ class Replicas:
                     "sums are in plain memory; make it without"
                 )
         self.shard = shard
-        self.replicate = replicate
+        self._replicate = replicate
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
-        # Buffers, the one that has been in use for longest first. Made by prepare_sums, and where all are busy.
+        # Buffers, the one that has been in use for longest first. Made by _prepare_sums, and where all are busy.
         self._partials: list[_Partial] = []
         # Reductions whose second or third operation is not issued, in the order of the buckets.
         self._waiting: collections.deque[ReplicaReduction] = collections.deque()
@@ -112,7 +113,7 @@ class Replicas:
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
-        self._tie: Any = None  # core.Tie from the end of the checks until release
+        self._tie: Any = None  # core.Tie from the end of the checks until _release
         with self._failing_as_one():
             # NCCL may start the kernels of the two in another order than that of the calls on some rank.
             self._takes_turns = not self._expect_equal_groups()
@@ -129,7 +130,7 @@ class Replicas:
 
     def _gather_table(self) -> tuple[_Table, str]:
         """What the ranks of all shard groups say, by shard group, and what this rank finds wrong with it."""
-        shard, replicate = self.shard, self.replicate
+        shard, replicate = self.shard, self._replicate
         has_order = nccl.is_launch_order_kept() or "nccl" not in (shard.backend, replicate.backend)
         mine = [secrets.token_hex(8), has_order]
         said = shard.exchange(REPLICAS_MARK + json.dumps(mine).encode())
@@ -143,7 +144,7 @@ class Replicas:
         mine = (problem, hashlib.sha256(json.dumps(table).encode()).hexdigest())
         payload = json.dumps(mine).encode()
         try:
-            is_whole = len(table[self.replicate.rank]) == self.shard.size
+            is_whole = len(table[self._replicate.rank]) == self.shard.size
             # Where ranks of the shard group pass no replicate_group, they do not take part in this round.
             verdicts = self.shard.exchange(payload) if is_whole else [payload]
             return [json.loads(one) for one in self._spread(verdicts)]
@@ -166,7 +167,7 @@ class Replicas:
     def _problem(self, table: _Table, replicas: list[Any]) -> str:
         """What this rank finds wrong with the ``table``, in which the ``replicas`` are entries; empty if nothing is. Whether
         all ranks have the same table is seen by `_exchange_verdicts`."""
-        s, r = self.shard.rank, self.replicate.rank
+        s, r = self.shard.rank, self._replicate.rank
         for number, group in enumerate(table):
             if len(group) != self.shard.size:
                 return (
@@ -182,7 +183,7 @@ class Replicas:
 
     @property
     def sees_peers(self) -> bool:
-        return self.shard.sees_peers and self.replicate.sees_peers
+        return self.shard.sees_peers and self._replicate.sees_peers
 
     @property
     def pool(self) -> Pool:
@@ -204,25 +205,25 @@ class Replicas:
 
     def _among_replicas(self, payload: bytes) -> list[bytes]:
         """Everyone's of the replicas, of any length: in as many rounds as the longest takes."""
-        most = self.replicate.max_payload_bytes - _LENGTH.size
-        first = self.replicate.exchange(_LENGTH.pack(len(payload)) + payload[:most])
+        most = self._replicate.max_payload_bytes - _LENGTH.size
+        first = self._replicate.exchange(_LENGTH.pack(len(payload)) + payload[:most])
         sizes = [_LENGTH.unpack_from(other)[0] for other in first]
         everyone = [bytearray(other[_LENGTH.size :]) for other in first]
         for begin in range(most, max(sizes), most):
-            for own, other in zip(everyone, self.replicate.exchange(payload[begin : begin + most]), strict=True):
+            for own, other in zip(everyone, self._replicate.exchange(payload[begin : begin + most]), strict=True):
                 own += other
         return [bytes(own) for own in everyone]
 
-    def broadcast_into(self, tensor: Tensor, root: int) -> Handle:
-        """Makes ``tensor`` on every rank what it is on rank 0, the only root there is."""
-        assert root == 0
-        self.shard.broadcast_into(tensor, 0).wait()  # in every shard group; then the first group's is everybody's
-        return self.replicate.broadcast_into(tensor, 0)
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
+        """Makes ``tensor`` on every rank what it is on rank 0, the only source there is."""
+        assert src == 0
+        self.shard.broadcast(tensor).wait()  # in every shard group; then the first group's is everybody's
+        return self._replicate.broadcast(tensor)
 
     def abort(self, reason: str) -> None:
         """Fails both communicators, and so, rank by rank, those of all ranks."""
         self.shard.abort(reason)
-        self.replicate.abort(reason)
+        self._replicate.abort(reason)
 
     @contextlib.contextmanager
     def _failing_as_one(self) -> Iterator[None]:
@@ -239,21 +240,21 @@ class Replicas:
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 
-    def prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
         self._free_sums()
         self._kinds = sorted({(_sum_dtype(dtype), numel) for numel, dtype in buckets}, key=str)
         self._partials = [self._new_partial() for _ in range(count)] if self._kinds else []
 
     def _new_partial(self) -> _Partial:
         size_bytes = max(self._padded(numel) * dtype.itemsize for dtype, numel in self._kinds)
-        lease = self.replicate.pool.acquire("", size_bytes)
+        lease = self._replicate.pool.acquire("", size_bytes)
         memory = {kind: lease.tensor(kind[0], (self._padded(kind[1]),)) for kind in self._kinds}
         sinks = {kind: _storing_sink(memory[kind].narrow(0, 0, kind[1]), self.device) for kind in self._kinds}
         return _Partial(lease, memory, sinks)
 
     def _padded(self, numel: int) -> int:
         """The elements of a shard and padding: a multiple of the replicas."""
-        return -(-numel // self.replicate.size) * self.replicate.size
+        return -(-numel // self._replicate.size) * self._replicate.size
 
     def _free_partial(self) -> _Partial:
         """The one that has been in use for longest; the reduce-scatter waits for its last use, this thread does not."""
@@ -266,7 +267,7 @@ class Replicas:
         self._partials.append(partial)
         return partial
 
-    def reduce_scatter_into(self, full: Tensor, sink: Any) -> ReplicaReduction:
+    def _reduce_scatter_into(self, full: Tensor, sink: Any) -> ReplicaReduction:
         """Sums ``full`` over all ranks and feeds this rank's part to ``sink``; [Note: reducing with replicas]."""
         numel = full.numel() // self.shard.size
         partial = self._free_partial()
@@ -275,7 +276,7 @@ class Replicas:
         after = [handle for handle in (partial.used_by, last) if handle is not None]
         with self._failing_as_one():
             kind = (_sum_dtype(full.dtype), numel)
-            first = self.shard.reduce_scatter_into(full, partial.sinks[kind], after=after)
+            first = self.shard._reduce_scatter_into(full, partial.sinks[kind], after=after)
             reduction = ReplicaReduction(self, first, partial, sink, kind)
             self._waiting.append(reduction)
             self._advance()
@@ -295,10 +296,10 @@ class Replicas:
                 self._waiting.popleft()
 
     @property
-    def partial_bytes(self) -> int:
+    def _partial_bytes(self) -> int:
         return sum(partial.lease.nbytes for partial in self._partials)
 
-    def begin_capture(self) -> None:
+    def _begin_capture(self) -> None:
         """[Note: captured windows]"""
         self._last = None
         for partial in self._partials:
@@ -313,7 +314,7 @@ class Replicas:
             partial.lease.release(after=partial.used_by)
         self._partials.clear()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Local."""
         self._free_sums()
         self._tie = None
@@ -360,24 +361,26 @@ class ReplicaReduction(Handle):
         return len(self.steps) == 3
 
     def _issue_next(self) -> None:
-        replicate, partial = self._replicas.replicate, self._partial
+        replicate, partial = self._replicas._replicate, self._partial
         full = partial.memory[self._kind]
         after = [self.steps[-1]]  # in: the sums are there; out: by `used_by`, which the next bucket in it waits for
         if len(self.steps) == 1:
             own = full.narrow(0, replicate.rank * (full.numel() // replicate.size), full.numel() // replicate.size)
             self.steps.append(reduce_scatter([own], [full], replicate, after=after))
         else:
-            self.steps.append(replicate.all_gather_to_sink(full, self._sink, self._kind[1], after=after))
+            self.steps.append(replicate._all_gather_to_sink(full, self._sink, self._kind[1], after=after))
             partial.used_by, partial.is_busy = self.steps[-1], False
 
-    def wait(self, stream: Any = None) -> ReplicaReduction:
+    def wait(self, stream: Any = None, *, timeout: float | timedelta | None = None) -> ReplicaReduction:
         """`Handle.wait`, of all three."""
+        if timeout is not None:
+            self.synchronize(timeout)
         with self._replicas._failing_as_one():
             self._replicas._advance(self)
             wait_all(self.steps, stream)
         return self
 
-    def synchronize(self, timeout: float | None = None) -> ReplicaReduction:
+    def synchronize(self, timeout: float | timedelta | None = None) -> ReplicaReduction:
         """`Handle.synchronize`, of all three, each within ``timeout``."""
         with self._replicas._failing_as_one() if timeout is None else contextlib.nullcontext():
             self._replicas._advance(self)

@@ -64,7 +64,7 @@ class Gathers:
         return self._order.next_step(self._comm.rank, self._comm.exchange, self._comm.max_payload_bytes)
 
     def start(self, bucket: int, full: Tensor, own: Tensor) -> None:
-        self._running.append((self._comm.all_gather_into(full, own), bucket))
+        self._running.append((self._comm._all_gather_into(full, own), bucket))
 
     def leave_running(self) -> None:
         """The end of a step: what may be on its way is pending from now on, the rest arrives here."""

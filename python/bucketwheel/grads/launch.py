@@ -226,7 +226,7 @@ class Launcher:
         if self._slots is not None:
             memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
         bucket.sink.begin(action.late or bucket.accumulates)
-        self.reductions.add(self._comm.reduce_scatter_into(flat, bucket.sink), memory)
+        self.reductions.add(self._comm._reduce_scatter_into(flat, bucket.sink), memory)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for those in which gradients were stored (autograd may use several), and for the one
@@ -251,7 +251,7 @@ class Launcher:
     def _forget_uses(self) -> None:
         if self._slots is not None:
             self._slots.forget_readers()
-        self._comm.begin_capture()
+        self._comm._begin_capture()
 
     def memory(self) -> dict[str, int]:
         """Bytes of buckets: now, at the most so far, in bucket slots, and of captured windows."""

@@ -209,7 +209,7 @@ class ReducedGrads:
         comm = self.comm if comm is None else comm
         if not self._is_on_cpu:
             gathered = own.new_empty(comm.size, own.numel())
-            comm.all_gather_into(gathered, own).wait()
+            comm._all_gather_into(gathered, own).wait()
             return gathered
         values, step = own.numpy().tobytes(), comm.max_payload_bytes // 8 * 8
         rounds = [comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from bucketwheel.comm.collectives import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.device import CPU, index_of, torch_device, upload
+from bucketwheel.errors import expect_number
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
 
@@ -112,25 +113,31 @@ def adam_step(
         beta1, beta2 = betas
     except (TypeError, ValueError):
         raise ValueError(f"betas is {betas!r}, expected two numbers") from None
-    if not stochastic and beta2 not in _warned_of:
-        _warn_of_nearest(beta2, exp_avg_sqs)
     # Whether the host knows now what it says; else the device does when the step runs.
+    if noop is not None and not isinstance(noop, torch.Tensor):
+        raise TypeError(f"noop is {noop!r}, expected a tensor of one element")
     is_noop_here = noop is not None and (device == CPU or index_of(noop) == CPU)
     skip = is_noop_here and bool(noop.item() != 0)  # type: ignore[union-attr]
     optional = (max_exp_avg_sqs, master_params, remainders)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
     try:
+        if not stochastic and beta2 not in _warned_of:
+            _warn_of_nearest(beta2, exp_avg_sqs)
         resync = on_external_update == "resync"
         options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip, resync)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
             module.use_torch_threads(torch.get_num_threads())
-            group = _native_group(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay))
-            module.adam_step(lists, steps, group, float(grad_scale), param_ids, options)
+            # Not by float(), which takes text.
+            hyper = (lr.__float__(), beta1.__float__(), beta2.__float__(), eps.__float__(), weight_decay.__float__())
+            module.adam_step(lists, steps, _native_group(*hyper), grad_scale.__float__(), param_ids, options)
         elif not skip:
-            hyper, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
-            _adam_step_cuda(device, lists, steps, lr, hyper, grad_scale, flag, param_ids, options)
-    except (TypeError, ValueError) as error:
-        _expect_numbers(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+            rest, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
+            _adam_step_cuda(device, lists, steps, lr, rest, grad_scale, flag, param_ids, options)
+    except (AttributeError, TypeError, ValueError) as error:
+        numbers = {"lr": lr, "betas[0]": beta1, "betas[1]": beta2, "eps": eps, "weight_decay": weight_decay}
+        for argument, number in {**numbers, "grad_scale": grad_scale}.items():
+            expect_number(number, argument)
+        _expect_lists(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         if any(word in str(error) for word in ("incompatible", "unhashable", "as an integer")):
             _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
         raise
@@ -160,10 +167,10 @@ def _native_options(*choices: Any) -> core.AdamOptions:
 
 
 # Of what the native call does not take it says only that it does not, after printing every tensor.
-def _expect_numbers(**given: Any) -> None:
-    for name, value in given.items():
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"{name} is {value!r}, expected a number")
+def _expect_lists(**lists: Any) -> None:
+    for name, tensors in lists.items():
+        if not isinstance(tensors, Sequence) or isinstance(tensors, str):
+            raise TypeError(f"{name} is a {type(tensors).__name__}, expected a list of tensors")
 
 
 def _expect_choices(param_ids: Any, seed: Any, **flags: Any) -> None:
@@ -245,8 +252,13 @@ def l2_norm(
 
 
 def _device_of(tensors: Sequence[Any]) -> int:
-    """The native device of the first tensor of a list; the CPU's for an empty list, and for what is no tensor."""
-    return index_of(tensors[0]) if len(tensors) and isinstance(tensors[0], torch.Tensor) else CPU
+    """The native device of the first tensor of a list; the CPU's for an empty list, and for what native code will refuse:
+    no tensor, no list."""
+    try:
+        first = tensors[0] if len(tensors) else None
+    except (TypeError, LookupError):
+        return CPU
+    return index_of(first) if isinstance(first, torch.Tensor) else CPU
 
 
 def _adam_step_cuda(
@@ -278,7 +290,7 @@ def _adam_step_cuda(
     read_late = None  # the learning rate, when the step runs
     if isinstance(lr, torch.Tensor) and index_of(lr) == device:
         read_late = [lr.detach().to(torch.float32).reshape(1)]
-    group = core.AdamGroup(0.0 if read_late else float(lr), *hyper)
+    group = core.AdamGroup(0.0 if read_late else lr.__float__(), *hyper)
     arguments = core.AdamArguments(count.taken, average, options, factors=factors, noop=noop, lr=read_late)
     core.adam_step_cuda(device, lists, group, param_ids, arguments)
     count.advance(noop)

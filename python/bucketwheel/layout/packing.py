@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+from bucketwheel.errors import expect_int
+
 __all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
 
 
@@ -175,9 +177,13 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     and padding follows. ValueError for a number below 1 (numel: below 0).
     """
     for name, value in (("world", world), ("bucket_numel", bucket_numel), ("align", align)):
-        if value < 1:
+        if expect_int(value, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     for i, item in enumerate(items):
+        if not isinstance(item, PackItem):
+            raise TypeError(f"items[{i}] is {item!r}, expected a PackItem")
+        expect_int(item.numel, f"items[{i}].numel")
+        expect_int(item.granularity, f"items[{i}].granularity")
         if item.numel < 0 or item.granularity < 1:
             raise ValueError(f"item {i}: numel must be >= 0 and granularity >= 1, got {item}")
     begins: list[int] = [0] * len(items)

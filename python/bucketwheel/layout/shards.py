@@ -31,7 +31,7 @@ def join(comm: Communicator, part: Tensor, ranges: Sequence[Sequence[tuple[int, 
     mine = part.new_zeros(longest)
     mine[: part.numel()] = part
     gathered = mine.new_empty(len(ranges) * longest)
-    comm.all_gather_into(gathered, mine).wait()
+    comm._all_gather_into(gathered, mine).wait()
     whole = mine.new_empty(sum(sizes))
     for rank, of_rank in enumerate(ranges):
         at = rank * longest

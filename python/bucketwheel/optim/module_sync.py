@@ -117,7 +117,7 @@ class ModuleSync:
                 packed = torch.cat([bytes_of(tensor).to(device) for tensor in chunk])
             else:
                 packed = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=device)
-            handle = self._reducer.broadcast_into(packed, 0)
+            handle = self._reducer.broadcast(packed)
             if is_first:
                 handle.synchronize()
             if self._reducer.rank == 0:
@@ -132,7 +132,7 @@ class ModuleSync:
         if self._hook is not None:
             self._hook.remove()
         if self._reducer is not None:
-            self._reducer.release()
+            self._reducer._release()
         self._reducer = None
         with contextlib.ExitStack() as stack:
             for comm in self._comms:

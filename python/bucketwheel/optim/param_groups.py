@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bucketwheel.comm.backends import LocalRank, expect_unlaunched
+from bucketwheel.comm.arguments import seconds_of
+from bucketwheel.comm.backends import LocalRank, expect_group, expect_unlaunched
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, device_index, torch_device
+from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo, expect_apart
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
@@ -31,10 +33,16 @@ def expect_hyperparameters(
     lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, differentiable: bool
 ) -> None:
     """torch.optim.AdamW's own checks and texts."""
-    if differentiable:
-        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        expect_number(value, name)
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise TypeError(f"betas is {betas!r}, expected two numbers")
+    for i in (0, 1):
+        expect_number(betas[i], f"betas[{i}]")
+    if differentiable:
+        raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
     if not 0.0 <= lr:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not 0.0 <= eps:
@@ -71,6 +79,9 @@ class OptimizerOptions:
             raise ValueError(
                 f"on_external_update must be 'resync', 'error' or 'ignore', got {self.on_external_update!r}"
             )
+        expect_int(self.max_inflight_buckets, "max_inflight_buckets")
+        if self.bucket_cap_mb is not None:
+            expect_number(self.bucket_cap_mb, "bucket_cap_mb")
         if self.max_inflight_buckets < 1 or (self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0):
             raise ValueError(
                 f"max_inflight_buckets must be >= 1 and bucket_cap_mb > 0, got {self.max_inflight_buckets} and "
@@ -128,8 +139,15 @@ def collect_params(
                 raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
             first[param] = name
             if type(param.data) is not Tensor or param.layout != torch.strided:
+                hint = "; ShardedAdamW shards by itself: leave fully_shard or distribute_tensor out, or pass to_local()"
                 raise TypeError(
                     f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                    f"{hint if hasattr(param, 'to_local') else ''}"
+                )
+            if param.is_neg():
+                raise ValueError(
+                    f"parameter {name!r} is a negative view (is_neg()), whose memory lacks the sign; give it memory of "
+                    "its own, p.data = p.data.resolve_neg()"
                 )
             if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
                 raise ValueError(
@@ -215,8 +233,11 @@ def communicators_for(
 ) -> tuple[Communicator | None, Communicator | None]:
     """Where states are sharded, and where they are replicated; None for a direction without other ranks. Only an optimizer
     has pairs of NCCL communicators."""
+    timeout_s = seconds_of(timeout_s, "timeout_s")
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    expect_group(process_group, "process_group", Communicator)
+    expect_group(replicate_group, "replicate_group", Communicator)
     how = (device, timeout_s, name)
     if replicate_group is None:
         return _communicator_for(process_group, *how), None

@@ -45,9 +45,9 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
             found[name] += shard.nbytes
     launcher = engine.grads.launcher
     found.update(launcher.memory())
-    found["partial_sums"] = engine.reducer.partial_bytes
+    found["partial_sums"] = engine.reducer._partial_bytes
     # Two of one pair have one pool, unless each registers its own.
-    given = (engine.comm, engine.reducer.replicate)
+    given = (engine.comm, engine.reducer._replicate)
     comms = [each for comm in given if comm is not None for each in (comm, comm.gathers)]
     pools = {pool._native: pool for pool in (launcher.pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
@@ -102,7 +102,7 @@ def bucket_bound(sizes: Sequence[int], limit: int, dtypes: int, *, overlap: bool
 
 def describe(engine: ShardedEngine) -> str:
     """`ShardedAdamW.describe` of a sharded optimizer; the same on all ranks."""
-    comm, replicate, options = engine.comm, engine.reducer.replicate, engine.options
+    comm, replicate, options = engine.comm, engine.reducer._replicate, engine.options
     ranks = f"sharded over {comm.size} {'rank' if comm.size == 1 else 'ranks'} ({comm.backend})"
     if replicate is not None:
         ranks += f", replicated {replicate.size} times ({replicate.backend})"

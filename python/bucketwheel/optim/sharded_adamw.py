@@ -402,6 +402,8 @@ class ShardedAdamW(Optimizer):
         """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
         no rank has one, and of a frozen parameter. Collective.
         """
+        if not isinstance(param, Tensor):
+            raise TypeError(f"param is {param!r}, expected a parameter")
         self._follow_groups()
         if any(param is frozen for frozen in self._trained.frozen):
             return None

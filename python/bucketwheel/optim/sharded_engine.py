@@ -133,7 +133,7 @@ class ShardedEngine:
             self._take_in(infos)
             self._assembly = self._assemble()
         except BaseException:  # whose traceback keeps this object alive
-            self.reducer.release()
+            self.reducer._release()
             _release([*self._comms, *_named(infos)])
             raise
 
@@ -164,7 +164,7 @@ class ShardedEngine:
         spaces = [self._make_space([info for info in infos if info.dtype == dtype]) for dtype in dtypes]
         if self.options.broadcast_params:
             for space in spaces:
-                self.reducer.broadcast_into(space.flat.flat, 0).wait()
+                self.reducer.broadcast(space.flat.flat).wait()
             torch.autograd.graph.increment_version([info.param for info in infos])
         for space in spaces:
             space.read_masters()
@@ -197,7 +197,7 @@ class ShardedEngine:
             1.0 / self.reducer.size if options.gradient_average else 1.0,
             len(self.infos),
             row_sums=cut.row_sums,
-            replicate=self.reducer.replicate,
+            replicate=self.reducer._replicate,
         )
         states = []
         for info in self.infos:
@@ -208,7 +208,7 @@ class ShardedEngine:
         if self.comm.is_registered:
             slots = lease_slots(self.comm, self.spaces, cut.buckets, options.max_inflight_buckets)
         kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
-        self.reducer.prepare_sums(kinds, options.max_inflight_buckets)
+        self.reducer._prepare_sums(kinds, options.max_inflight_buckets)
         grads = GradWindow(
             self.reducer,
             self.infos,
@@ -457,7 +457,7 @@ class ShardedEngine:
             self._gathers.detach()
             for space in self.spaces:
                 space.flat.release()
-            self.reducer.release()
+            self.reducer._release()
             _release([*self._comms, *_named(self.infos)])
 
 

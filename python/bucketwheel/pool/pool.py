@@ -3,12 +3,16 @@
 >>> pool = Pool("host")
 >>> with pool.acquire("grads/0", 4096) as lease:
 ...     grads = lease.tensor(torch.float32, (1024,))
+>>> grads = pool.empty((1024,), torch.float32)  # its memory goes back with the tensor
+>>> del grads
 >>> pool.stats().live_leases
 0
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 
 from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
-from bucketwheel.errors import CaptureError, PoolError
+from bucketwheel.errors import CaptureError, PoolError, expect_int
 from bucketwheel.native import core
 
 __all__ = ["Lease", "Pool", "PoolStats"]
@@ -27,7 +31,8 @@ class PoolStats:
     """Counters of a pool since it was made; bytes and leases as of now.
 
     ``live_bytes``: of leases, rounded up to the alignment. ``reuses``: acquires of memory that was used before.
-    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases that were never released.
+    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases that were never released, those of
+    `Pool.empty` among them.
     """
 
     reserved_bytes: int
@@ -84,8 +89,12 @@ class Lease:
         Every call makes a tensor with a storage and a version counter of its own. `ValueError` when it does not fit,
         `UseAfterRelease` when the lease is over.
         """
-        extents = [shape] if isinstance(shape, int) else list(shape)
-        return self._native.tensor(str(dtype).removeprefix("torch."), extents, offset_bytes)
+        name, extents = _dtype_name(dtype), _extents(shape)
+        try:
+            return self._native.tensor(name, extents, offset_bytes)
+        except TypeError:
+            expect_int(offset_bytes, "offset_bytes")
+            raise
 
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
@@ -150,9 +159,9 @@ class Pool:
             upstream = "host" if index == CPU else "torch"
         self._native = core.Pool(
             upstream,
-            align_bytes,
-            min_slab_bytes,
-            poison,
+            expect_int(align_bytes, "align_bytes"),
+            expect_int(min_slab_bytes, "min_slab_bytes"),
+            not not poison,
             index,
             lambda nbytes: _torch_slab(nbytes, index),
         )
@@ -165,7 +174,7 @@ class Pool:
         return int(self._native.device)
 
     @classmethod
-    def of(cls, native_pool: Any, *, is_cache: bool = True) -> Pool:
+    def _of(cls, native_pool: Any, *, is_cache: bool = True) -> Pool:
         """The pool around a native one (a communicator's). ``is_cache``: it may be trimmed when memory is short."""
         pool = cls.__new__(cls)
         pool._native = native_pool
@@ -183,7 +192,32 @@ class Pool:
         While ``stream`` is captured in a CUDA graph: `CaptureError`, with nothing changed, if the pool would have to
         grow, wait or poison. Release such a lease only after the last replay that uses it.
         """
-        return Lease(self._native.acquire(key, nbytes, None if stream is None else native_stream(stream)))
+        stream = None if stream is None else native_stream(stream)
+        try:
+            return Lease(self._native.acquire(key, nbytes, stream))
+        except TypeError:
+            if not isinstance(key, str):
+                raise TypeError(f"key is {key!r}, expected a string") from None
+            expect_int(nbytes, "nbytes", "a number of bytes; Pool.empty takes a shape")
+            raise
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As ``torch.empty``, in the pool: a contiguous tensor, not initialised, of float32, bfloat16, float16, float64, int64,
+        int32, int16, int8 or uint8.
+
+        Nothing needs to be released: the memory goes back to the pool when the last tensor over it is gone, views and the
+        tensors of running operations included, and counts in `PoolStats.dropped_leases`. On CUDA it counts as used until
+        what is then in the stream that was current here is done, as with torch's own tensors: a tensor that other streams
+        use must outlive that. Errors and captures are as in `acquire`.
+
+        Where ranks must lease in one order (``Communicator(registered=True)``), they must also drop in one order: prefer
+        `acquire` and `Lease.release` there.
+        """
+        extents = _extents(shape)
+        if min(extents, default=0) < 0:
+            raise ValueError(f"shape is {shape!r}, which has a negative extent")
+        name = _dtype_name(dtype)
+        return self.acquire("", math.prod(extents) * dtype.itemsize)._native.tensor(name, extents)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when the contiguous ``tensor`` lies in this pool's memory."""
@@ -205,6 +239,19 @@ class Pool:
     def trim(self) -> int:
         """Gives slabs without leases back to the system, after their last use. Returns the number of bytes."""
         return self._native.trim()
+
+
+def _extents(shape: int | Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(extent) for extent in ((shape,) if isinstance(shape, int) else shape)]
+    except TypeError:
+        raise TypeError(f"shape is {shape!r}, expected an int or a sequence of ints") from None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}, expected a torch.dtype")
+    return str(dtype).removeprefix("torch.")
 
 
 def _event_of(after: Any) -> Any:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import wait_all
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.comm_cases import (
     MEMORIES,
+    are_our_sums,
     check_all_gather,
     check_broadcast,
     check_reduce_scatter,
     data_of,
     filled,
+    memory_of,
     on_device,
 )
 
@@ -129,12 +133,56 @@ def broadcasts(comm: Communicator) -> None:
             check_broadcast(comm, specs, kind, root)
 
 
+def all_reduces(comm: Communicator) -> None:
+    """What the ranks share equally, the rest, and what is so small that every rank adds it up: exact in any order."""
+    sum_of_torch, average_of_torch = dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.AVG)
+    ops = [("sum", 1.0), (sum_of_torch, 1.0), (average_of_torch, 1 / comm.size), (PreMulSum(0.5), 0.5)]
+    for kind in ("foreign", "pool", "offset"):
+        for op, factor in ops[: 2 if comm.size == 3 else 4]:  # a third is no power of two
+            with memory_of(comm, kind) as memory:
+                shapes = [(dtype, n) for dtype in SUMMED for n in (0, 1, comm.size + 1, 2047, 70_001)]
+                tensors = [memory.tensor(*shape).copy_(exact(comm.rank, shape[1], shape[0])) for shape in shapes]
+                wait_all([comm.all_reduce(tensor, op) for tensor in tensors])
+                for (dtype, numel), tensor in zip(shapes, tensors, strict=True):
+                    total = sum((exact(rank, numel, F64) for rank in range(comm.size)), torch.zeros(numel, dtype=F64))
+                    assert_bitwise_equal(tensor, (factor * total).to(dtype), f"{kind} {op} of {dtype}[{numel}]")
+
+
+def all_reduced_bits(comm: Communicator) -> None:
+    """All ranks have the same, of numbers whose sums depend on the order: rank order, where we add. Of any shape."""
+    for numel in (3, 5003):
+        parts = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
+        tensor = on_device(comm, parts[comm.rank]).view(1, numel)
+        comm.all_reduce(tensor).wait()
+        assert tensor._version == 1
+        everyone = filled(comm, comm.size * numel)
+        all_gather(everyone, tensor, comm).wait()
+        assert_bitwise_equal(everyone, everyone[:numel].repeat(comm.size))
+        if are_our_sums(comm):
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            assert_bitwise_equal(tensor.view(-1), total)
+    if comm.device < 0:
+        large = torch.full((3,), 2**62)
+        comm.all_reduce(large).wait()
+        assert large.tolist() == [(comm.size * 2**62 + 2**63) % 2**64 - 2**63] * 3
+
+
+def flags(comm: Communicator) -> None:
+    """Broadcasts move any dtype."""
+    for dtype in ANY:
+        tensor = filled(comm, 3, comm.rank, dtype)
+        comm.broadcast(tensor, comm.size - 1).wait()
+        assert tensor.cpu().tolist() == filled(comm, 3, comm.size - 1, dtype).cpu().tolist() and tensor._version == 1
+
+
 def flat_buffer(comm: Communicator) -> None:
     """One operation, however long the buffer is."""
     spec = (BF16, 6_000_001)
     flat = on_device(comm, data_of(comm.rank, spec, 0, spec[1]))
     before = all_gather([], [], comm)
-    comm.broadcast_into(flat, 0).wait()
+    comm.broadcast(flat, 0).wait()
     assert all_gather([], [], comm).wait().seq == before.seq + 2
     assert_bitwise_equal(flat, data_of(0, spec, 0, spec[1]))
 
@@ -167,14 +215,14 @@ def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
             full = lease.tensor(wire, (comm.size * numel,))
             full.copy_(few_bits(comm.rank + 10 * turn, comm.size * numel))
             sink.begin(turn > 0)
-            comm.reduce_scatter_into(full, sink).wait()
+            comm._reduce_scatter_into(full, sink).wait()
         for rank in range(comm.size):
             total += few_bits(rank + 10 * turn, comm.size * numel)[comm.rank * numel :][:numel]
         assert_bitwise_equal(shard, total.to(kept), f"turn {turn}, {wire} into {kept}")
         assert sum_of_squares() == float(total.square().sum())
     other = torch.zeros(comm.size * numel, dtype=F32 if kept == F64 else F64, device=shard.device)
     with pytest.raises(ValueError, match="into a sink that does not take it: a float64 shard takes float64"):
-        comm.reduce_scatter_into(other, sink)
+        comm._reduce_scatter_into(other, sink)
 
 
 def gathered_to_a_sink(comm: Communicator) -> None:
@@ -196,15 +244,15 @@ def gathered_to_a_sink(comm: Communicator) -> None:
                 full.fill_(float("nan"))
                 full[comm.rank * part :][:part] = on_device(comm, exact(comm.rank, part, dtype))
                 sink.begin(False)
-                comm.all_gather_to_sink(full, sink, numel).wait()
+                comm._all_gather_to_sink(full, sink, numel).wait()
                 wanted = torch.cat([exact(rank, part, dtype) for rank in range(comm.size)])
                 assert_bitwise_equal(full, wanted, f"gathered {dtype}")
                 assert_bitwise_equal(shard, wanted[:numel].float(), f"taken {dtype}")
                 lease.release()
     with pytest.raises(ValueError, match="full has"):
-        comm.all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
+        comm._all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
     with pytest.raises(ValueError, match="all_gather of int32 into a sink that does not take it"):
-        comm.all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
+        comm._all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
 
 
 CASES = (
@@ -216,6 +264,9 @@ CASES = (
     views_of_pool_memory,
     empty_lists,
     broadcasts,
+    all_reduces,
+    all_reduced_bits,
+    flags,
     flat_buffer,
     sinks,
     gathered_to_a_sink,

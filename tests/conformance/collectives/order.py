@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
-from bucketwheel.errors import ClosedError, CommError
+from bucketwheel.errors import ClosedError, CommError, CommTimeout
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
 from bucketwheel.testing import assert_bitwise_equal
@@ -39,6 +40,24 @@ def device_of(comm: Communicator) -> Device:
 def by_rank(comm: Communicator, numel: int, first: float = 0.0) -> torch.Tensor:
     """What gathering ``numel`` times the number of the rank gives."""
     return torch.arange(first, first + comm.size).repeat_interleave(numel)
+
+
+def barriers(comm: Communicator) -> None:
+    """The last rank comes late: nobody is through before, and a time limit of the others leaves them where they are."""
+    comm.barrier()
+    is_late = comm.rank == comm.size - 1
+    if not is_late:
+        with pytest.raises(CommTimeout, match="still running"):
+            comm.barrier(0.01)
+        handle = all_gather([], [], comm)
+        with pytest.raises(CommTimeout, match="still running"):
+            handle.wait(timeout=timedelta(milliseconds=10))
+    comm.exchange(b"")
+    if is_late:
+        comm.barrier()
+        handle = all_gather([], [], comm)
+    assert comm.barrier(timedelta(seconds=30)).query() and handle.wait(timeout=30.0).query()
+    check_usable(comm)
 
 
 def many_in_flight(comm: Communicator) -> None:
@@ -262,6 +281,7 @@ def replayed(comm: Communicator) -> None:
 
 
 CASES = (
+    barriers,
     many_in_flight,
     handles,
     held_up,

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
@@ -162,13 +163,17 @@ def bad_arguments(comm: Communicator) -> None:
         (lambda: ReduceScatterRequest(gaps, full, comm), ValueError, r"outputs\[0\] is not contiguous"),
         (lambda: ReduceScatterRequest(shard.long(), full.long(), comm, op="avg"), ValueError, "integers only 'sum' is"),
         (lambda: ReduceScatterRequest(shard, full, comm, op="max"), ValueError, "op 'max' is not supported"),
+        (lambda: comm.all_reduce(full, dist.ReduceOp.MAX), ValueError, "op 'max' is not supported"),
+        (lambda: comm.all_reduce(gaps), ValueError, "tensor is not contiguous"),
+        (lambda: comm.all_reduce(one.bool()), TypeError, "tensor: unsupported dtype"),
+        (lambda: comm.all_reduce(torch._neg_view(one)), TypeError, "tensor: the tensor is a negative view"),
+        (lambda: comm.broadcast(torch._neg_view(one)), TypeError, "tensor: the tensor is a negative view"),
         (lambda: ReduceScatterRequest(shard, full, comm, op=2.0), TypeError, "op is 2.0, expected"),
         (lambda: AllGatherRequest(full, shard, comm).start(stream="s"), TypeError, "stream"),
-        (lambda: comm.broadcast_into(full, comm.size), ValueError, f"rank {comm.size} in a world of {comm.size}"),
-        (lambda: comm.broadcast_into(full, -1), ValueError, "rank -1 in a world"),
-        (lambda: comm.broadcast_into(gaps, 0), ValueError, "tensor is not contiguous"),
-        (lambda: comm.broadcast_into([1.0], 0), TypeError, "expected a torch.Tensor, got list"),
-        (lambda: comm.broadcast_into(one.bool(), 0), TypeError, "unsupported dtype"),
+        (lambda: comm.broadcast(full, comm.size), ValueError, f"rank {comm.size} in a world of {comm.size}"),
+        (lambda: comm.broadcast(full, -1), ValueError, "rank -1 in a world"),
+        (lambda: comm.broadcast(gaps, 0), ValueError, "tensor is not contiguous"),
+        (lambda: comm.broadcast([1.0], 0), TypeError, "expected a torch.Tensor, got list"),
     ]
     seq = next_seq(comm)
     for call, error, message in calls if comm.rank == 0 else ():

@@ -149,7 +149,7 @@ def test_a_cpu_sink_is_refused() -> None:
         accumulator = core.ShardAccumulator(torch.zeros(4), [(0, 4)])
         core.set_posing(True)
         comm.exchange(b"")
-        handle = comm.reduce_scatter_into(torch.zeros(4), core.ShardSink(accumulator))
+        handle = comm._reduce_scatter_into(torch.zeros(4), core.ShardSink(accumulator))
         with pytest.raises(CommError, match="the sink takes sums in host memory"):
             handle.synchronize(10.0)
 
@@ -170,7 +170,7 @@ def test_a_sink_has_its_memory_before_its_first_operation() -> None:
         calls = Calls()  # of both ranks: the counters are the process's
         comm.exchange(b"begin")
         sink.begin(False)
-        comm.reduce_scatter_into(torch.ones(8), sink).synchronize(10.0)
+        comm._reduce_scatter_into(torch.ones(8), sink).synchronize(10.0)
         comm.exchange(b"reduced")
         made = calls.since()
         comm.exchange(b"end")

@@ -65,7 +65,7 @@ def test_buckets_leave_during_backward() -> None:
         run.backward(0)
         run.step()
         log: list[str] = []
-        for comm, method in ((shard, "reduce_scatter_into"), (replicate, "all_gather_to_sink")):
+        for comm, method in ((shard, "_reduce_scatter_into"), (replicate, "_all_gather_to_sink")):
             issue = getattr(comm, method)
             setattr(comm, method, lambda *a, issue=issue, method=method, **k: log.append(method) or issue(*a, **k))
         run.backward(1)
@@ -74,7 +74,7 @@ def test_buckets_leave_during_backward() -> None:
         return during, len(log) - len(during)
 
     for during, after in with_replicas(2, 2, body):
-        assert len(during) >= 20 and during == ["reduce_scatter_into", "all_gather_to_sink"] * (len(during) // 2)
+        assert len(during) >= 20 and during == ["_reduce_scatter_into", "_all_gather_to_sink"] * (len(during) // 2)
         assert after <= 2, "only buckets of padding and parameters without elements are left"
 
 
@@ -175,7 +175,7 @@ def test_a_failure_reaches_ranks_that_wait_in_their_other_group(device: str | No
         everyone.wait()
         if rank == 3:
             shard.abort("on fire")
-        waited_for = {0: replicas.shard, 1: replicas.replicate, 2: replicas.replicate, 3: None}[rank]
+        waited_for = {0: replicas.shard, 1: replicas._replicate, 2: replicas._replicate, 3: None}[rank]
         begin = time.monotonic()
         if waited_for is not None:
             with pytest.raises(PeerError, match="on fire"):
@@ -320,7 +320,7 @@ def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> N
         ends: list[Handle | None] = []
         for partial in replicas._partials:
             partial.lease = RecordedLease(partial.lease, ends)
-        replicas.release()
+        replicas._release()
         assert set(last) <= set(ends)
         all_have_looked.wait(20)
         replicas.abort("the test is over")

@@ -55,10 +55,10 @@ class Inputs:
 
     def __init__(self, comm: Communicator, opt: bw.ShardedAdamW) -> None:
         self.offsets: list[int] = []
-        self._comm, self._reduce = comm, comm.reduce_scatter_into
+        self._comm, self._reduce = comm, comm._reduce_scatter_into
         self._slots = opt._engine.grads.launcher._slots._slots if comm.is_registered else []
         self._begin = self._slots[0].tensor(torch.uint8, (1,)).data_ptr() if self._slots else 0
-        comm.reduce_scatter_into = self._watched  # type: ignore[method-assign]
+        comm._reduce_scatter_into = self._watched  # type: ignore[method-assign]
 
     def _watched(self, full: torch.Tensor, sink: Any) -> Handle:
         assert not self._slots or self._comm.pool.holds(full)

@@ -46,7 +46,7 @@ def spread(rank: int, data: Communicator, tensor: Communicator, ord: float) -> t
         counted = params if tensor.rank == 0 else params[:2]  # the copy counts once
         own = opt.local_grad_norm(ord, parameters=counted).reshape(1)
         gathered = own.new_empty(tensor.size)
-        tensor.all_gather_into(gathered, own).wait()
+        tensor._all_gather_into(gathered, own).wait()
         norm = torch.linalg.vector_norm(gathered, ord)
         opt.clip_grads_with_norm_(0.5, norm)
         opt.step()

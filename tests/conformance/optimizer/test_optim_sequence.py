@@ -41,7 +41,7 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
     record = Record()
     engine: Any = opt._engine
     bucket_of = {id(bucket.grads.sink): bucket.grads.index for bucket in engine._assembly.buckets}
-    reduce, gather, exchange = comm.reduce_scatter_into, comm.all_gather_into, comm.exchange
+    reduce, gather, exchange = comm._reduce_scatter_into, comm._all_gather_into, comm.exchange
 
     def reduce_scatter_into(full: Tensor, sink: Any, **options: Any) -> Any:
         record.collectives.append(("reduce", bucket_of[id(sink)], full.numel(), full.dtype))
@@ -56,11 +56,11 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
         record.agreements.append(why.decode() if is_reason and why.isascii() else "numbers")
         return exchange(payload)
 
-    comm.reduce_scatter_into = reduce_scatter_into  # type: ignore[method-assign]
-    comm.all_gather_into = all_gather_into  # type: ignore[method-assign]
+    comm._reduce_scatter_into = reduce_scatter_into  # type: ignore[method-assign]
+    comm._all_gather_into = all_gather_into  # type: ignore[method-assign]
     comm.exchange = exchanged  # type: ignore[method-assign]
     yield record
-    del comm.reduce_scatter_into, comm.all_gather_into, comm.exchange  # those of the class again
+    del comm._reduce_scatter_into, comm._all_gather_into, comm.exchange  # those of the class again
 
 
 Result = tuple[Record, int]  # what was issued, and how many buckets there are

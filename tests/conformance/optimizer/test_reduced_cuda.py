@@ -44,7 +44,7 @@ def noted(comm: Communicator, said: list[str]) -> None:
 
         return call
 
-    for name in ("exchange", "all_gather_into"):
+    for name in ("exchange", "_all_gather_into"):
         setattr(comm, name, noting(name, getattr(comm, name)))
 
 
@@ -84,5 +84,5 @@ def test_sums_of_squares_do_not_grow_with_the_world(world: int) -> None:
         return out
 
     expected = in_world(world, False, lambda rank, comm: norms(rank, comm, "exchange"))
-    got = in_world(world, True, lambda rank, comm: norms(rank, comm, "all_gather_into"))
+    got = in_world(world, True, lambda rank, comm: norms(rank, comm, "_all_gather_into"))
     assert_bitwise_equal(got, expected)
