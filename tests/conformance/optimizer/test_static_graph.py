@@ -139,3 +139,20 @@ def test_a_gradient_that_some_ranks_do_not_have_is_scaled_once_it_is_reduced() -
             grads = seen[len(whole) * step : len(whole) * (step + 1)]
             assert_bitwise_equal(grads[0], whole[0] * 0.5)
             assert_bitwise_equal(grads[3], share(whole, 0, 2)[3] * 0.25)
+
+
+def test_stale_gradients_may_be_dropped_on_one_rank_before_close() -> None:
+    """Issue 30, item 10: nobody needs them any more, so no promise is broken."""
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        run = Run(ShardedAdamW(params, process_group=comm, static_graph=True, **TINY), params, comm.rank, comm.size)
+        for step in range(2):
+            run.opt.zero_grad()
+            run.backward(step)
+            run.opt.step()
+        if comm.rank == 0:
+            run.opt.zero_grad()
+        run.opt.close()
+
+    run_local(2, body)
