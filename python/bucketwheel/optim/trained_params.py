@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -129,45 +131,35 @@ class Hyperparameters:
     """What ranks must have alike of their groups in each step. Digests are made where a value has changed."""
 
     def __init__(self) -> None:
-        self._values: list[float] = []  # of the last step
-        self._digest = b""
+        self._given: list[tuple[Any, ...]] | None = None  # of the last step, unless a tensor was among them
+        self._values: list[float] = []
+        self._digest = 0
 
     def facts(self, param_groups: Sequence[dict[str, Any]], edits: str = "") -> Facts:
         """ValueError naming what is no number in a group. ``edits``: what was done to ``optimizer.state``."""
         try:
-            values = [value for group in param_groups for value in _numbers_of(group)]
+            given = [_given(group) for group in param_groups]
+            has_tensor = any(isinstance(number, Tensor) for lr, betas, *_ in given for number in (lr, *betas))
+            if has_tensor or given != self._given:  # what is in a tensor may have changed
+                self._values = [_number(x) for lr, betas, *rest in given for x in (lr, *betas, *rest)]
+                self._digest = zlib.crc32(struct.pack(f"{len(self._values)}d", *self._values))
+                self._given = None if has_tensor else given
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a parameter group has no number where one is expected: {error!r}") from None
-        if values != self._values or not self._digest:
-            self._values = values
-            self._digest = zlib.crc32(struct.pack(f"{len(values)}d", *values)).to_bytes(4, "little")
-        digest = (
-            zlib.crc32(edits.encode(), int.from_bytes(self._digest, "little")).to_bytes(4, "little")
-            if edits
-            else self._digest
-        )
-        return Facts(digest, lambda: {**_named_values(values), "what was done to optimizer.state": edits or "nothing"})
+        digest = zlib.crc32(edits.encode(), self._digest) if edits else self._digest
+        return Facts(digest.to_bytes(4, "little"), functools.partial(_by_name, self._values, edits))
 
 
+_given = operator.itemgetter("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 _NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
-def _numbers_of(group: dict[str, Any]) -> tuple[float, ...]:
-    """By `_NUMBERS`. A tensor on a device counts as NaN: nothing waits for it."""
-    lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    given = (
-        lr,
-        beta1,
-        beta2,
-        eps,
-        decay,
-        group["maximize"],
-        group["amsgrad"],
-        group.get("decoupled_weight_decay", True),
-    )
-    return tuple(math.nan if isinstance(x, Tensor) and device_index(x.device) != CPU else float(x) for x in given)
+def _number(given: Any) -> float:
+    """A tensor on a device counts as NaN: nothing waits for it."""
+    return math.nan if isinstance(given, Tensor) and device_index(given.device) != CPU else float(given)
 
 
-def _named_values(values: Sequence[float]) -> dict[str, str]:
+def _by_name(values: Sequence[float], edits: str) -> dict[str, str]:
     count = len(_NUMBERS)
-    return {f"{_NUMBERS[i % count]} of parameter group {i // count}": str(value) for i, value in enumerate(values)}
+    named = {f"{_NUMBERS[i % count]} of parameter group {i // count}": str(value) for i, value in enumerate(values)}
+    return {**named, "what was done to optimizer.state": edits or "nothing"}

@@ -121,3 +121,67 @@ def test_states_of_frozen_parameters_wait_for_them() -> None:
     }
     with pytest.raises(ValueError, match=r"shape \(64, 33\) that is frozen now"):
         frozen.load_state_dict(part)
+
+
+def test_parameters_that_come_and_go_leave_nothing() -> None:
+    """Their memory, hooks and buckets; another optimizer may have those that are gone."""
+
+    def body(comm: Communicator) -> None:
+        stays, first = Parameter(torch.zeros(5)), Parameter(torch.ones(300))
+        opt = ShardedAdamW([stays, first], process_group=comm, **TINY)
+        params = opt.param_groups[0]["params"]
+        seen = []
+        for step in range(6):
+            sum(p.sum() for p in params).backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(
+                (comm.pool.stats().live_leases, comm.pool.stats().reserved_bytes, len(opt._engine.grads.buckets))
+            )
+            gone, params[1] = params[1], Parameter(torch.full((300,), float(step)))
+            opt.state.pop(gone)
+        assert len(set(seen[1:])) == 1 and seen[1][1:] == seen[0][1:], seen
+        opt.step()
+        assert not first._post_accumulate_grad_hooks and len(opt.state) == 2
+        assert first.data_ptr() != params[1].data_ptr() and float(first.detach().max()) < 1.0
+        torch.optim.AdamW([first]).step()
+        opt.close()
+
+    run_local(2, body)
+
+
+def test_nothing_is_followed_inside_no_sync_and_it_is_later() -> None:
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        opt = ShardedAdamW(params[:4], process_group=comm, **TINY)
+        run = Run(opt, params[:4], comm.rank, comm.size)
+        with opt.no_sync():
+            run.backward(0)
+            opt.param_groups[0]["params"].append(params[4])
+            with pytest.raises(RuntimeError, match=r"a change of param_groups inside no_sync\(\)"):
+                opt.step()
+        opt.step()
+        assert int(opt.state[params[0]]["step"]) == 1 and params[4] in opt.state
+        opt.close()
+
+    run_local(2, body)
+
+
+def test_a_wrapper_of_the_optimizer_is_followed() -> None:
+    """As Fabric's: its attributes are the optimizer's, its methods are called with the optimizer."""
+    params = make_params()
+    opt = ShardedAdamW(params[:4])
+
+    class Wrapper:
+        def __getattr__(self, name: str) -> object:
+            return getattr(opt, name)
+
+    wrapper = Wrapper()
+    wrapper.param_groups[0]["params"].append(params[5])  # type: ignore[attr-defined]
+    params[5].sum().backward()
+    ShardedAdamW.zero_grad(wrapper)  # type: ignore[arg-type]
+    assert params[5].grad is None
+    params[5].sum().backward()
+    ShardedAdamW.clip_grad_norm_(wrapper, 1.0)  # type: ignore[arg-type]
+    opt.step()
+    assert int(opt.state[params[5]]["step"]) == 1 and set(vars(wrapper)) == set()
