@@ -152,14 +152,17 @@ class LocalEngine:
         return grad.detach()
 
     def _follow_edits(self) -> None:
-        """Parameters that were moved are bound again, with states of their strides; masters that were loaded are read again
-        where the kernel does not."""
-        has_other_strides = False
+        """Parameters that were moved are bound again, with the strides of their states, as over ranks; masters that were
+        loaded are read again where the kernel does not."""
         for info, state in zip(self.infos, self.states, strict=True):
             expect_same_memory_kind(info, state["exp_avg"].shape)
-            if info.param.stride() != state["exp_avg"].stride():
-                self._take_strides(info, state)
-                has_other_strides = True
+            if (stride := state["exp_avg"].stride()) != info.param.stride():
+                if core.is_capturing(self._device):
+                    raise CaptureError(
+                        f"parameter {info.name!r} has other strides: step() before the CUDA graph capture"
+                    )
+                own = torch.empty_strided(info.param.shape, stride, dtype=info.dtype, device=info.device)
+                info.param.data = own.copy_(info.param.data)
         edits = self._edits.find()
         refused = edits.refused
         if refused < 0 and edits.compares and not core.is_capturing(self._device):
@@ -168,17 +171,8 @@ class LocalEngine:
             raise ExternalEdits.refusal(self.infos[refused])
         for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
             follow_param(info.param.detach(), state)
-        if edits.moved or has_other_strides:
+        if edits.moved:
             self._bind()
-
-    def _take_strides(self, info: ParamInfo, state: dict[str, Tensor]) -> None:
-        """The model has another memory format now. ``optimizer.state`` shows the same tensors as before."""
-        if core.is_capturing(self._device):
-            raise CaptureError(f"parameter {info.name!r} has other strides: run one step before the CUDA graph capture")
-        expect_dense([info])
-        for value in state.values():
-            strided = torch.empty_strided(value.shape, info.param.stride(), dtype=value.dtype, device=value.device)
-            value.data = strided.copy_(value)
 
     def _first_written(self) -> int:
         """The first parameter that is not what its master rounds to, or -1. Waits for the device."""

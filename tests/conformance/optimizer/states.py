@@ -309,6 +309,7 @@ EDITS = (
     by_loading,
     in_place,
     with_other_memory,
+    with_other_strides,
     converted_and_back,
     without_a_version,
     as_a_vector,
@@ -328,14 +329,6 @@ def hides(params: list[Parameter]) -> None:
 
 def moves(params: list[Parameter]) -> None:
     params[3].data = params[3].data * 2
-
-
-variant(
-    "edited_with_other_strides",
-    lambda run: edited(run, with_other_strides),
-    # Stochastic rounding goes by the place in memory, and one process alone keeps the new strides.
-    precisions=("fp32", "fp32, narrow sums", "bf16", "bf16, no master", "fp16", "fp64"),
-)
 
 
 @script(options={"lr": 0.01, "on_external_update": "error"}, torch=False)

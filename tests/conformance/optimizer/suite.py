@@ -196,7 +196,7 @@ def expect_conformance(name: str, setting: Setting, rank_pool: Callable[[int], A
     ranks = ranks_of(name, setting, rank_pool)
     row = SHARDS[setting.world] if "replicas" in setting.backend else setting.world
     for first in range(0, len(ranks), row):
-        states = joined_states([saved for _, saved, *_ in ranks[first : first + row]], ranks[first][0])
+        states = joined_states([saved for _, saved, *_ in ranks[first : first + row]], expected.params)
         for rank, (params, _, seen, clips) in enumerate(ranks[first : first + row], first):
             assert clips <= one.clips, "say so in the script's decorator"
             if not one.alone or (clips and setting.world == 3):

@@ -215,15 +215,22 @@ def test_a_model_that_was_converted_is_refused_and_its_optimizer_can_be_closed(
     on_ranks(world, body)
 
 
-def test_states_have_the_memory_format_of_their_parameters() -> None:
-    """In one process; over ranks parameters get back the one that they had when the optimizer was made."""
-    conv = nn.Conv2d(3, 4, 3)
-    opt = ShardedAdamW(conv.parameters())
-    conv(torch.ones(1, 3, 4, 4)).sum().backward()
-    opt.step()
-    conv.to(memory_format=torch.channels_last)
-    opt.step()
-    assert opt.state[conv.weight]["exp_avg"].stride() == conv.weight.stride() == (27, 1, 9, 3)
+@pytest.mark.parametrize("world", [None, 2])
+def test_parameters_get_back_their_memory_format(world: int | None) -> None:
+    """That of their states, which they had when the optimizer was made."""
+
+    def body(comm: Communicator | None) -> None:
+        conv = nn.Conv2d(3, 4, 3)
+        with ShardedAdamW(conv.parameters(), process_group=comm) as opt:
+            conv(torch.ones(1, 3, 4, 4)).sum().backward()
+            opt.zero_grad()
+            conv.to(memory_format=torch.channels_last)
+            opt.step()
+            assert conv.weight.stride() == (27, 9, 3, 1)
+            state = opt.state[conv.weight]["exp_avg"]
+            assert comm or state.stride() == conv.weight.stride()
+
+    on_ranks(world, body)
 
 
 def test_g13_a_dtype_that_excludes_placeholders_is_refused() -> None:
