@@ -55,8 +55,12 @@ class ShardedAdamW(Optimizer):
     a placeholder that answers stock torch code (`bucketwheel.grads.placeholder`); values are available from `full_grad`.
     Backward may run in any thread, but no two at once that reach the same parameter.
 
+    ``param_groups`` and ``state`` may be edited between steps, as with torch, on all ranks alike: the next collective call
+    follows, or raises on all ranks (`bucketwheel.optim.shown_state` has a table). ``state`` shows this rank's part; see
+    `full_state` and `reset_state`. Hyperparameters that differ between ranks raise RuntimeError on all in `step`.
+
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
-    `local_grad_norm`, `full_grad`, `load_state_dict`, `close`, and what stock code asks of placeholders.
+    `local_grad_norm`, `full_grad`, `full_state`, `load_state_dict`, `close`, and what stock code asks of placeholders.
 
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
