@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import functools
 import math
+import numbers
 import operator
 import warnings
 from collections.abc import Sequence
@@ -127,16 +128,16 @@ def adam_step(
         options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip, resync)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
             module.use_torch_threads(torch.get_num_threads())
-            # Not by float(), which takes text.
-            hyper = (lr.__float__(), beta1.__float__(), beta2.__float__(), eps.__float__(), weight_decay.__float__())
-            module.adam_step(lists, steps, _native_group(*hyper), grad_scale.__float__(), param_ids, options)
+            try:
+                group = _native_group(lr, beta1, beta2, eps, weight_decay)
+            except TypeError:  # tensors, or no numbers at all
+                group = _new_group(lr, beta1, beta2, eps, weight_decay)
+            module.adam_step(lists, steps, group, grad_scale, param_ids, options)
         elif not skip:
             rest, flag = (beta1, beta2, eps, weight_decay), None if is_noop_here else noop
             _adam_step_cuda(device, lists, steps, lr, rest, grad_scale, flag, param_ids, options)
-    except (AttributeError, TypeError, ValueError) as error:
-        numbers = {"lr": lr, "betas[0]": beta1, "betas[1]": beta2, "eps": eps, "weight_decay": weight_decay}
-        for argument, number in {**numbers, "grad_scale": grad_scale}.items():
-            expect_number(number, argument)
+    except (TypeError, ValueError) as error:
+        expect_number(grad_scale, "grad_scale")
         _expect_lists(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         if any(word in str(error) for word in ("incompatible", "unhashable", "as an integer")):
             _expect_choices(param_ids, seed, decoupled=decoupled, maximize=maximize)
@@ -157,8 +158,16 @@ _ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether 
 
 # For small tensors the call is what takes the time, and most calls repeat these.
 @functools.lru_cache(maxsize=64)
-def _native_group(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> core.AdamGroup:
-    return core.AdamGroup(lr, beta1, beta2, eps, weight_decay)
+def _native_group(*hyper: float) -> core.AdamGroup:
+    if not all(isinstance(value, numbers.Real) for value in hyper):  # a tensor may change and stay the same key
+        raise TypeError(hyper)
+    return core.AdamGroup(*map(float, hyper))
+
+
+def _new_group(*hyper: Any) -> core.AdamGroup:
+    for name, value in zip(("lr", "betas[0]", "betas[1]", "eps", "weight_decay"), hyper, strict=True):
+        expect_number(value, name)
+    return core.AdamGroup(*map(float, hyper))
 
 
 @functools.lru_cache(maxsize=64)
@@ -290,7 +299,7 @@ def _adam_step_cuda(
     read_late = None  # the learning rate, when the step runs
     if isinstance(lr, torch.Tensor) and index_of(lr) == device:
         read_late = [lr.detach().to(torch.float32).reshape(1)]
-    group = core.AdamGroup(0.0 if read_late else lr.__float__(), *hyper)
+    group = _new_group(0.0 if read_late else lr, *hyper)
     arguments = core.AdamArguments(count.taken, average, options, factors=factors, noop=noop, lr=read_late)
     core.adam_step_cuda(device, lists, group, param_ids, arguments)
     count.advance(noop)
