@@ -185,17 +185,16 @@ inline View part_of(const View& view, int64_t begin, int64_t numel) {
   return {static_cast<std::byte*>(view.data) + static_cast<size_t>(begin) * size_of(view.dtype), numel, view.dtype};
 }
 
-// [Note: all-reduce] What ranks can share equally is reduce-scattered in place and then gathered. Of the rest, and of all of
-// a small tensor, every rank gives each other rank a copy, so that the reduce-scatter leaves the whole sum on every rank.
-// They all add in rank order and get the same bits; but NCCL adds in an order of each rank's own, so there rank 0's sums
-// of the rest go to all.
+// [Note: all-reduce] What ranks can share equally is reduce-scattered in place and then gathered. Of the rest, fewer elements
+// than ranks, every rank gives each other rank a copy, so that the reduce-scatter leaves the whole sum on every rank. They
+// all add in rank order and get the same bits; but NCCL adds in an order of each rank's own, so there rank 0's sums of the
+// rest go to all.
 inline HandleRef all_reduce_tensor(Comm& comm, py::handle tensor, py::handle op, py::handle stream,
                                    const std::vector<HandleRef>& after, bool timing) {
-  constexpr size_t kSmallBytes = 4096;
   const Reduction reduction = reduction_of(op);
   const View whole = only_view(comm, tensor);
   const int64_t world = comm.world();
-  const int64_t rest = whole.size_bytes() <= kSmallBytes ? whole.numel : whole.numel % world;
+  const int64_t rest = whole.numel % world;
   const View shared = part_of(whole, 0, whole.numel - rest);
   const View remainder = part_of(whole, shared.numel, rest);
   const View own = part_of(shared, comm.rank() * (shared.numel / world), shared.numel / world);

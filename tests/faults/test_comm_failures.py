@@ -50,7 +50,7 @@ DIFFERENCES = {
     "op": "reduce_scatter(avg) of 1 tensor",
     "factor": "reduce_scatter(premul 0.25",
     "root": "broadcast from rank 1 of 1 tensor",
-    "all_reduce": "reduce_scatter(sum) of 1 tensor, 96 bytes: float32[24]",
+    "all_reduce": "reduce_scatter(sum) of 2 tensors, 48 bytes: float32[6], float32[6]",
     "dtype": "bfloat16[",
     "size": "float32[3]",
     "count": "2 tensors",

@@ -329,7 +329,7 @@ class Communicator:
 
         Order and rounding of the sums are those of `reduce_scatter`; all ranks get the same bits. So do dtypes, streams,
         ordering and errors, except that it counts as up to three operations: `Handle.seq` is that of the last, and a
-        `MismatchError` calls them by their names. A tensor of more than 4 KiB moves twice its bytes.
+        `MismatchError` calls them by their names.
 
         Args:
             tensor: contiguous, of any shape, on the communicator's device.
