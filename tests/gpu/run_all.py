@@ -118,7 +118,7 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         sanitize("memcheck", 60.0),
         sanitize("racecheck", 40.0),
         bench("layouts", 25.0),
-        bench("host", 20.0),
+        bench("host", 30.0),
         bench("gpt", 40.0),
     ]
 
