@@ -66,7 +66,6 @@ inline void upload_bytes(py::handle to, std::string_view values) {
 }
 
 inline void bind_cuda(py::module_& m) {
-  m.def("finds_negative_bit", [] { return dlpack::negative_bit().is_found(); });
   m.def("upload", &upload_bytes, py::arg("to"), py::arg("values"));
   m.def(
       "install_cuda",

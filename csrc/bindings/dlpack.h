@@ -10,12 +10,10 @@
 // The structs below declare the ABI of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
-#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
@@ -100,74 +98,16 @@ inline const Torch& torch_api() {
   return torch;
 }
 
-// [Note: negative views]
 // torch negates some tensors when they are read (`x.conj().imag`, `torch._neg_view`): their memory holds the values without
-// the sign, and DLPack does not say so. Nobody here may read or write such memory. `tensor.is_neg()` takes 60 ns and lets
-// other threads take the GIL, 16 times in a call of 3 us. So we look at the word in which torch keeps the tensor's dispatch
-// keys. Where that is, and which bit, is found from examples, in whatever version of torch; if it is not found, torch is
-// asked.
-class NegativeBit {
- public:
-  bool is_set(PyObject* tensor) const {
-    if (mask_ == 0) {
-      return py::handle(tensor).attr("is_neg")().cast<bool>();
-    }
-    return (word(reinterpret_cast<const void*>(word(tensor, impl_at_)), keys_at_) & mask_) != 0;
+// the sign, and DLPack does not say so. Nobody here may read or write such memory. Asking takes 60 ns, in which other
+// threads may take the GIL.
+inline bool is_negative_view(py::handle tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");  // lives as long as the process
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
+  if (!answer) {
+    throw py::error_already_set();
   }
-
-  static NegativeBit find() {
-    constexpr size_t kObjectWords = 6;  // of any tensor's Python object
-    constexpr size_t kImplWords = 26;   // where torch bounds the size of what it points to
-    const py::object torch = py::module_::import("torch");
-    std::vector<py::object> plain, negative;
-    for (int numel = 1; numel <= 4; ++numel) {  // views and others: only one word has one value in each kind
-      const auto ones = [&] { return torch.attr("ones")(numel, py::arg("device") = "cpu"); };
-      plain.push_back(numel % 2 == 0 ? ones() : ones().attr("detach")());
-      negative.push_back(torch.attr("_neg_view")(ones()));
-    }
-    const auto impl_of = [](const py::object& tensor) { return tensor.attr("_cdata").cast<uint64_t>(); };
-    const auto points_there = [&](size_t at) {
-      const auto points = [&](const py::object& tensor) { return word(tensor.ptr(), at) == impl_of(tensor); };
-      return std::ranges::all_of(plain, points) && std::ranges::all_of(negative, points);
-    };
-    NegativeBit out;
-    while (out.impl_at_ < kObjectWords && !points_there(out.impl_at_)) {
-      ++out.impl_at_;
-    }
-    for (size_t at = 0; out.impl_at_ < kObjectWords && out.mask_ == 0 && at < kImplWords; ++at) {
-      const auto value = [&](const py::object& tensor) {
-        return word(reinterpret_cast<const void*>(impl_of(tensor)), at);
-      };
-      const uint64_t without = value(plain[0]);
-      const uint64_t mask = value(negative[0]) & ~without;
-      const auto is_without = [&](const py::object& tensor) { return value(tensor) == without; };
-      const auto is_with = [&](const py::object& tensor) { return value(tensor) == (without | mask); };
-      if (std::has_single_bit(mask) && std::ranges::all_of(plain, is_without) &&
-          std::ranges::all_of(negative, is_with)) {
-        out.keys_at_ = at;
-        out.mask_ = mask;
-      }
-    }
-    return out;
-  }
-
-  // Whether torch need not be asked.
-  bool is_found() const { return mask_ != 0; }
-
- private:
-  static uint64_t word(const void* object, size_t at) {
-    uint64_t value = 0;
-    std::memcpy(&value, static_cast<const std::byte*>(object) + at * sizeof value, sizeof value);
-    return value;
-  }
-
-  size_t impl_at_ = 0;  // words
-  size_t keys_at_ = 0;
-  uint64_t mask_ = 0;  // 0: not found
-};
-inline const NegativeBit& negative_bit() {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<NegativeBit> bit;
-  return bit.call_once_and_store_result(&NegativeBit::find).get_stored();
+  return answer.ptr() == Py_True;
 }
 
 // In the order of DType.
@@ -277,7 +217,7 @@ inline void expect_tensor(py::handle object) {
   if (!is_tensor(object)) {
     throw TypeError(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
   }
-  if (negative_bit().is_set(object.ptr())) {
+  if (is_negative_view(object)) {
     throw TypeError("the tensor is a negative view (is_neg()), whose memory lacks the sign: pass resolve_neg()");
   }
 }
@@ -319,7 +259,7 @@ inline Held hold(py::handle object) {
 // A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor, and for
 // what describe() does not take.
 inline bool look_at(py::handle object, TensorAbi* tensor) {
-  if (!is_tensor(object) || negative_bit().is_set(object.ptr())) {
+  if (!is_tensor(object) || is_negative_view(object)) {
     return false;
   }
   if (torch_api().api->tensor_from_object(object.ptr(), tensor) != 0) {

@@ -116,11 +116,6 @@ def comm() -> Iterator[Communicator]:
         yield made
 
 
-def test_torch_need_not_be_asked_for_the_negative_bit() -> None:
-    """[Note: negative views]: found in this version of torch."""
-    assert core.finds_negative_bit()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_tensors_are_refused_by_name(comm: Communicator, kind: str) -> None:

@@ -104,7 +104,7 @@ def _warn_of_unequal(names: Sequence[str], everyone: Sequence[bytes]) -> None:
     warnings.warn(
         f"frozen parameters and buffers differ between ranks: {shown}{', ...' if len(unequal) > 3 else ''}. The optimizer "
         "gives all ranks rank 0's trainable parameters only, where DDP gives them its frozen parameters and buffers too: "
-        "call bucketwheel.sync_module(model) before",
+        "call bucketwheel.sync_module(model) before, with buffers='forward' if forwards write to buffers (BatchNorm)",
         stacklevel=6,  # the call of the optimizer's class
     )
 
