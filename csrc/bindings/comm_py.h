@@ -188,7 +188,8 @@ inline View part_of(const View& view, int64_t begin, int64_t numel) {
 // [Note: all-reduce] What ranks can share equally is reduce-scattered in place and then gathered. Of the rest, fewer elements
 // than ranks, every rank gives each other rank a copy, so that the reduce-scatter leaves the whole sum on every rank. They
 // all add in rank order and get the same bits; but NCCL adds in an order of each rank's own, so there rank 0's sums of the
-// rest go to all.
+// rest go to all. Both pairs are always there, if empty: no other number of elements, and no reduce-scatter of one tensor,
+// has the same signature.
 inline HandleRef all_reduce_tensor(Comm& comm, py::handle tensor, py::handle op, py::handle stream,
                                    const std::vector<HandleRef>& after, bool timing) {
   const Reduction reduction = reduction_of(op);
@@ -198,10 +199,7 @@ inline HandleRef all_reduce_tensor(Comm& comm, py::handle tensor, py::handle op,
   const View shared = part_of(whole, 0, whole.numel - rest);
   const View remainder = part_of(whole, shared.numel, rest);
   const View own = part_of(shared, comm.rank() * (shared.numel / world), shared.numel / world);
-  std::vector<TensorPair> pairs;
-  if (shared.numel != 0 || rest == 0) {
-    pairs.push_back({shared, own});
-  }
+  std::vector<TensorPair> pairs{{shared, own}, {remainder, remainder}};
   IssueOptions options = issue_options(comm.device(), stream, after, timing);
   options.keepalive.push_back(held(tensor));
   IssueOptions later = options;
@@ -209,7 +207,7 @@ inline HandleRef all_reduce_tensor(Comm& comm, py::handle tensor, py::handle op,
   if (rest != 0) {
     const py::object copies =
         tensor.attr("detach")().attr("view")(-1).attr("narrow")(0, shared.numel, rest).attr("repeat")(world);
-    pairs.push_back({{dlpack::describe(copies).data, world * rest, whole.dtype}, remainder});
+    pairs[1].full = {dlpack::describe(copies).data, world * rest, whole.dtype};
     options.keepalive.push_back(held(copies));
   }
   const bool has_one_order = world <= 2 || std::string_view(comm.backend()) != "nccl";

@@ -117,11 +117,17 @@ static_assert(std::size(kDTypeAbis) == std::size(kDTypeNames));
 inline constexpr const char* kSupportedDTypes =
     ": float32, bfloat16, float16, float64, int64, int32, int16, int8 and uint8 are supported";
 
-inline DType dtype_of(const DTypeAbi& dtype) {
+inline std::optional<DType> find_dtype(const DTypeAbi& dtype) {
   for (size_t i = 0; i < std::size(kDTypeAbis); ++i) {
     if (dtype.code == kDTypeAbis[i].code && dtype.bits == kDTypeAbis[i].bits && dtype.lanes == 1) {
       return static_cast<DType>(i);
     }
+  }
+  return std::nullopt;
+}
+inline DType dtype_of(const DTypeAbi& dtype) {
+  if (const std::optional<DType> found = find_dtype(dtype)) {
+    return *found;
   }
   throw TypeError("unsupported dtype (DLPack code " + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) +
                   " bits)" + kSupportedDTypes);
@@ -227,6 +233,9 @@ inline Described describe(py::handle object) {
   TensorAbi tensor;
   if (torch_api().api->tensor_from_object(object.ptr(), &tensor) != 0) {
     throw py::error_already_set();
+  }
+  if (!find_dtype(tensor.dtype)) {
+    throw TypeError("unsupported dtype " + py::str(object.attr("dtype")).cast<std::string>() + kSupportedDTypes);
   }
   return describe_abi(tensor);
 }

@@ -34,11 +34,13 @@ def different_calls(comm: Communicator, difference: str) -> Error:
         "factor": lambda: reduce_scatter(shard, full, comm, op=PreMulSum(0.25 if is_odd else 0.5)),
         "root": lambda: comm.broadcast(full, int(is_odd)),
         "all_reduce": lambda: comm.all_reduce(torch.zeros(7 + is_odd)),
+        "few": lambda: comm.all_reduce(torch.zeros(comm.size if is_odd else 1)),
+        "parts": lambda: reduce_scatter(shard, full, comm) if is_odd else comm.all_reduce(full),
         "dtype": lambda: all_gather(full.bfloat16(), shard.bfloat16(), comm),
         "size": lambda: all_gather(full[: comm.size], shard[:1], comm),
         "count": lambda: all_gather([full, full.clone()], [shard, shard], comm),
     }
-    is_alike = not is_odd and difference not in ("op", "factor", "root", "all_reduce")
+    is_alike = not is_odd and difference not in ("op", "factor", "root", "all_reduce", "few", "parts")
     call = (lambda: all_gather(full, shard, comm)) if is_alike else odd[difference]
     error = error_of(lambda: call().wait())
     assert error_of(lambda: gather(comm)) == error, "later calls raise the same error"
@@ -51,6 +53,8 @@ DIFFERENCES = {
     "factor": "reduce_scatter(premul 0.25",
     "root": "broadcast from rank 1 of 1 tensor",
     "all_reduce": "reduce_scatter(sum) of 2 tensors, 48 bytes: float32[6], float32[6]",
+    "few": "reduce_scatter(sum) of 2 tensors, 12 bytes: float32[3], float32[0]",
+    "parts": "reduce_scatter(sum) of 1 tensor, 72 bytes: float32[18]",
     "dtype": "bfloat16[",
     "size": "float32[3]",
     "count": "2 tensors",
@@ -62,6 +66,7 @@ DIFFERENCES = {
     [
         *(("local", difference) for difference in DIFFERENCES),
         *((place, "kind") for place in ("cuda", "shm", "c10d")),
+        *((place, "few") for place in ("shm", "c10d")),
         *(("nccl checked", difference) for difference in ("kind", "op", "factor", "dtype", "size", "count")),
     ],
 )

@@ -41,7 +41,7 @@ DTYPES = ("float32", None, Thing(), float)
 STREAMS = ("s", 3, Thing())
 OPS = (3, None, Thing(), ["sum"], torch.ones(1))
 GROUPS = ("gloo", [0, 1], 3, Thing())
-COMMS = (dist.group, "gloo", None, 3, [0])
+COMMS = (dist.group, "gloo", None, 3, [0], bw.Pool())
 HANDLES = ("x", 3, [3], Thing())
 TIMES = ("5", [1], Thing(), torch.ones(2))
 ISSUE = {"stream": STREAMS, "after": HANDLES}
@@ -54,6 +54,7 @@ WEIGHTS = {"params": [nn.Parameter(ones())]}
 CALLS: list[tuple[str, Callable[[], Any], dict[str, Any], dict[str, Any]]] = [
     ("all_gather", lambda: bw.all_gather, {"outputs": [], "inputs": []}, {**PAIR, **ISSUE}),
     ("reduce_scatter", lambda: bw.reduce_scatter, {"outputs": [], "inputs": []}, {**PAIR, **ISSUE, "op": OPS}),
+    ("average", lambda: bw.reduce_scatter, {"outputs": [], "inputs": [], "op": "avg"}, {"comm": COMMS}),
     ("AllGatherRequest", lambda: bw.AllGatherRequest, {"outputs": [], "inputs": []}, PAIR),
     ("ReduceScatterRequest", lambda: bw.ReduceScatterRequest, {"outputs": [], "inputs": []}, {**PAIR, "op": OPS}),
     ("start", lambda: bw.AllGatherRequest([], [], new_comm()).start, {}, ISSUE),
@@ -170,6 +171,15 @@ def test_reductions_have_torchs_names_too() -> None:
     for op in (ops.MAX, ops.PREMUL_SUM, "max"):
         with pytest.raises(ValueError, match="is not supported: 'sum', 'avg' and PreMulSum are"):
             comm.all_reduce(ones(), op)
+
+
+@pytest.mark.parametrize("timeout", ["5", -1, float("nan"), timedelta(seconds=-1)])
+def test_a_barrier_of_a_wrong_timeout_enqueues_nothing(timeout: Any) -> None:
+    comm = new_comm()
+    before = comm.barrier().seq
+    with pytest.raises((TypeError, ValueError), match=r"timeout (is|must be at least 0 seconds)"):
+        comm.barrier(timeout)
+    assert comm.barrier(60).seq == before + 1
 
 
 def test_seconds() -> None:

@@ -131,7 +131,7 @@ def test_odd_tensors_are_refused_by_name(comm: Communicator, kind: str) -> None:
 def test_conjugate_views_are_not_moved_as_bytes(comm: Communicator) -> None:
     for odd in (torch.ones(N, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(N, dtype=torch.complex64))):
         with pytest.raises(TypeError, match="conjugate or negative view"):
-            as_moved(odd)
+            as_moved(odd, "tensor")
         with pytest.raises(TypeError, match="conjugate or negative view"):
             all_gather(torch.zeros(N, dtype=torch.complex64), odd, comm)
 

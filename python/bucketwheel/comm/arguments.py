@@ -23,7 +23,6 @@ __all__ = [
     "listed",
     "native_op_of",
     "natives_of",
-    "not_a_communicator",
     "payload_of",
     "seconds_of",
     "warn_of_rounded_average",
@@ -92,16 +91,18 @@ def listed(tensors: Tensors, name: str) -> list[torch.Tensor]:
     return list(tensors)
 
 
-def as_moved(tensor: Any) -> Any:
+def as_moved(tensor: Any, name: str) -> Any:
     """A tensor of a dtype that native code does not know as bytes: what is only moved needs no more. Anything else as it
     is."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype in _NATIVE_DTYPES or tensor.layout != torch.strided:
         return tensor
-    if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous():
+    if tensor.is_nested or tensor.is_quantized:
         return tensor
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: shape {list(tensor.shape)}, strides {list(tensor.stride())}")
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError(
-            f"a {tensor.dtype} tensor is a conjugate or negative view, whose memory holds other values: pass "
+            f"{name}: a {tensor.dtype} tensor is a conjugate or negative view, whose memory holds other values: pass "
             "resolve_conj().resolve_neg()"
         )
     return tensor.detach().view(-1).view(torch.uint8)
@@ -128,11 +129,6 @@ def payload_of(payload: bytes | bytearray | memoryview) -> bytes:
     if not isinstance(payload, (bytes, bytearray, memoryview)):
         raise TypeError(f"payload is {payload!r}, expected bytes")
     return bytes(payload)
-
-
-def not_a_communicator(comm: Any) -> TypeError:
-    kind = f"{type(comm).__module__}.{type(comm).__qualname__}"
-    return TypeError(f"comm is a {kind}, expected a bucketwheel.Communicator, which Communicator(group) makes")
 
 
 def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:

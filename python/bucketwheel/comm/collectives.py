@@ -18,7 +18,6 @@ from bucketwheel.comm.arguments import (
     listed,
     native_op_of,
     natives_of,
-    not_a_communicator,
     warn_of_rounded_average,
 )
 from bucketwheel.comm.communicator import Communicator
@@ -61,16 +60,15 @@ def all_gather(
         TypeError: dtypes differ, or not a tensor. Nothing was enqueued.
         CommError: the communicator had failed (the error it failed with) or is closed.
     """
+    native = _native_of(comm)
     outs = outputs if type(outputs) is list else listed(outputs, "outputs")
     ins = inputs if type(inputs) is list else listed(inputs, "inputs")
     events = natives_of(after) if after else []
     native_or_none = None if stream is None else native_stream(stream)
     try:
-        handle = comm._native.all_gather(outs, ins, native_or_none, events, not not timing)
-    except AttributeError:
-        raise not_a_communicator(comm) from None
+        handle = native.all_gather(outs, ins, native_or_none, events, not not timing)
     except TypeError:
-        handle = comm._native.all_gather(*by_bytes(outs, ins), native_or_none, events, not not timing)
+        handle = native.all_gather(*by_bytes(outs, ins), native_or_none, events, not not timing)
     increment_version(outs)
     return Handle(handle, comm)
 
@@ -100,6 +98,7 @@ def reduce_scatter(
         op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a
             `PreMulSum`. Or torch's ``ReduceOp.SUM``, ``AVG`` or ``PREMUL_SUM``; `ValueError` for others.
     """
+    native = _native_of(comm)
     outs = outputs if type(outputs) is list else listed(outputs, "outputs")
     ins = inputs if type(inputs) is list else listed(inputs, "inputs")
     native_op = "sum" if op == "sum" else native_op_of(op)
@@ -107,10 +106,7 @@ def reduce_scatter(
         warn_of_rounded_average(comm, outs)
     events = natives_of(after) if after else []
     native_or_none = None if stream is None else native_stream(stream)
-    try:
-        handle = comm._native.reduce_scatter(outs, ins, native_op, native_or_none, events, not not timing)
-    except AttributeError:
-        raise not_a_communicator(comm) from None
+    handle = native.reduce_scatter(outs, ins, native_op, native_or_none, events, not not timing)
     increment_version(outs)
     return Handle(handle, comm)
 
@@ -120,7 +116,17 @@ def by_bytes(outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any
     for index, (output, given) in enumerate(zip(outputs, inputs, strict=False)):
         if isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor) and output.dtype != given.dtype:
             raise TypeError(f"outputs[{index}] is {output.dtype}, inputs[{index}] is {given.dtype}")
-    return [as_moved(tensor) for tensor in outputs], [as_moved(tensor) for tensor in inputs]
+    return (
+        [as_moved(tensor, f"outputs[{index}]") for index, tensor in enumerate(outputs)],
+        [as_moved(tensor, f"inputs[{index}]") for index, tensor in enumerate(inputs)],
+    )
+
+
+def _native_of(comm: Communicator) -> Any:
+    if not isinstance(comm, Communicator):
+        kind = f"{type(comm).__module__}.{type(comm).__qualname__}"
+        raise TypeError(f"comm is a {kind}, expected a bucketwheel.Communicator, which Communicator(group) makes")
+    return comm._native
 
 
 # ---- requests: checked once, started any number of times ----------------------------------------------------------------
@@ -156,13 +162,12 @@ class AllGatherRequest(_Request):
     __slots__ = ()
 
     def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator) -> None:
+        native = _native_of(comm)
         outs, ins = listed(outputs, "outputs"), listed(inputs, "inputs")
         try:
-            request = core.all_gather_request(comm._native, outs, ins)
-        except AttributeError:
-            raise not_a_communicator(comm) from None
+            request = core.all_gather_request(native, outs, ins)
         except TypeError:
-            request = core.all_gather_request(comm._native, *by_bytes(outs, ins))
+            request = core.all_gather_request(native, *by_bytes(outs, ins))
         super().__init__(request, outs, comm)
 
 
@@ -172,12 +177,10 @@ class ReduceScatterRequest(_Request):
     __slots__ = ()
 
     def __init__(self, outputs: Tensors, inputs: Tensors, comm: Communicator, *, op: Any = "sum") -> None:
+        native = _native_of(comm)
         outs, ins = listed(outputs, "outputs"), listed(inputs, "inputs")
         native_op = native_op_of(op)
         if native_op == "avg":
             warn_of_rounded_average(comm, outs)
-        try:
-            request = core.reduce_scatter_request(comm._native, outs, ins, native_op)
-        except AttributeError:
-            raise not_a_communicator(comm) from None
+        request = core.reduce_scatter_request(native, outs, ins, native_op)
         super().__init__(request, outs, comm)

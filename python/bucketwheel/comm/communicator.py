@@ -363,7 +363,7 @@ class Communicator:
         try:
             handle = comm._native.broadcast(tensor, *options)
         except TypeError:
-            handle = comm._native.broadcast(as_moved(tensor), *options)
+            handle = comm._native.broadcast(as_moved(tensor, "tensor"), *options)
         increment_version([tensor])
         return Handle(handle, comm)
 
@@ -372,8 +372,11 @@ class Communicator:
         of this communicator, on CUDA what is in torch's current stream too. Collective; one operation, whose handle is
         returned when it is over. `CommTimeout` after ``timeout`` (seconds), which leaves it running.
         """
+        seconds = seconds_of(timeout)  # before anything is enqueued
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
         flags = torch.empty(self.size, dtype=torch.uint8, device=torch_device(self.device))
-        return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(timeout)
+        return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(seconds)
 
     # --- what the optimizer uses: nothing here tells autograd about a write -------------------------------------------
 

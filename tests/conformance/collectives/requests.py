@@ -151,7 +151,7 @@ def options(comm: Communicator) -> None:
 def bad_arguments(comm: Communicator) -> None:
     """On one rank only: it has enqueued nothing, so the ranks still agree on the number of the next operation."""
     full, shard, one = (filled(comm, numel, 0.0) for numel in (comm.size * 4, 4, 1))
-    gaps = filled(comm, 8, 0.0).view(4, 2)[:, 0]
+    gaps, bits = (filled(comm, 8, 0, dtype).view(4, 2)[:, 0] for dtype in (torch.float32, torch.bool))
     calls = [
         (lambda: AllGatherRequest([full], [], comm), ValueError, "outputs has 1 tensors, inputs has 0"),
         (lambda: AllGatherRequest(full, filled(comm, 5), comm), ValueError, r"outputs\[0\] has shape"),
@@ -165,7 +165,9 @@ def bad_arguments(comm: Communicator) -> None:
         (lambda: ReduceScatterRequest(shard, full, comm, op="max"), ValueError, "op 'max' is not supported"),
         (lambda: comm.all_reduce(full, dist.ReduceOp.MAX), ValueError, "op 'max' is not supported"),
         (lambda: comm.all_reduce(gaps), ValueError, "tensor is not contiguous"),
-        (lambda: comm.all_reduce(one.bool()), TypeError, "tensor: unsupported dtype"),
+        (lambda: comm.all_reduce(one.bool()), TypeError, "tensor: unsupported dtype torch.bool: float32"),
+        (lambda: AllGatherRequest(full.bool(), bits, comm), ValueError, r"inputs\[0\] is not contiguous: shape \[4\]"),
+        (lambda: comm.broadcast(bits), ValueError, r"tensor is not contiguous: shape \[4\], strides \[2\]"),
         (lambda: comm.all_reduce(torch._neg_view(one)), TypeError, "tensor: the tensor is a negative view"),
         (lambda: comm.broadcast(torch._neg_view(one)), TypeError, "tensor: the tensor is a negative view"),
         (lambda: ReduceScatterRequest(shard, full, comm, op=2.0), TypeError, "op is 2.0, expected"),
