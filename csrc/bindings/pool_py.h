@@ -137,7 +137,8 @@ inline void bind_pool(py::module_& m) {
       .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
       .def_property_readonly("offset_bytes", &Lease::offset_bytes)
       .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
-      .def("release", &release_lease, py::arg("after") = py::none());
+      .def("release", &release_lease, py::arg("after") = py::none())
+      .def("leave_to_owners", &Lease::leave_to_owners);
 
   py::class_<Pool, PoolRef>(m, "Pool")
       .def(py::init([](const std::string& upstream, size_t align_bytes, size_t min_slab_bytes, bool poison, int device,

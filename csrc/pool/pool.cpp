@@ -38,6 +38,7 @@ struct Lease::State {
   std::vector<Fence> inherited;
   std::atomic<bool> is_live{false};  // from the moment it has a block
   std::atomic<bool> is_red_zone_set{false};
+  std::atomic<bool> is_left{false};  // nobody will release it
 
   // Ends the lease. False when it had ended before. Reports a damaged red zone in `fault`.
   bool end(EventRef after, bool is_dropped, std::string* fault);
@@ -487,7 +488,7 @@ bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
   PoolStats& stats = pool->stats;
   stats.live_bytes -= block_bytes;
   stats.live_leases -= 1;
-  stats.dropped_leases += is_dropped ? 1 : 0;
+  stats.dropped_leases += is_dropped && !is_left ? 1 : 0;
   block->fences = std::move(fences);
   pool->blocks.give(std::exchange(block, nullptr));
   return true;
@@ -522,6 +523,8 @@ const SlabRef& Lease::slab() const { return state_->slab; }
 DeviceId Lease::device() const { return state_->pool->device.id(); }
 size_t Lease::offset_bytes() const { return state_->offset_bytes; }
 bool Lease::is_live() const { return state_->is_live.load(std::memory_order_acquire); }
+
+void Lease::leave_to_owners() { state_->is_left = true; }
 
 std::byte* Lease::data() const {
   if (!is_live()) {

@@ -37,6 +37,8 @@ class Lease {
   // completion of the last use) before touching them. No event: the caller says that all use has ended.
   // ReleasedTwice when called again. CaptureError, and the lease stays live, for an event that is part of a CUDA graph.
   void release(EventRef after = nullptr);
+  // Being dropped is its end: it does not count as dropped.
+  void leave_to_owners();
 
  private:
   friend class Pool;

@@ -31,8 +31,8 @@ class PoolStats:
     """Counters of a pool since it was made; bytes and leases as of now.
 
     ``live_bytes``: of leases, rounded up to the alignment. ``reuses``: acquires of memory that was used before.
-    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases that were never released, those of
-    `Pool.empty` among them.
+    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases of `acquire` that were never
+    released.
     """
 
     reserved_bytes: int
@@ -206,7 +206,7 @@ class Pool:
         int32, int16, int8 or uint8.
 
         Nothing needs to be released: the memory goes back to the pool when the last tensor over it is gone, views and the
-        tensors of running operations included, and counts in `PoolStats.dropped_leases`. On CUDA it counts as used until
+        tensors of running operations included. On CUDA it counts as used until
         what is then in the stream that was current here is done, as with torch's own tensors: a tensor that other streams
         use must outlive that. Errors and captures are as in `acquire`.
 
@@ -217,7 +217,9 @@ class Pool:
         if min(extents, default=0) < 0:
             raise ValueError(f"shape is {shape!r}, which has a negative extent")
         name = _dtype_name(dtype)
-        return self.acquire("", math.prod(extents) * dtype.itemsize)._native.tensor(name, extents)
+        lease = self.acquire("", math.prod(extents) * dtype.itemsize)._native
+        lease.leave_to_owners()
+        return lease.tensor(name, extents)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when the contiguous ``tensor`` lies in this pool's memory."""
