@@ -247,6 +247,19 @@ def test_modules_that_differ_are_refused_on_all_ranks() -> None:
         bw.sync_module([])  # type: ignore[arg-type]
 
 
+def test_what_was_split_is_closed_where_the_next_split_fails() -> None:
+    def body(comm: bw.Communicator) -> None:
+        other, made = bw.Communicator(bw.LocalWorld(1).rank(0)), []
+        comm.split, split = (lambda *args, **names: made.append(split(*args, **names)) or made[0]), comm.split
+        other.split = None
+        with pytest.raises(TypeError):
+            module_sync._own_communicators(Held(0), comm, other)
+        with pytest.raises(bw.ClosedError):
+            made[0].barrier()
+
+    run_local(2, body)
+
+
 def evaluate_alone(rank: int, world: int) -> None:
     model = Vision(rank)
     sync = bw.sync_module(model, "forward")
@@ -260,6 +273,11 @@ def evaluate_alone(rank: int, world: int) -> None:
             with torch.no_grad():
                 model(batch(9))
                 model(batch(9))  # the first alone has broadcast
+                apart = copy.deepcopy(model)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sync, "_broadcast", None)
+                apart(batch(9)).sum().backward()
+                apart(batch(9))  # which would be due
             model.train()
         dist.barrier()
         model(batch(step, rank))

@@ -113,6 +113,10 @@ def test_what_a_killed_builder_has_begun_is_finished_for_the_next_one(tree: Tiny
     waiter = start_waiter(tree, builder)
     waiter.send_signal(signal.SIGKILL)
     waiter.communicate(timeout=30)
+    message = tree.error(BW_BUILD_TIMEOUT="1")
+    assert (
+        f"process {builder.pid} on " in message and "which has ended" in message and ".lock when none runs" in message
+    )
     last = start_waiter(tree, builder)
     tree.release_compiler()
     out, err = last.communicate(timeout=60)

@@ -117,7 +117,7 @@ def test_who_has_not_come_is_named_on_stderr(late, monkeypatch, capsys):
 
     run_threads(body, 3, timeout_s=40)
     said = f"[bucketwheel] rank {min({0, 1, 2} - {late})} has waited 0.2 s for ranks [{late}] to make a communicator "
-    assert capsys.readouterr().err == f"{said}(ShardedAdamW, Communicator); it gives up after 20 s\n"
+    assert capsys.readouterr().err == f"{said}(ShardedAdamW, sync_module, Communicator); it gives up after 20 s\n"
 
 
 def test_failures_and_differences_are_told_to_all():

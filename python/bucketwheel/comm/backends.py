@@ -155,7 +155,7 @@ def expect_unlaunched() -> None:
         raise RuntimeError(
             f"WORLD_SIZE={size} says that this process is one of {size}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() first, as for DDP. If this process is to work alone, pass "
-            "bucketwheel.LocalWorld(1).rank(0) as the group"
+            "bucketwheel.LocalWorld(1).rank(0) as process_group (of a Communicator: as group)"
         )
 
 

@@ -28,7 +28,7 @@ _ANSWER_OF_RANK_S = 0.002  # of the Store, for what it is asked of each
 _LOOK_S = 0.05  # of a wait for the Store, at least
 _SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
 
-_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, Communicator) within that time"
+_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
 
 _Call = Callable[[threading.Event], Any]
 
@@ -126,7 +126,7 @@ class Rendezvous:
         if next((rank for rank, key in enumerate(keys) if self.store.check([key])), None) == self.rank:
             say(
                 f"rank {self.rank} has waited {patience.PATIENCE.report_s:g} s for ranks {_listed(self._missing(keys))} to "
-                f"make a communicator (ShardedAdamW, Communicator); it gives up after {self.timeout_s:g} s"
+                f"make a communicator (ShardedAdamW, sync_module, Communicator); it gives up after {self.timeout_s:g} s"
             )
         return has_keys(self.store, awaited, until - time.monotonic(), given_up)
 

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -119,11 +120,15 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
             with suppress(OSError):
                 builder = holder.read_text()
             if waited_s >= limit_s:
+                gone, leave = "", f"its lock is {folder}.lock"
+                if _has_ended(builder):
+                    gone = ", which has ended: what it has started holds the lock"
+                    leave = f"or remove {folder}.lock when none runs"
                 raise explain(
-                    f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}",
+                    f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}",
                     module=module,
                     remedies=[
-                        f"look at that process, or the ninja that it has left; its lock is {folder}.lock",
+                        f"look at that process, or the ninja that it has left; {leave}",
                         "set another BW_CACHE_DIR",
                     ],
                 )
@@ -148,6 +153,12 @@ def _is_locked_by(lock: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _has_ended(builder: str) -> bool:
+    """Whether the text of a builder.txt names a process of this host that is no more."""
+    named = re.match(r"process (\d+) on (.+), since ", builder)
+    return named is not None and named[2] == socket.gethostname() and not Path("/proc", named[1]).exists()
 
 
 def _seed(folder: Path) -> None:

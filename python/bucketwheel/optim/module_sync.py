@@ -2,8 +2,9 @@
 
 [Note: when buffers are broadcast] As in DDP: before the first forward, and before one that follows a forward with gradients
 outside of `no_sync`. So ranks make as many broadcasts as training forwards, whatever evaluations they make in between, and
-begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it;
-with replicas it waits for its shard group.
+begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it (with
+replicas it waits for its shard group); but its broadcast does, so only for as long as the time limit, and without
+synchronising the device. Forwards of `copy.deepcopy(model)` broadcast nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def sync_module(
             statistics (BatchNorm) and codebooks that forwards write to. Broadcast is before the first forward and before
             each one that follows a forward with gradients outside of `no_sync`; every rank makes the same number of those.
             ``"none"``: never, parameters only.
-        process_group, replicate_group: as of `ShardedAdamW`. It has communicators of its own over them. With replicas the
-            values are those of the first rank of all.
+        process_group, replicate_group: as of `ShardedAdamW`; of a LocalWorld pass the `Communicator`. It has communicators of
+            its own over them. With replicas the values are those of the first rank of all.
 
     Raises:
         TypeError: no module.
@@ -162,10 +163,14 @@ def _own_communicators(model: nn.Module, process_group: Any, replicate_group: An
     devices = [tensor.device for _, tensor in [*params_of(model), *buffers_of(model)]]
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     found: list[Communicator] = []
-    for comm in communicators_for(process_group, replicate_group, device, None, "sync_module"):
-        is_given = comm in (process_group, replicate_group)
-        own = comm if comm is None or not is_given else comm.gathers.split(0, comm.rank, name="sync_module")
-        found += [] if own is None else [own]
+    with contextlib.ExitStack() as stack:
+        for comm in communicators_for(process_group, replicate_group, device, None, "sync_module"):
+            is_given = comm in (process_group, replicate_group)
+            own = comm if comm is None or not is_given else comm.gathers.split(0, comm.rank, name="sync_module")
+            if own is not None:
+                stack.callback(own.close, 0.0)
+                found.append(own)
+        stack.pop_all()
     return found
 
 
