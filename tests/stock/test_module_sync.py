@@ -238,6 +238,12 @@ def test_modules_that_differ_are_refused_on_all_ranks() -> None:
             assert not model._forward_pre_hooks
         with pytest.raises(ValueError, match=r"'frozen.weight': \(5, 3\).* on meta has no plain memory"):
             bw.sync_module(Held(0).to("meta"), process_group=comm)
+        model = Held(comm.rank)
+        model.register_buffer("table", torch.full((1, 4), 2.0).expand(3, 4))
+        before = model.values()
+        with pytest.raises(ValueError, match=r"'table': \(3, 4\), .* overlap in memory"):
+            bw.sync_module(model, process_group=comm)
+        assert_bitwise_equal(model.values(), before)
         bw.sync_module(Held(0), process_group=comm)  # the communicator is as good as before
 
     run_local(2, body)

@@ -37,6 +37,11 @@ _NO_INPUTS = (
 NO_JOIN = (
     f"ShardedAdamW does not take part in that: its collectives would wait for ranks that have joined. {_NO_INPUTS}"
 )
+_CHANGES = (
+    "a change of param_groups",
+    "taking in what was frozen",
+    "add_param_group",
+)  # as sharded_adamw.py calls them
 REFUSED = "refused"  # what a rank exchanges in the place of a call: the text of its error follows
 
 
@@ -50,6 +55,11 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         "All ranks must call step, clip_grad_norm_ and stock code that needs whole gradients in the same order; where they "
         "use different parameters, call optimizer.grad_sync() before stock code"
     )
+    if any(call.startswith(_CHANGES) for call in calls):
+        remedy = (
+            "All ranks must change param_groups alike (and requires_grad of what is in them) between the same two calls; "
+            "once they are alike, go on"
+        )
     if "close" in calls:
         remedy = _NO_INPUTS
     raise RuntimeError(f"ranks did different things with their gradients: {', '.join(calls)} (by rank). {remedy}")

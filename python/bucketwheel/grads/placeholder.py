@@ -16,7 +16,7 @@ anything that needs or replaces single values          `ShardedGradError`, nothi
 =====================================================  ==================================
 
 A stock optimizer may decay parameters before it first touches a gradient, so foreign optimizers are refused before they
-begin (optim/sharded_adamw.py); one whose closure makes the gradients, when it touches the first.
+begin (optim/foreign_steps.py); one whose closure makes the gradients, when it touches the first.
 A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
 """
 

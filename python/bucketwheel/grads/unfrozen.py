@@ -1,4 +1,4 @@
-"""Unfrozen: gradients of parameters that were frozen when the optimizer was made.
+"""Unfrozen: gradients of parameters that are new in param_groups, or were frozen when the optimizer was made.
 
 Such a gradient is of this rank alone until the next collective call of the optimizer takes the parameter in. Until then
 it is kept aside, behind a placeholder, so that stock code never takes it for a whole one.
@@ -47,7 +47,7 @@ class UnfrozenGrads:
         for param in wanted:
             if param not in self._watched:
                 number = len(self._placeholders)
-                name = f"a parameter of shape {tuple(param.shape)} that was frozen"
+                name = f"a parameter of shape {tuple(param.shape)} that is new in param_groups or was frozen"
                 self._placeholders.append(ShardedGrad(param, self, number, name))
                 hook = add_hook(param, _hook(weakref.ref(self), number))
                 weakref.finalize(self, hook.remove).atexit = False
@@ -95,8 +95,8 @@ class UnfrozenGrads:
     def _refuse_for(self, what: str, indices: Sequence[int]) -> NoReturn:
         shape = tuple(self._placeholders[indices[0]].shape)
         self._refuse(
-            f"{what}: a parameter of shape {shape} was frozen when the optimizer was made, and its first gradient is "
-            "not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all ranks before "
+            f"{what}: a parameter of shape {shape} is new in param_groups or was frozen when the optimizer was made, and "
+            "its first gradient is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all ranks before "
             "torch's own"
         )
 

@@ -354,15 +354,22 @@ class GradWindow:
         """Ends the window for good, and whatever is in it, without asking whether the ranks agree on that. Collective.
 
         What some have launched the others launch too, so that the communicators can go on. RuntimeError on every rank if some
-        make another call, and on a rank that breaks the promise of a static graph.
+        make another call. With a static graph nothing is asked: a rank that has dropped gradients aborts the communicator.
         """
         with self._lock, torch.no_grad():
             self._forget_capture()
             self._is_captured("close")
+            if self._schedule.is_learnt and self._schedule.is_dirty:
+                held = self._arrivals.look(self.params).translate(_IS_HELD)
+                if (
+                    deviating := self._schedule.find_deviation(held)
+                ) >= 0:  # others may never launch what is launched here
+                    name = self.infos[deviating].name
+                    self.comm.abort(f"static_graph=True: closed after gradients of parameter {name!r} had been dropped")
+                    return
             for launch in self._schedule.flush():
                 self.launcher.launch(launch)
             if self._schedule.is_learnt:
-                self._expect_promise_kept("close", self._arrivals.look(self.params).translate(_IS_HELD))
                 agreed = self._schedule.assume(b"")
             else:
                 agreed = self._schedule.agree(self._exchange("close", self._schedule.notes(b"")))

@@ -41,12 +41,12 @@ def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool, resyn
     """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
     is another one now."""
     expect_uniform_flags(param_groups)
-    if bool(param_groups[0]["amsgrad"]) != amsgrad:
+    first = param_groups[0] if param_groups else {"amsgrad": amsgrad, "maximize": False}  # then nothing is stepped
+    if bool(first["amsgrad"]) != amsgrad:
         raise ValueError(
-            f"amsgrad was {amsgrad} when the optimizer was made and is {param_groups[0]['amsgrad']} in its groups now; "
+            f"amsgrad was {amsgrad} when the optimizer was made and is {first['amsgrad']} in its groups now; "
             "make a new optimizer to change it"
         )
-    first = param_groups[0]
     return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]), resync=resync)
 
 

@@ -44,8 +44,8 @@ def join(comm: Communicator, part: Tensor, ranges: Sequence[Sequence[tuple[int, 
 class Space:
     """The parameters ``infos`` (of one dtype), moved into memory of ``param_pool``; ``rank``'s shards in ``state_pool``.
 
-    ``indices[packed]`` is the index of every packed parameter, -1 of one that is gone. ``grad`` holds sums of gradients, ``states`` what the
-    kernel keeps for each element: all 1-D over this rank's shard space.
+    ``indices[packed]`` is the index of every packed parameter, -1 of one that is gone. ``grad`` holds sums of gradients,
+    ``states`` what the kernel keeps for each element: all 1-D over this rank's shard space.
     """
 
     def __init__(

@@ -58,7 +58,8 @@ def sync_module(
 
     Raises:
         TypeError: no module.
-        ValueError: of ``buffers``, or a parameter or buffer that has no plain memory (meta, sparse, a tensor subclass).
+        ValueError: of ``buffers``, or a parameter or buffer that has no plain memory (meta, sparse, a tensor subclass) or
+            overlaps itself (``expand``).
         RuntimeError: ranks have other parameters or buffers, on all ranks. Nothing was written.
     """
     return ModuleSync(model, buffers, process_group, replicate_group)
@@ -188,7 +189,7 @@ def _is_accumulating(model: nn.Module) -> bool:
 def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
     """RuntimeError on all ranks unless they have the same parameters and buffers, ValueError for one that cannot be written."""
     kinds = [
-        f"{tuple(one.shape)}, {one.dtype}, {one.layout} {type(one.data).__name__} on {one.device.type}"
+        f"{tuple(one.shape)}, {one.dtype}, {one.layout} {type(one.data).__name__} on {one.device.type}{_overlap(one)}"
         for _, one in held
     ]
     lines = [f"{name!r}: {kind}" for (name, _), kind in zip(held, kinds, strict=True)]
@@ -196,6 +197,16 @@ def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
     for (_, tensor), line in zip(held, lines, strict=True):
         if not is_plain(tensor):
             raise ValueError(f"sync_module: {line} has no plain memory that it could be broadcast into")
+        if _overlap(tensor):
+            raise ValueError(f"sync_module: {line} cannot be written to; give it memory of its own, x.clone()")
+
+
+def _overlap(tensor: Tensor) -> str:
+    """Of a tensor that was expanded: torch copies nothing into it."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return ""
+    is_expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return ", whose elements overlap in memory" if is_expanded else ""
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

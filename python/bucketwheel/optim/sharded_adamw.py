@@ -109,8 +109,10 @@ class ShardedAdamW(Optimizer):
     What stays the same:
         static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none is
             dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first step
-            only, so learning rates that differ later are not noticed. If a rank breaks it, that rank raises RuntimeError naming the parameter, in backward or at the end of the
-            window, and aborts the communicator, so that the others raise `PeerError` with the same text.
+            only, so learning rates that differ later are not noticed. Nor are edits of ``param_groups`` and ``state``
+            compared: a rank that alone edits them ends in `CommTimeout`. If a rank breaks the promise, it raises
+            RuntimeError naming the parameter, in backward or at the end of the window, and aborts the communicator, so
+            that the others raise `PeerError` with the same text.
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
             the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
             ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step

@@ -152,7 +152,7 @@ class ShardedEngine:
     # --- construction ------------------------------------------------------------------------------------------------
 
     def watch(self, frozen: Sequence[Tensor]) -> None:
-        """Parameters that may be trained later: `add`."""
+        """Parameters that may be trained later: `change` takes them in."""
         self._unfrozen.watch(frozen)
 
     def _options_text(self) -> str:

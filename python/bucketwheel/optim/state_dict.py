@@ -7,7 +7,7 @@ or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, load_master, master_of
+from bucketwheel.optim.param_groups import expect_hyperparameters
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -93,7 +94,8 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    _expect_flags(optimizer.param_groups, groups)
+    _expect_flags(optimizer.param_groups, groups, engine.precision.amsgrad)
+    _expect_hyperparameters(groups)
     saved_as = {
         p: saved
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
@@ -130,10 +132,16 @@ def load_taken_in(optimizer: ShardedAdamW) -> None:
 def _states_of_frozen(
     optimizer: ShardedAdamW, state: dict[Any, Any], saved_as: dict[Tensor, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Entries of parameters that are frozen now. ValueError for a rank's part: nobody has divided them yet."""
-    found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if saved_as[p] in state}
+    """Entries of parameters that are frozen now. ValueError for one that will not fit, and for a rank's part: nobody has
+    divided them yet."""
+    found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if state.get(saved_as[p])}
     for p, entry in found.items():
-        if "ranges" in entry:
+        names = _saved_names(optimizer._engine.precision.kept_of(p.dtype))
+        _expect_entry(entry, names, f"a parameter of shape {tuple(p.shape)} that is frozen now")
+        if "ranges" not in entry:
+            for name in names:
+                _expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
+        else:
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
                 "make the optimizer with the parameters trained that were trained when it was saved, load, and "
@@ -180,14 +188,39 @@ def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None
         moment.as_strided(own.shape, (1,)).masked_fill_(own, 0.0)
 
 
-def _saved_names(tensors: dict[str, Tensor]) -> list[str]:
+def _expect_entry(entry: dict[str, Any], names: Iterable[str], of: str) -> None:
+    """ValueError unless it has a step and the states ``names``; without a master the parameter is the weight."""
+    missing = [name for name in ("step", *names) if name != "master_param" and entry.get(name) is None]
+    if missing:
+        raise ValueError(f"the state of {of} has no {missing[0]!r}; it has {sorted(entry)}")
+
+
+def _expect_shape(value: Tensor | None, param: Tensor, name: str, of: str) -> None:
+    if value is not None and value.shape != param.shape:
+        raise ValueError(
+            f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        )
+
+
+def _saved_names(tensors: Iterable[str]) -> list[str]:
     """What is saved of the states ``tensors``: a remainder as the master that it makes with its parameter."""
     return ["master_param" if name == "remainder" else name for name in tensors]
 
 
-def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    """ValueError for loaded groups whose flags differ between them, or for another ``amsgrad`` than ours."""
-    wanted = bool(ours[0]["amsgrad"])
+def _expect_hyperparameters(groups: Sequence[dict[str, Any]]) -> None:
+    """KeyError, TypeError or ValueError naming the first of the loaded groups that a step would not take."""
+    for g, group in enumerate(groups):
+        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+        if missing:
+            raise KeyError(f"the loaded parameter group {g} has no {missing[0]!r}; it has {sorted(group)}")
+        try:
+            expect_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"], False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"the loaded parameter group {g}: {error}") from None
+
+
+def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], wanted: bool) -> None:
+    """ValueError for loaded groups whose flags differ between them, or for another ``amsgrad`` than ours, ``wanted``."""
     loaded_flags = [bool(loaded.get("amsgrad", wanted)) for loaded in theirs]
     if any(flag != wanted for flag in loaded_flags):
         raise ValueError(
@@ -215,18 +248,15 @@ def _plan(
 ) -> tuple[ParamInfo, int, dict[str, Tensor]]:
     """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
     tensors, ranges = engine.states[info.index], engine.owned_ranges(info.index)
-    if entry is None:  # torch saves nothing for a parameter that was never stepped
+    if not entry:  # torch saves nothing for a parameter that was never stepped
         names = [name for name in _saved_names(tensors) if name != "master_param"]
         return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
-    if "step" not in entry:
-        raise ValueError(f"the state of {info.name!r} has no 'step'; it has {sorted(entry)}")
+    _expect_entry(entry, _saved_names(tensors), repr(info.name))
     loaded = {}
     numel = tensors["exp_avg"].numel()
     for name in _saved_names(tensors):
         value = entry.get(name)
         if value is None:
-            if name != "master_param":  # then the parameter is the weight
-                raise ValueError(f"the state of {info.name!r} has no {name!r}; it has {sorted(entry)}")
             continue
         if "ranges" in entry:
             if [tuple(pair) for pair in entry["ranges"]] != list(ranges):
@@ -238,11 +268,7 @@ def _plan(
                 )
             part = value.flatten()
         else:
-            if value.shape != info.param.shape:
-                raise ValueError(
-                    f"the state {name!r} of {info.name!r} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(info.param.shape)}"
-                )
+            _expect_shape(value, info.param, name, repr(info.name))
             part = cut(value, info, ranges)
         if part.numel() != numel:
             raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")

@@ -7,7 +7,7 @@ import math
 import operator
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +93,11 @@ class TrainedParams:
             missing = [key for key in _KEYS if key not in group]
             if missing:
                 raise ValueError(f"parameter group {g} has no {missing[0]!r}; optimizer.add_param_group() fills it in")
+            if isinstance(group["params"], Iterator):
+                kind = type(group["params"]).__name__
+                raise TypeError(
+                    f"the params of parameter group {g} are a {kind}, which is used up once read; give a list"
+                )
             for p in group["params"]:
                 if not isinstance(p, Tensor) or not p.is_leaf:
                     raise TypeError(
@@ -131,19 +136,19 @@ class Hyperparameters:
     """What ranks must have alike of their groups in each step. Digests are made where a value has changed."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[Any, ...]] | None = None  # of the last step, unless a tensor was among them
-        self._values: list[float] = []
+        self._values: list[float] = []  # of the last step
         self._digest = 0
 
     def facts(self, param_groups: Sequence[dict[str, Any]], edits: str = "") -> Facts:
         """ValueError naming what is no number in a group. ``edits``: what was done to ``optimizer.state``."""
         try:
-            given = [_given(group) for group in param_groups]
-            has_tensor = any(isinstance(number, Tensor) for lr, betas, *_ in given for number in (lr, *betas))
-            if has_tensor or given != self._given:  # what is in a tensor may have changed
-                self._values = [_number(x) for lr, betas, *rest in given for x in (lr, *betas, *rest)]
-                self._digest = zlib.crc32(struct.pack(f"{len(self._values)}d", *self._values))
-                self._given = None if has_tensor else given
+            values: list[Any] = []
+            for lr, (beta1, beta2), *rest in map(_given, param_groups):
+                values += (lr, beta1, beta2, *rest)
+            values = [x if type(x) in _PLAIN else _number(x) for x in values]
+            if values != self._values:  # which are no lists or tensors, that others may write to
+                self._digest = zlib.crc32(struct.pack(f"{len(values)}d", *values))
+                self._values = values
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a parameter group has no number where one is expected: {error!r}") from None
         digest = zlib.crc32(edits.encode(), self._digest) if edits else self._digest
@@ -151,6 +156,7 @@ class Hyperparameters:
 
 
 _given = operator.itemgetter("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
+_PLAIN = frozenset((float, bool))
 _NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
@@ -161,5 +167,7 @@ def _number(given: Any) -> float:
 
 def _by_name(values: Sequence[float], edits: str) -> dict[str, str]:
     count = len(_NUMBERS)
-    named = {f"{_NUMBERS[i % count]} of parameter group {i // count}": str(value) for i, value in enumerate(values)}
+    named = {
+        f"{_NUMBERS[i % count]} of parameter group {i // count}": str(float(value)) for i, value in enumerate(values)
+    }
     return {**named, "what was done to optimizer.state": edits or "nothing"}

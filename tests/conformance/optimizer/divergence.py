@@ -396,6 +396,12 @@ def take_a_parameter_out(run: Run) -> Callable[[], None]:
     return lambda: params.insert(3, p)
 
 
+def give_an_iterator(run: Run) -> Callable[[], None]:
+    group = run.opt.param_groups[0]
+    params, group["params"] = group["params"], iter(group["params"])
+    return lambda: group.update(params=params)
+
+
 def put_one_in_twice(run: Run) -> Callable[[], None]:
     run.opt.param_groups.append({**run.opt.param_groups[0], "params": [run.params[3]]})
     return lambda: run.opt.param_groups.pop() and None
@@ -420,7 +426,8 @@ def take_a_step_away(run: Run) -> Callable[[], None]:
 
 
 EDITS_OF_ONE_RANK: dict[Callable[[Run], Callable[[], None]], str] = {
-    take_a_parameter_out: "different things .*a change of param_groups",
+    take_a_parameter_out: "different things .*a change of param_groups.* All ranks must change param_groups alike",
+    give_an_iterator: "params of parameter group 0 are a list_iterator|different things .*a change of param_groups",
     put_one_in_twice: r"shape \(64, 33\) is in group 0 and again in group 1|different things .*a change of param_groups",
     assign_a_state: "disagree on what was done to optimizer.state: nothing on rank.*, exp_avg of 'group 0 parameter 3' on rank",
     assign_a_state_of_another_shape: r"'group 0 parameter 3': exp_avg has shape \(7, 7\), .* optimizer.full_state",

@@ -162,6 +162,14 @@ def break_maximize(saved: Any) -> None:
     saved["param_groups"][1]["maximize"] = not saved["param_groups"][1]["maximize"]
 
 
+def break_rate(saved: Any) -> None:
+    saved["param_groups"][1]["lr"] = "0.1"
+
+
+def break_betas(saved: Any) -> None:
+    del saved["param_groups"][1]["betas"]
+
+
 BROKEN: dict[Callable[[Any], None], str] = {
     break_groups: "different number of parameter groups",
     break_split: "doesn't match the size of optimizer's group",
@@ -170,6 +178,8 @@ BROKEN: dict[Callable[[Any], None], str] = {
     break_step: "group 1 parameter 4.*no 'step'",
     break_amsgrad: "has amsgrad=(True|False), this optimizer was made with amsgrad=(True|False)",
     break_maximize: "maximize must be the same",
+    break_rate: "group 1: lr is '0.1', expected a number",
+    break_betas: "group 1 has no .*betas",
 }
 
 
@@ -185,7 +195,7 @@ def a_checkpoint_that_does_not_fit_changes_nothing(run: Run) -> None:
             broken["param_groups"][0]["lr"] = 7.0
             if run.rank == run.world - 1:  # and no other rank loads it
                 break_it(broken)
-            with pytest.raises(ValueError, match=match):
+            with pytest.raises((KeyError, TypeError, ValueError), match=match):
                 run.opt.load_state_dict(broken)
             after = run.opt.state_dict()
             assert_bitwise_equal(after["state"], before["state"])
@@ -443,6 +453,16 @@ def a_static_graph_is_learnt_anew_with_a_group(run: Run) -> None:
     for step in range(3):
         run.backward(step, used={0, 3, 6})
         run.step()
+
+
+@script(make=two_groups)
+def groups_are_emptied_and_filled_again(run: Run) -> None:
+    some_steps(run, 0)
+    groups = list(run.opt.param_groups)
+    run.opt.param_groups.clear()
+    run.opt.step()
+    run.opt.param_groups.extend(groups)
+    some_steps(run, 1, 2)
 
 
 @script(make=first_half)

@@ -51,7 +51,9 @@ def test_stock_code_on_new_gradients_alone_is_refused_on_all_ranks(stock: str, h
             (head * 2.0).sum().backward()
             (head * 1.0).sum().backward()  # adds to it
             assert type(head.grad) is not torch.Tensor
-            with pytest.raises(RuntimeError, match=r"shape \(64, 33\) was frozen .* call optimizer.grad_sync"):
+            with pytest.raises(
+                RuntimeError, match=r"shape \(64, 33\) is new in param_groups or was frozen .* call optimizer.grad_sync"
+            ):
                 if stock == "clip":
                     torch.nn.utils.clip_grad_norm_(params, 1.0)
                 else:
@@ -115,12 +117,18 @@ def test_states_of_frozen_parameters_wait_for_them() -> None:
     body(None)
     run_local(1, body)
     frozen = ShardedAdamW([Parameter(values[3].clone(), False), Parameter(torch.zeros(1))])
-    part = {
-        "state": {0: {**saved["state"][3], "ranges": [[0, 1]]}},
-        "param_groups": frozen.state_dict()["param_groups"],
-    }
-    with pytest.raises(ValueError, match=r"shape \(64, 33\) that is frozen now"):
-        frozen.load_state_dict(part)
+    for name, other, match in (
+        ("ranges", [[0, 1]], r"a rank's part of a parameter of shape \(64, 33\) that is frozen now"),
+        ("step", None, r"shape \(64, 33\) that is frozen now has no 'step'"),
+        ("exp_avg_sq", None, r"shape \(64, 33\) that is frozen now has no 'exp_avg_sq'"),
+        ("exp_avg", torch.zeros(3), r"frozen now has shape \(3,\), the parameter \(64, 33\)"),
+    ):
+        bad = {
+            "state": {0: {**saved["state"][3], name: other}},
+            "param_groups": frozen.state_dict()["param_groups"],
+        }
+        with pytest.raises(ValueError, match=match):
+            frozen.load_state_dict(bad)
 
 
 def test_parameters_that_come_and_go_leave_nothing() -> None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.updates import named
 from tests.support.optim_twins import dyadic, loss_of, make_params, on_ranks, run_local
@@ -109,6 +110,18 @@ def test_a_step_that_fails_changes_nothing(world: int | None, name: str, bad: An
         opt.close()
 
     on_ranks(world, body)
+
+
+def test_numbers_that_are_written_to_in_place_are_compared() -> None:
+    decay = torch.tensor(0.1)
+    group = ShardedAdamW(make_params(), betas=[0.9, 0.99], weight_decay=decay).param_groups[0]  # type: ignore[arg-type]
+    hyperparameters = Hyperparameters()
+    digests = [hyperparameters.facts([group]).digest]
+    group["betas"][0] = 0.5
+    digests.append(hyperparameters.facts([group]).digest)
+    decay.fill_(0.9)
+    digests.append(hyperparameters.facts([group]).digest)
+    assert len(set(digests)) == 3 and hyperparameters.facts([group]).digest == digests[-1]
 
 
 @pytest.mark.parametrize("world", [None, 2])

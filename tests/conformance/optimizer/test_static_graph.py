@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -141,8 +142,10 @@ def test_a_gradient_that_some_ranks_do_not_have_is_scaled_once_it_is_reduced() -
             assert_bitwise_equal(grads[3], share(whole, 0, 2)[3] * 0.25)
 
 
-def test_stale_gradients_may_be_dropped_on_one_rank_before_close() -> None:
-    """Issue 30, item 10: nobody needs them any more, so no promise is broken."""
+@pytest.mark.parametrize("forward_fails", [False, True])
+def test_gradients_may_be_dropped_on_one_rank_before_close(forward_fails: bool) -> None:
+    """Nobody needs them any more, so no promise is broken; what one rank has launched alone ends with the communicator."""
+    dropped = threading.Barrier(2, timeout=20)
 
     def body(comm: Communicator) -> None:
         params = make_params()
@@ -153,6 +156,10 @@ def test_stale_gradients_may_be_dropped_on_one_rank_before_close() -> None:
             run.opt.step()
         if comm.rank == 0:
             run.opt.zero_grad()
+            if forward_fails:
+                run.backward(2)
+                run.opt.zero_grad()
+        dropped.wait()  # who closes before fails the other's backward
         run.opt.close()
 
     run_local(2, body)
