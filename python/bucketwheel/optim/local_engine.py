@@ -47,6 +47,7 @@ class LocalEngine:
         self._uploads = Uploads(self._device)
         self._sums_table = None if self._device == CPU else core.SumsqCudaTable(self._device)
         self._edits = ExternalEdits(options.on_external_update)
+        self.follows_params = self._edits.resync
         self.infos: list[ParamInfo] = []
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
@@ -97,7 +98,7 @@ class LocalEngine:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None) -> None:
+    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None, said: str = "") -> None:
         if not self._is_capturable and core.is_capturing(self._device):
             raise CaptureError(
                 "step under CUDA graph capture needs an optimizer made with capturable=True and static_graph=True"

@@ -235,12 +235,13 @@ class ShardedAdamW(Optimizer):
         except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
             error = found
         engine.expect_done_by_all(why, error)
-        what = "; ".join(text for text in (groups.text, edits.text) if text)
+        what = "; ".join(text for text in (groups.text, self._shown.text(edits)) if text)
         engine.change(groups.kept, groups.new, group_texts(self.param_groups), f"{why} ({what.replace(':', ' ')})")
         trained.note(engine.infos, self.param_groups)
         engine.watch(trained.frozen)
         edits.carry_out(engine)
         states.load_taken_in(self)
+        self._shown.said.clear()
         self._shown.publish(self.state, engine, edits)
 
     def _state_edits(self) -> StateEdits | None:
@@ -251,9 +252,10 @@ class ShardedAdamW(Optimizer):
         return edits if edits.said else None
 
     def _follow_state(self) -> None:
-        """Local: the next step compares no more what was done."""
+        """Local: the next step compares what was done."""
         if (edits := self._state_edits()) is not None:
             edits.carry_out(self._engine)
+            self._shown.said.update(edits.said)
             self._shown.publish(self.state, self._engine)
 
     # --- the step ----------------------------------------------------------------------------------------------------
@@ -277,9 +279,10 @@ class ShardedAdamW(Optimizer):
         self._follow_groups()
         try:
             edits = self._state_edits()
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
             self._engine.refuse(str(error))
-        self._engine.step(self.param_groups, edits)
+        self._engine.step(self.param_groups, edits, self._shown.text(edits))
+        self._shown.said.clear()
         if edits:
             self._shown.publish(self.state, self._engine)
         return loss
@@ -455,6 +458,7 @@ class ShardedAdamW(Optimizer):
             error = found
         self._engine.expect_done_by_all("load_state_dict", error)
         load()
+        self._shown.said.clear()
         self._shown.publish(self.state, self._engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -490,16 +494,33 @@ class ShardedAdamW(Optimizer):
 
     def reset_state(self, parameters: Iterable[Parameter] | None = None, rows: Any = None) -> None:
         """Zeroes the moments and the step of all parameters, or of ``parameters``; with ``rows`` the moments of these alone: what
-        indexes the first dimension of each (indices, a mask, a slice). Weights stay. Local, to be called alike by all ranks.
+        indexes the first dimension of each (indices, a mask, a slice). Weights stay. Local, to be called alike by all ranks:
+        RuntimeError on all in the next `step` if they have not.
 
-        ValueError for a parameter that is not trained by this optimizer.
+        A parameter that is new in the groups starts anew. ValueError for one that is not trained by this optimizer, and for
+        ``rows`` of a new one whose state was assigned: the next `step` takes it in.
         """
         if rows is not None and parameters is None:
             raise ValueError("reset_state: rows of which parameters?")
-        indices = self._trained.indices(parameters)
-        infos = self._engine.infos
-        for info in infos if indices is None else [infos[i] for i in indices]:
-            states.reset(self._engine, info, rows)
+        engine, trained = self._engine, self._trained
+        self._follow_state()
+        chosen: list[Any] | None = None
+        if parameters is not None:
+            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not trained.are_those_of(self.param_groups):
+            trained.note_waiting(self.param_groups)
+        indices = trained.indices(chosen)
+        for p in trained.frozen if chosen is None else chosen:
+            if p not in trained.index_of and self.state.get(p):
+                if rows is not None:
+                    raise ValueError(
+                        "reset_state: rows of a parameter that the next step() takes in; call it afterwards"
+                    )
+                del self.state[p]
+        which = "" if rows is None else states.digest_of_rows(rows)
+        for info in engine.infos if indices is None else [engine.infos[i] for i in indices]:
+            states.reset(engine, info, rows)
+            self._shown.said.add(f"{info.name!r} starts anew{which}")
 
     def reload_master_params(self) -> None:
         """Takes the parameters as they are for the weights. Local.

@@ -123,6 +123,7 @@ class ShardedEngine:
         self._state_pool = Pool(device=torch_device(comm.device))
         self.spaces: list[Space] = []
         self._edits = ExternalEdits(options.on_external_update)
+        self.follows_params = self._edits.resync
         self._hyperparameters = Hyperparameters()
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
         _claim([*self._comms, *_named(infos)], self)
@@ -268,8 +269,8 @@ class ShardedEngine:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None) -> None:
-        """``of_state``: what others have done to ``optimizer.state``, which is followed if all ranks say the same."""
+    def step(self, param_groups: Sequence[dict[str, Any]], of_state: StateEdits | None = None, said: str = "") -> None:
+        """``of_state``: what others have done to ``optimizer.state``, which is followed if all ranks have ``said`` the same."""
         self.param_sync()
         grads, reduced = self.grads, self.reduced
         try:
@@ -277,7 +278,7 @@ class ShardedEngine:
             # Comparing reads what is on the device.
             is_comparing = self._is_debugging and not core.is_capturing(self.device)
             groups = group_texts(param_groups) if is_comparing else None
-            facts = self._hyperparameters.facts(param_groups, of_state.text if of_state else "")
+            facts = self._hyperparameters.facts(param_groups, said)
             if of_state and core.is_capturing(self.device):
                 raise CaptureError(
                     "optimizer.state was edited, and every replay would do it again: step() before the capture"

@@ -8,7 +8,9 @@ is written into those tensors counts at once; an entry or a tensor that was exch
 | deleted or emptied an entry, or replaced the whole dict | the parameter starts anew: step 0, moments of zeros |
 | assigned a tensor of the parameter's shape, or of this rank's part | it is copied; this rank takes its part |
 | moved the entry of a parameter that has left the groups to a new one of its shape | the new one goes on from it |
-| anything else | ValueError by name, on all ranks, before anything is done |
+| anything else, a weight that is not the parameter's among it | ValueError by name, on all ranks, before anything is done |
+
+What one rank alone has done is an error on all in the next step, also where a local call has followed it before.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import follow_param
+from bucketwheel.layout.masters import first_written, follow_param
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
 
@@ -73,17 +75,46 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
         setattr(_kind, _name, _noting(getattr(dict, _name)))
 
 
-class _Part(Tensor):
-    """This rank's part of a state, 1-D. An index would mean other elements than it does with torch, on each rank others."""
+# What may write to a part, beside operators: the same to all elements, or to each from its own of another tensor.
+_WRITES = "zero fill copy mul div add sub pow sqrt square neg lerp addcmul addcdiv clamp clamp_min clamp_max nan_to_num"
+_WHOLE_WRITES = frozenset(f"{name}_" for name in (*_WRITES.split(), "masked_fill", "detach"))
+_OF_ROWS = ("__getitem__", "__setitem__", "__iter__", "__set__", "index", "gather", "take", "select", "scatter")
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+class _Part(Tensor):
+    """This rank's part of a state, 1-D. An index would mean other elements than it does with torch, on each rank others.
+
+    So a part is read and written as a whole: what else writes is refused, and what returns a view of some elements.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        with torch._C.DisableTorchFunctionSubclass():
+            part = given[0] if given and isinstance(given[0], _Part) else None
+            if part is None:
+                return func(*args, **(kwargs or {}))
+            name = func.__name__
+            is_write = name.endswith("_") and not name.endswith("__")
+            if name.startswith(_OF_ROWS) or (is_write and name not in _WHOLE_WRITES):
+                raise part._refusal(f"what {name} takes")
+            found = func(*args, **(kwargs or {}))
+            some = found if isinstance(found, (list, tuple)) else (found,)
+            is_alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+            views = [view for view in some if isinstance(view, Tensor) and is_alias(view, part)]
+            if any(view.numel() != part.numel() for view in views):
+                raise part._refusal(f"what {name} takes")
+            return found.as_subclass(_Part) if views and type(found) is Tensor else found
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"optimizer.state shows {self.numel()} elements, this rank's part, so {what} is no row of the parameter: "
+            "optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
+        )
 
     def _expect_all(self, index: Any) -> None:
-        if index is not Ellipsis and index != slice(None):
-            raise RuntimeError(
-                f"optimizer.state shows {self.numel()} elements, this rank's part, so [{index!r}] is no row of the parameter: "
-                "optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
-            )
+        if index is not Ellipsis and not (isinstance(index, slice) and index == slice(None)):
+            raise self._refusal(f"[{index!r}]")
 
     def __getitem__(self, index: Any) -> Any:
         self._expect_all(index)
@@ -92,6 +123,9 @@ class _Part(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         self._expect_all(index)
         self.copy_(torch.as_tensor(value, dtype=self.dtype, device=self.device))
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.clone())
 
     def __deepcopy__(self, memo: object) -> Tensor:
         return self.clone()
@@ -133,17 +167,13 @@ class _Value:
 
 @dataclass
 class StateEdits:
-    """What others have done, by parameter. ``text`` is the same on ranks that have done the same."""
+    """What others have done, by parameter. ``said`` is the same on ranks that have done the same."""
 
     resets: list[Tensor] = field(default_factory=list)
     values: dict[Tensor, dict[str, _Value | int]] = field(default_factory=dict)
     left: dict[Tensor, tuple[dict[str, Any], _Homes]] = field(default_factory=dict)  # entries of parameters that leave
     new: set[Tensor] = field(default_factory=set)
     said: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "; ".join(self.said)
 
     def carry_out(self, engine: Engine) -> None:
         """On the parameters that ``engine`` has by now. Collective if parameters are new."""
@@ -165,6 +195,7 @@ class ShownState:
         self.edited = _Edited()
         self.dict: Any = _State(dict)
         self.dict.edited = self.edited
+        self.said: set[str] = set()  # what was done since the last step and has been followed
         self._values: dict[Tensor, dict[str, Any]] = {}  # what is shown of each parameter, by the last `publish`
         # Of parameters that have left the groups: where the parts in their entries belong. While the entry stays.
         self._left: dict[Tensor, _Homes] = {}
@@ -195,6 +226,10 @@ class ShownState:
         self._last = (list(state), list(state.values()))
         self.edited.is_set = False
 
+    def text(self, edits: StateEdits | None) -> str:
+        """What was done since the last step, with ``edits``; the same on ranks that have done the same."""
+        return "; ".join(sorted({*self.said, *edits.said})) if edits else "; ".join(sorted(self.said))
+
     def find(self, state: Any, engine: Engine, groups: Regrouping | None = None) -> StateEdits:
         """What others have done to the entries of the engine's parameters; where ``groups`` have changed, of those that stay and
         of new ones. ValueError or TypeError naming what cannot be followed."""
@@ -204,7 +239,7 @@ class ShownState:
                 return edits
         stays = {info.param for info in (engine.infos if groups is None else groups.kept)}
         for info in engine.infos:
-            entry, shown = state.get(info.param), self._values[info.param]
+            entry, shown = _entry_of(state, info), self._values[info.param]
             if info.param in stays:
                 self._look(edits, engine, info, entry, shown)
             elif entry:
@@ -213,8 +248,8 @@ class ShownState:
                 changed = {name: value for name, value in entry.items() if shown.get(name) is not value}
                 edits.left[info.param] = ({**saved, **changed}, home)
         for info in groups.new if groups else ():
-            if state.get(info.param):
-                self._look_at_new(edits, engine, info, state[info.param])
+            if entry := _entry_of(state, info):
+                self._look_at_new(edits, engine, info, entry)
         return edits
 
     def _look(self, edits: StateEdits, engine: Engine, info: ParamInfo, entry: Any, shown: dict[str, Any]) -> None:
@@ -231,7 +266,8 @@ class ShownState:
                 name: _Value(value.own(engine, info)) if isinstance(value, _Value) else value
                 for name, value in values.items()
             }
-            edits.said.append(f"{', '.join(sorted(changed))} of {info.name!r}")
+            _expect_weight(engine, info, edits.values[info.param].get("master_param"))
+            edits.said += [f"{name} of {info.name!r}" for name in changed]
 
     def _look_at_new(self, edits: StateEdits, engine: Engine, info: ParamInfo, entry: Any) -> None:
         names = {"step": None, **engine.precision.kept_of(info.dtype)}
@@ -257,12 +293,30 @@ class ShownState:
         kinds = (
             f"{name} in parts" if isinstance(v, _Value) and v.place else name for name, v in sorted(values.items())
         )
-        edits.said.append(f"{', '.join(kinds)} of the new {info.name!r}")
+        edits.said += [f"{kind} of the new {info.name!r}" for kind in kinds]
 
     def _home(self, engine: Engine, info: ParamInfo, entry: Mapping[str, Any]) -> _Homes:
         place = _Place(engine.ranges_of(info.index), info.param.shape, info.stride)
         names = entry.keys() - {"step", "ranges", "part"}
         return {id(entry[name]): (entry[name], place) for name in names}
+
+
+def _entry_of(state: Any, info: ParamInfo) -> Any:
+    entry = state.get(info.param)
+    if entry is not None and not isinstance(entry, Mapping):
+        raise TypeError(f"optimizer.state of {info.name!r} must be a dict of states, got {type(entry).__name__}")
+    return entry
+
+
+def _expect_weight(engine: Engine, info: ParamInfo, master: _Value | int | None) -> None:
+    """ValueError for a master that the step would drop, because the parameter is not what it rounds to."""
+    if isinstance(master, _Value) and engine.follows_params:
+        param = states.cut(info.param.detach(), info, engine.owned_ranges(info.index))
+        if first_written([(param, master.tensor.to(torch.float32))]) >= 0:
+            raise ValueError(
+                f"optimizer.state of {info.name!r}: master_param is not what the parameter is rounded from, and the weight "
+                "follows the parameter; write to the parameter"
+            )
 
 
 def _expect_complete(info: ParamInfo, entry: Mapping[str, Any], names: Iterable[str]) -> None:

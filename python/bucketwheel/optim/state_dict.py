@@ -7,6 +7,7 @@ or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
     from bucketwheel.optim.sharded_adamw import ShardedAdamW
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = ["assign", "cut", "load_taken_in", "plan_load", "reset", "save", "saved_entry", "whole_entry"]
+__all__ = [
+    "assign",
+    "cut",
+    "digest_of_rows",
+    "load_taken_in",
+    "plan_load",
+    "reset",
+    "save",
+    "saved_entry",
+    "whole_entry",
+]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
 _KEPT_KEYS = {
@@ -200,6 +211,12 @@ def _expect_shape(value: Tensor | None, param: Tensor, name: str, of: str) -> No
         raise ValueError(
             f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
         )
+
+
+def digest_of_rows(rows: Any) -> str:
+    """Of what `reset` is given, so that ranks can compare it."""
+    given = rows.tolist() if isinstance(rows, Tensor) else rows
+    return f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
 
 
 def _saved_names(tensors: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import threading
 from collections.abc import Callable
@@ -425,6 +426,12 @@ def take_a_step_away(run: Run) -> Callable[[], None]:
     return lambda: entry.update(step=shown)
 
 
+def put_a_tensor_for_an_entry(run: Run) -> Callable[[], None]:
+    p, entry = run.params[3], run.opt.state[run.params[3]]
+    run.opt.state[p] = torch.ones(3)
+    return lambda: run.opt.state.update({p: entry})
+
+
 EDITS_OF_ONE_RANK: dict[Callable[[Run], Callable[[], None]], str] = {
     take_a_parameter_out: "different things .*a change of param_groups.* All ranks must change param_groups alike",
     give_an_iterator: "params of parameter group 0 are a list_iterator|different things .*a change of param_groups",
@@ -432,7 +439,20 @@ EDITS_OF_ONE_RANK: dict[Callable[[Run], Callable[[], None]], str] = {
     assign_a_state: "disagree on what was done to optimizer.state: nothing on rank.*, exp_avg of 'group 0 parameter 3' on rank",
     assign_a_state_of_another_shape: r"'group 0 parameter 3': exp_avg has shape \(7, 7\), .* optimizer.full_state",
     take_a_step_away: "'group 0 parameter 3' has no 'step'",
+    put_a_tensor_for_an_entry: "'group 0 parameter 3' must be a dict of states, got Tensor",
 }
+ROW = torch.tensor([1])
+WRITES_TO_ROWS: list[Callable[[torch.Tensor], Any]] = [
+    lambda part: operator.setitem(part, 3, 0.0),
+    lambda part: operator.setitem(part.data, ROW, 0.0),
+    lambda part: operator.setitem(part.detach(), slice(3), 0.0),
+    lambda part: part.index_fill_(0, ROW, 0.0),
+    lambda part: part.select(0, 1).zero_(),
+    lambda part: part.view(-1).narrow(0, 1, 2).zero_(),
+    lambda part: list(part)[1].zero_(),
+    lambda part: part.as_strided((2,), (1,)).zero_(),
+    lambda part: part.split(2)[0].zero_(),
+]
 
 
 @script(backends=SHARDED)
@@ -450,9 +470,55 @@ def what_one_rank_does_to_groups_and_states_is_an_error_on_all(run: Run) -> None
             assert_bitwise_equal([p.detach() for p in run.params], before)
             undo()
             if run.opt._engine.world > 1:
-                with pytest.raises(RuntimeError, match="is no row of the parameter: optimizer.reset_state"):
-                    run.opt.state[run.params[3]]["exp_avg"][3] = 0.0
+                part = run.opt.state[run.params[3]]["exp_avg"]
+                for write in WRITES_TO_ROWS:
+                    with pytest.raises(RuntimeError, match="is no row of the parameter: optimizer.reset_state"):
+                        write(part)
+                assert torch.equal(part.data.mul_(1).detach(), part.clone()) and repr(part) == repr(part.clone())
         run.step()
+
+
+@script(backends=SHARDED, torch=False)
+def local_calls_do_not_hide_what_one_rank_did_to_states(run: Run) -> None:
+    """Until the others have done it too."""
+    run.backward(0)
+    run.step()
+    p, q = run.params[3], run.params[7]
+    edits: dict[str, Callable[[], Any]] = {
+        "exp_avg of 'group 0 parameter 3' on rank": lambda: run.opt.state[p].update(exp_avg=torch.ones_like(p)),
+        "'group 0 parameter 7' starts anew on rank": lambda: run.opt.reset_state([q]),
+        "'group 0 parameter 3' starts anew in rows of checksum": lambda: run.opt.reset_state([p], [1, 5]),
+    }
+    for seed, (match, edit) in enumerate(edits.items()):
+        run.backward(seed)
+        is_last = run.rank == run.world - 1
+        if is_last:
+            edit()
+        if run.world > 1:
+            run.opt.full_state(q)
+            with pytest.raises(RuntimeError, match=f"disagree on what was done to optimizer.state: .*{match}"):
+                run.opt.step()
+        if not is_last:
+            edit()
+        run.step()
+    del run.opt.state[p]
+    if run.rank == 0:
+        run.opt.state_dict()
+    run.backward(4)
+    run.step()
+
+
+@script(backends=SHARDED, torch=False, precisions=("bf16", "bf16, remainder", "fp16"))
+def a_master_that_is_assigned_must_round_to_its_parameter(run: Run) -> None:
+    run.backward(0)
+    run.step()
+    p = run.params[3]
+    run.backward(1)
+    run.opt.state[p]["master_param"] = p.detach().float() * 2
+    with pytest.raises(RuntimeError, match="'group 0 parameter 3': master_param is not what .* write to the parameter"):
+        run.opt.step()
+    run.opt.state[p]["master_param"] = p.detach().float()
+    run.step()
 
 
 @script(backends=SHARDED)

@@ -175,6 +175,19 @@ def moments_of_rows_are_reset(run: Run) -> None:
         run.see(whole["step"])
         run.see(whole["exp_avg"])
     step_on(run, 9)
+    p, group = run.params[4], run.opt.param_groups[0]["params"]
+    for name in moments_of(run, p):  # what was assigned before goes too
+        run.opt.state[p][name] = torch.ones_like(p)
+    old, new = run.params[2], Parameter(run.params[2].detach().clone())
+    run.params[2] = group[2] = new
+    run.opt.state[new] = run.opt.state.pop(old)
+    if run.is_ours:
+        with pytest.raises(ValueError, match="rows of a parameter that the next step"):
+            run.opt.reset_state([new], [0])
+        run.opt.reset_state(iter([p, new]))
+    else:
+        del run.opt.state[p], run.opt.state[new]
+    step_on(run, 10)
     if run.is_ours:
         with pytest.raises(ValueError, match="rows of which"):
             run.opt.reset_state(rows=[0])
