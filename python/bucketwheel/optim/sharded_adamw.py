@@ -281,7 +281,8 @@ class ShardedAdamW(Optimizer):
             edits = self._state_edits()
         except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
             self._engine.refuse(str(error))
-        self._engine.step(self.param_groups, edits, self._shown.text(edits))
+        said = self._shown.text(edits) if edits or self._shown.said else ""
+        self._engine.step(self.param_groups, edits, said)
         self._shown.said.clear()
         if edits:
             self._shown.publish(self.state, self._engine)
