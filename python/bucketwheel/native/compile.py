@@ -140,13 +140,16 @@ def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int]) -> tuple[b
     reaches this process only."""
     timeout_s, begin = env.build_timeout_s(), log.stat().st_size
     with log.open("a") as file:
+        known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C in Popen would leave ninja behind
         try:
             process = subprocess.Popen(
                 argv, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited
             )
         except OSError as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, known)
             raise explain(f"ninja cannot be started: {error}", remedies=["pip install ninja"]) from error
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, known)
             process.wait(timeout_s)
         except BaseException as error:  # too late, or Ctrl-C
             os.killpg(process.pid, signal.SIGTERM)  # only on this does ninja end its compilers, each a group of its own
