@@ -113,7 +113,7 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
         ("inactive rows are stepped", "of_row.is_active == 0", "false"),
         ("random bits by the place in the row", "lanes.run(common, row.param_begin + i);", "lanes.run(common, i);"),
         ("random bits of the first half for both", "K::kLanes == kRandomBlockNumel ? i : lane + i", "i"),
-        ("what was written to a parameter is lost", "resync ? followed<K::kP>(master.get(i), p.bits16(i)) : master.get(i)", "master.get(i)"),
+        ("what was written to a parameter is lost", "resync ? followed<K::kP>(master.get(i), p.bits16(i)) : ", ""),
         ("the master is not stored", "        master.set(i, weight);\n", ""),
         ("float16 gradients read as bfloat16", "lanes.set(i, widen_fp16(lanes.bits16(i)));", "lanes.set(i, widen_bf16(lanes.bits16(i)));"),
         ("scalars of the first row", "launch.scalars[row];", "launch.scalars[launch.first_row];"),

@@ -3,8 +3,9 @@
 [Note: one build]
 A folder cpu-VERSION-PYTHON-KEY is an entry: a module and its manifest. Who needs one that is missing takes the lock of the
 build folder builds/cpu-COMPILER-SOURCES; the first builds, the others then find the entry. The kernel ends the lock with
-its holder, and with what a killed one has left running ([Note: a builder that is killed]). An entry is made in a temporary folder and renamed to its place: readers see all of it or nothing. If two build
-the same (two installations of the same sources), the second to rename finds the first one's entry and takes it.
+its holder, and with what a killed one has left running ([Note: a builder that is killed]). An entry is made in a
+temporary folder and renamed to its place: readers see all of it or nothing. If two build the same (two installations of
+the same sources), the second to rename finds the first one's entry and takes it.
 """
 
 from __future__ import annotations
