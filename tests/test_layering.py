@@ -54,7 +54,7 @@ MAY_IMPORT = {
 }
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
-PURE = {"_version", "errors", "layout.packing", "gathers.forward_order", "tools.flight"}
+PURE = {"_version", "errors", "layout.packing", "layout.row_cuts", "gathers.forward_order", "tools.flight"}
 PURE |= {f"native.{path.stem}" for path in (PACKAGE / "native").glob("*.py")}
 
 MAX_LINES = 700

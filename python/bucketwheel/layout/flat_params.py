@@ -18,7 +18,15 @@ from torch.nn import Parameter
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
 
-__all__ = ["FlatParams", "ParamInfo", "expect_apart", "expect_dense", "expect_same_memory_kind", "is_plain"]
+__all__ = [
+    "FlatParams",
+    "ParamInfo",
+    "expect_apart",
+    "expect_dense",
+    "expect_same_memory_kind",
+    "is_plain",
+    "row_numel",
+]
 
 _numbers = itertools.count()
 
@@ -35,7 +43,7 @@ class ParamInfo:
     name: str
     param: Parameter
     group: int
-    granularity: int
+    granularity: int | None  # None: cut on rows where that costs little
     dtype: torch.dtype
     stride: tuple[int, ...]
     device: torch.device
@@ -95,6 +103,13 @@ def expect_apart(infos: Sequence[ParamInfo], others: Iterable[tuple[str, Tensor]
         reach[device, own] = max(reach.get((device, own), (0, "")), (end, name))
 
 
+def row_numel(tensor: Tensor) -> int:
+    """Elements of a slice of a dense ``tensor``'s outermost dimension in memory, dimensions of one element aside; 1 for
+    vectors and scalars."""
+    outer = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return max(outer) if tensor.numel() and len(outer) > 1 else 1
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether its elements lie in memory of the CPU or a CUDA device, where its strides say."""
     return type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda")
@@ -114,7 +129,7 @@ class FlatParams:
     def __init__(self, infos: Sequence[ParamInfo], *, world: int, bucket_numel: int, pool: Pool) -> None:
         self.infos = list(reversed(infos))
         self.dtype = infos[0].param.dtype
-        items = [PackItem(info.param.numel(), info.granularity) for info in self.infos]
+        items = [PackItem(info.param.numel(), info.granularity, row_numel(info.param)) for info in self.infos]
         self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
         key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
         self.lease: Lease = pool.acquire(key, self.packing.numel * self.dtype.itemsize)

@@ -3,12 +3,15 @@
 Pure integers: no torch, no communication, the same result on every rank for the same specs. The flat space is
 
     | param | pad | param ............ | pad | param | pad |        parameters, each aligned
-    | bucket 0            | bucket 1            | bucket 2 |        cut without regard to parameters
+    | bucket 0            | bucket 1            | bucket 2 |        one collective each
     | s0 | s1 | .. | sW-1 | s0 | s1 | .. | sW-1 | ...              W equal shards each, rank r owns every sr
 
 so a parameter may lie in several buckets and a bucket may hold parts of many parameters. A rank's shards, joined in
 bucket order, are its *shard space*; any range of a parameter that a rank owns is contiguous there too, because both
 orders agree.
+
+Where the boundaries of buckets and shards fall is the parameters' `granularity`: None, on rows where that costs little
+(`row_cuts`); 1, anywhere, without regard to parameters; more, at its multiples only, whatever that costs.
 
 Cost: time and memory grow with parameters and buckets, never with the world size (`Packing.segments` is for one rank).
 """
@@ -16,21 +19,25 @@ Cost: time and memory grow with parameters and buckets, never with the world siz
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from bucketwheel.errors import expect_int
+from bucketwheel.layout.row_cuts import cut_by_rows, round_up, splits_rows
 
 __all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
 
 
 @dataclass(frozen=True)
 class PackItem:
-    """A parameter to pack: ``numel`` elements that may be cut between ranks only at multiples of ``granularity``."""
+    """A parameter to pack: ``numel`` elements, which may be cut between ranks only at multiples of ``granularity``; with
+    None, in a bucket of row cuts, only at multiples of ``row``."""
 
     numel: int
-    granularity: int = 1
+    granularity: int | None = 1
+    row: int = 1  # elements of a slice of the outermost dimension in memory; 1 for vectors and scalars
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Bucket:
     begin: int
     shard_numel: int
     shard_begin: int  # in every rank's shard space
+    by_rows: bool  # no boundary of it, or of its shards, falls inside a row; else it has *element cuts*
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,7 @@ class Packing:
     @property
     def numel(self) -> int:
         """Elements of the flat space, padding included: a multiple of the world size."""
-        last = self.buckets[-1] if self.buckets else Bucket(0, 0, 0, 0)
-        return last.begin + self.world * last.shard_numel
+        return self.buckets[-1].begin + self.world * self.buckets[-1].shard_numel if self.buckets else 0
 
     @property
     def shard_numel(self) -> int:
@@ -105,6 +112,18 @@ class Packing:
             found.append(Fragment(param, bucket.index, at - begin, at - bucket.begin, upto - at))
             at, index = upto, index + 1
         return found
+
+    def has_one_box(self, param: int) -> bool:
+        """Whether what each rank owns of ``param``, if anything, is one range of whole rows."""
+        if self.world == 1:
+            return True
+        parts = self.fragments(param)
+        if len(parts) > 2 or any(_splits_rows(part, self.items[param], self.buckets[part.bucket]) for part in parts):
+            return False
+        if len(parts) < 2:
+            return True
+        (head, tail), shards = parts, [self.buckets[part.bucket].shard_numel for part in parts]
+        return head.bucket_begin // shards[0] > (tail.numel - 1) // shards[1]  # the first rank here, the last one there
 
     def owned(self, param: int, rank: int) -> list[Segment]:
         """The parts of ``param`` that ``rank`` owns, ascending; ranges without elements are left out."""
@@ -130,6 +149,16 @@ class Packing:
         """What ``rank`` owns, in the order of its shard space."""
         order = sorted(range(len(self.items)), key=lambda param: self.begins[param])
         return [segment for param in order for segment in self.owned(param, rank)]
+
+
+def _splits_rows(part: Fragment, item: PackItem, bucket: Bucket) -> bool:
+    """Whether a boundary at which ``part`` begins or ends, or one inside, falls inside a row."""
+    end = part.param_begin + part.numel
+    return (
+        part.param_begin % item.row != 0
+        or (end < item.numel and end % item.row != 0)
+        or splits_rows(part.bucket_begin, part.numel, item.row, bucket.shard_numel, part.param_begin)
+    )
 
 
 @dataclass(frozen=True)
@@ -172,9 +201,14 @@ def plan_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], r
 def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int = 64) -> Packing:
     """Packs ``items``, in the order given, into buckets of about ``bucket_numel`` elements.
 
-    Every parameter and every shard begins at a multiple of ``align`` elements. No shard boundary falls inside a
-    parameter except at a multiple of its granularity; where that cannot be had within one bucket, the bucket ends early
-    and padding follows. ValueError for a number below 1 (numel: below 0).
+    Every parameter and every shard begins at a multiple of ``align`` elements. Runs of items with a granularity and without
+    share no bucket.
+
+    With one: no shard boundary falls inside a parameter except at a multiple of its granularity; where that cannot be had
+    within one bucket, the bucket ends early and padding follows. Without: `row_cuts.cut_by_rows`; a bucket has at most
+    `GROWTH` x ``bucket_numel`` elements, rounded up to ``world`` x ``align``.
+
+    ValueError for a number below 1 (numel: below 0).
     """
     for name, value in (("world", world), ("bucket_numel", bucket_numel), ("align", align)):
         if expect_int(value, name) < 1:
@@ -182,13 +216,39 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     for i, item in enumerate(items):
         if not isinstance(item, PackItem):
             raise TypeError(f"items[{i}] is {item!r}, expected a PackItem")
-        expect_int(item.numel, f"items[{i}].numel")
-        expect_int(item.granularity, f"items[{i}].granularity")
-        if item.numel < 0 or item.granularity < 1:
-            raise ValueError(f"item {i}: numel must be >= 0 and granularity >= 1, got {item}")
+        granularity = 1 if item.granularity is None else item.granularity
+        numbers = (("numel", item.numel, 0), ("granularity", granularity, 1), ("row", item.row, 1))
+        if any(expect_int(value, f"items[{i}].{name}") < least for name, value, least in numbers):
+            raise ValueError(f"item {i}: numel must be >= 0, granularity and row >= 1, got {item}")
+    begins: list[int] = []
+    shards: list[int] = []
+    for is_free, run in itertools.groupby(items, key=lambda item: item.granularity is None):
+        at, chosen = world * sum(shards), list(run)
+        if is_free:
+            numels, rows = [item.numel for item in chosen], [item.row for item in chosen]
+            found, cut = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
+        else:
+            found, cut = _cut_by_granularity(chosen, world, bucket_numel, align)
+        begins += [at + begin for begin in found]
+        shards += cut
+    shard_begins = [0, *itertools.accumulate(shards)]
+    buckets = [Bucket(i, world * shard_begins[i], shard, shard_begins[i], True) for i, shard in enumerate(shards)]
+    packing = Packing(tuple(items), tuple(begins), tuple(buckets), world)
+    for param, item in enumerate(items):
+        for part in packing.fragments(param):
+            if buckets[part.bucket].by_rows and _splits_rows(part, item, buckets[part.bucket]):
+                buckets[part.bucket] = replace(buckets[part.bucket], by_rows=False)
+    return replace(packing, buckets=tuple(buckets))
+
+
+def _cut_by_granularity(
+    items: Sequence[PackItem], world: int, bucket_numel: int, align: int
+) -> tuple[list[int], list[int]]:
+    """(where each of ``items`` begins, the shards of the buckets): buckets end without regard to parameters, but for those
+    with a granularity above 1."""
     begins: list[int] = [0] * len(items)
-    buckets: list[Bucket] = []
-    at = shard_at = 0  # where the next bucket begins, flat and in shard space
+    shards: list[int] = []
+    at = 0  # where the next bucket begins
     first = 0  # the first parameter that is not wholly in a bucket
     covered = 0  # its elements that are
     while first < len(items):
@@ -203,9 +263,9 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
                 break
             first = slot.param + 1
         if shard:
-            buckets.append(Bucket(len(buckets), at, shard, shard_at))
-        at, shard_at = end, shard_at + shard
-    return Packing(tuple(items), tuple(begins), tuple(buckets), world)
+            shards.append(shard)
+        at = end
+    return begins, shards
 
 
 @dataclass(frozen=True)
@@ -216,10 +276,6 @@ class _Slot:
     granularity: int
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _lay_out(
     items: Sequence[PackItem], first: int, at: int, covered: int, bucket_numel: int, align: int
 ) -> list[_Slot]:
@@ -227,8 +283,8 @@ def _lay_out(
     window: list[_Slot] = []
     begin = at - covered
     for param in range(first, len(items)):
-        window.append(_Slot(param, begin, begin + items[param].numel, items[param].granularity))
-        begin = _round_up(window[-1].end, align)
+        window.append(_Slot(param, begin, begin + items[param].numel, items[param].granularity or 1))
+        begin = round_up(window[-1].end, align)
         if begin - at >= bucket_numel:
             break
     return window
@@ -236,7 +292,7 @@ def _lay_out(
 
 def _cut(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int) -> tuple[int, int]:
     """(shard elements, how many slots of the window may go into the bucket) of the bucket that begins at ``at``."""
-    shard = _round_up(-(-min(bucket_numel, window[-1].end - at) // world), align)
+    shard = round_up(-(-min(bucket_numel, window[-1].end - at) // world), align)
     strict = next((i for i, slot in enumerate(window) if slot.granularity > 1), None)
     if strict is None:
         return shard, _slots_before(window, at + world * shard)
@@ -250,7 +306,7 @@ def _cut(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int
     # Alone, from its own boundary: multiples of its granularity are legal cuts, and behind its end is padding.
     slot = window[0]
     step = align * slot.granularity // gcd(align, slot.granularity)
-    return _round_up(-(-min(bucket_numel, slot.end - at) // world), step), 1
+    return round_up(-(-min(bucket_numel, slot.end - at) // world), step), 1
 
 
 def _slots_before(window: list[_Slot], end: int) -> int:

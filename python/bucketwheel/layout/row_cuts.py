@@ -1,0 +1,217 @@
+"""Row cuts: how a run of parameters is cut into buckets so that the boundaries of shards fall on rows.
+
+Pure integers. A row is a slice of a parameter's outermost dimension in memory, ``row`` elements; a vector has rows of one.
+The order of the parameters is kept. What is chosen is where buckets end, how large their shards are, and gaps before
+parameters:
+
+    | bucket .................................. |
+    | s0           | s1           | s2          |      W equal shards
+    | vector | gap | matrix ...................... |   the matrix begins so that a row begins at s1; its rows divide a shard
+
+A bucket of row cuts ends where a parameter ends. It may be `GROWTH` times as large as asked for, and 1 % of it may be
+padding, or of the size asked for if it is smaller. Where that does not do (few rows, fewer rows than ranks, long rows at
+large worlds) parameters have *element cuts*: they are cut without regard to rows, as with granularity 1. Of all ways to
+end buckets the cheapest is taken: few parameters cut inside rows, then few buckets, near the size asked for
+(`_cut_together`). A parameter that no bucket can hold has buckets of its own, of whole rows where they fit (`_cut_alone`).
+
+Cost: sizes are divided, never counted shard by shard, so the world's size does not matter. Buckets end at a `_stops`, of
+which there are at most about 130 within the largest bucket, however many parameters lie there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+__all__ = ["GROWTH", "cut_by_rows", "round_up", "splits_rows"]
+
+GROWTH = 4
+_PADDING_PERCENT = 1
+_PRICE = 16  # how many buckets more are as bad as one parameter cut inside rows: growth by GROWTH is not too much
+_TRIES = 8  # of a larger shard, for the same parameters
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def splits_rows(begin: int, numel: int, row: int, shard: int, before: int = 0) -> bool:
+    """Whether a multiple of ``shard`` inside [begin, begin + numel), the part of a parameter that ``before`` elements
+    precede, is where no row begins."""
+    edge, end = (begin // shard + 1) * shard, begin + numel
+    return edge < end and ((before + edge - begin) % row != 0 or (edge + shard < end and shard % row != 0))
+
+
+def cut_by_rows(
+    numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
+) -> tuple[list[int], list[int]]:
+    """(where each parameter begins, the shards of the buckets), in elements, for parameters of ``numels`` and ``rows``."""
+    grid = _Grid(world, align, world * round_up(-(-bucket_numel // world), align))
+    begins: list[int] = []
+    shards: list[int] = []
+    at = 0
+    for has_rows, run in itertools.groupby(_pieces(numels, rows, grid), key=lambda piece: bool(piece.shards)):
+        pieces, first = list(run), len(begins)
+        if not has_rows:
+            pieces = [
+                _cut_anywhere(numels[first : first + sum(len(piece.begins) for piece in pieces)], bucket_numel, grid)
+            ]
+        for piece in pieces:
+            begins += [at + begin for begin in piece.begins]
+            shards += piece.shards
+            at += world * sum(piece.shards)
+    return begins, shards
+
+
+@dataclass(frozen=True)
+class _Grid:
+    world: int
+    align: int
+    usual: int  # elements of a bucket as asked for
+
+    @property
+    def most(self) -> int:
+        """Elements of the largest bucket."""
+        return GROWTH * self.usual
+
+    def plain_shard(self, numel: int) -> int:
+        """The shard of element cuts."""
+        return round_up(-(-numel // self.world), self.align)
+
+    def pads_little(self, numel: int, size: int) -> bool:
+        """Whether a bucket of ``size`` elements may hold ``numel``."""
+        return size <= self.most and (size - numel) * 100 <= _PADDING_PERCENT * max(size, self.usual)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some of the parameters, one behind the other: where they begin, and the shards of their buckets, which hold no
+    others. Without shards: row cuts would not do, and only the number of ``begins`` counts."""
+
+    begins: list[int]
+    shards: list[int]
+
+
+def _pieces(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> Iterator[_Piece]:
+    first = 0
+    while first < len(numels):
+        last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
+        if first == last:
+            last += 1
+            yield _Piece([0], _cut_alone(numels[first], rows[first], grid))
+        else:
+            yield from _cut_together(numels[first:last], rows[first:last], grid)
+        first = last
+
+
+def _cut_anywhere(numels: Sequence[int], bucket_numel: int, grid: _Grid) -> _Piece:
+    """Element cuts: buckets and shards end without regard to parameters."""
+    offsets = _offsets(numels, grid.align)
+    shards: list[int] = []
+    rest = max(offset + numel for offset, numel in zip(offsets, numels, strict=False))
+    while rest > 0:
+        shards.append(grid.plain_shard(min(bucket_numel, rest)))
+        rest -= grid.world * shards[-1]
+    return _Piece(offsets[:-1], shards)
+
+
+def _offsets(numels: Sequence[int], align: int) -> list[int]:
+    """Where parameters begin that are packed one behind the other, and where the next one would."""
+    return [0, *itertools.accumulate(round_up(numel, align) for numel in numels)]
+
+
+def _cut_alone(numel: int, row: int, grid: _Grid) -> list[int]:
+    """The shards of the buckets, about equal, of a parameter larger than a bucket may be; none if row cuts will not do."""
+    unit = lcm(row, grid.align)
+    units = -(-numel // (grid.world * unit))  # of a rank
+    count = min(units, (2 * units * unit * grid.world + grid.usual) // (2 * grid.usual))
+    shards = [((i + 1) * units // count - i * units // count) * unit for i in range(count)]
+    fits = max(shards) * grid.world <= grid.most
+    return shards if fits and (units * unit * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
+
+
+def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[_Piece]:
+    """The buckets of parameters of which each fits into one.
+
+    A bucket of T elements costs usual^2 + T^2, which is least for a sum of elements where T is usual, and `_PRICE` x usual^2
+    for each parameter that it cuts inside rows. From the last stop to the first: the cheapest way from there to the end.
+    """
+    offsets = _offsets(numels, grid.align)
+    stops = _stops(numels, max(1, grid.usual // 16))
+    costs = [0] * len(stops)
+    chosen = [(0, _Piece([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
+    for i in reversed(range(len(stops) - 1)):
+        first = stops[i]
+        options = []  # (the least that it can cost, where the bucket ends, its elements), the cheapest first
+        for j in range(i + 1, len(stops)):
+            size = offsets[stops[j] - 1] + numels[stops[j] - 1] - offsets[first]
+            if size > grid.most:
+                break
+            options.append((grid.usual**2 + size**2 + costs[j], -j, size))
+        best: int | None = None
+        for cost, j, size in sorted(options):
+            if best is not None and cost >= best:
+                break
+            part = slice(first, stops[-j])
+            piece = _on_rows(numels[part], rows[part], size, grid)
+            if piece is None:
+                piece, shard = _Piece(offsets[part], []), grid.plain_shard(size)
+                split = sum(
+                    1 < rows[k] <= numels[k] and splits_rows(offsets[k] - offsets[first], numels[k], rows[k], shard)
+                    for k in range(first, stops[-j])
+                )
+                cost += _PRICE * grid.usual**2 * split
+            if best is None or cost < best:
+                best, costs[i], chosen[i] = cost, cost, (-j, piece)
+    found, at = [], 0
+    while at < len(stops) - 1:
+        at, piece = chosen[at]
+        found.append(piece)
+    return found
+
+
+def _stops(numels: Sequence[int], small: int) -> list[int]:
+    """Before which parameters a bucket may begin: not between ``small`` ones, whose runs are cut where they are as large."""
+    found, held = [0], 0
+    for i, numel in enumerate(numels):
+        if i > found[-1] and (numel >= small or held >= small):
+            found.append(i)
+            held = 0
+        held += numel
+    return [*found, len(numels)]
+
+
+def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> _Piece | None:
+    """The bucket of these parameters with row cuts; None where these will not do. ``size``: their elements, packed."""
+    shard, multiple, numel = grid.plain_shard(size), grid.align, sum(numels)
+    for _ in range(_TRIES if numel else 0):
+        if not grid.pads_little(numel, grid.world * shard):
+            break
+        begins, end, needed = _place(numels, rows, shard, grid.align)
+        if needed:
+            multiple = lcm(multiple, needed)
+            shard = round_up(shard, multiple)
+        elif end > grid.world * shard:
+            shard += round_up(-(-end // grid.world) - shard, multiple)
+        else:
+            return _Piece(begins, [shard])
+    return None
+
+
+def _place(numels: Sequence[int], rows: Sequence[int], shard: int, align: int) -> tuple[list[int], int, int]:
+    """(begins, end, 0) of parameters that lie so that every multiple of ``shard`` is where a row begins; or what the shard
+    has to be a multiple of, for one that spans a whole shard."""
+    begins, end = [], 0
+    for numel, row in zip(numels, rows, strict=True):
+        begin = round_up(end, align)
+        edge = (begin // shard + 1) * shard
+        if row > 1 and begin + numel > edge:
+            unit = lcm(row, align)
+            begin = edge - (edge - begin) // unit * unit
+            if begin + numel > edge + shard and shard % unit:
+                return [], 0, unit
+        begins.append(begin)
+        end = begin + numel
+    return begins, end, 0
