@@ -46,15 +46,17 @@ MAY_IMPORT = {
     "tools": COMM,
     "layout": COMM | {"kernels"},
     "grads": LAYOUT | {"torch_internals"},
+    "checkpoint": LAYOUT | {"torch_internals"},
     "gathers": LAYOUT | {"grads"},
-    "optim": LAYOUT | {"torch_internals", "grads", "gathers"},
+    "optim": LAYOUT | {"torch_internals", "grads", "gathers", "checkpoint"},
     "testing": set(),
-    "__init__": LAYOUT | {"optim"},
+    "__init__": LAYOUT | {"optim", "checkpoint"},
     "__main__": {"tools"},
 }
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
-PURE = {"_version", "errors", "layout.packing", "layout.row_cuts", "gathers.forward_order", "tools.flight"}
+PURE = {"_version", "errors", "layout.packing", "layout.row_cuts", "checkpoint.boxes", "gathers.forward_order"}
+PURE |= {"tools.flight"}
 PURE |= {f"native.{path.stem}" for path in (PACKAGE / "native").glob("*.py")}
 
 MAX_LINES = 700

@@ -3,6 +3,7 @@
 Importing compiles nothing; the native module builds itself at first use.
 """
 
+from bucketwheel import checkpoint
 from bucketwheel._version import __version__
 from bucketwheel.comm.backends import LocalRank, LocalWorld
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "adam_step",
     "all_gather",
+    "checkpoint",
     "l2_norm",
     "pack",
     "reduce_scatter",

@@ -414,6 +414,9 @@ def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:
     elif isinstance(expected, (str, bytes, type(None))):
         if actual != expected:
             raise AssertionError(f"{label}: actual {actual!r}, expected {expected!r}")
+    elif hasattr(expected, "piece") and hasattr(actual, "piece"):  # `TensorShard`
+        assert_bitwise_equal(actual.ranges, expected.ranges, f"{name}.ranges")
+        _assert_equal_bits(actual.piece, expected.piece, label)
     else:
         _assert_equal_bits(actual, expected, label)
 

@@ -17,6 +17,7 @@ __all__ = [
     "all_gather",
     "another_connection",
     "increment_version",
+    "is_writing_safetensors",
     "keep_out_of_graphs",
     "module_behind",
     "set_default_timeout",
@@ -84,6 +85,17 @@ def module_behind(params: Any) -> torch.nn.Module | None:
             return seen["self"]
         params = seen.get(".0")
     return None
+
+
+def is_writing_safetensors() -> bool:
+    """Whether the caller was called by the writer of `torch.distributed.checkpoint` that keeps one box of each name in a file:
+    its variable ``serialization_format`` says so, and torch gives no other sign."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if getattr(frame.f_locals.get("serialization_format"), "name", "") == "SAFETENSORS":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def keep_out_of_graphs() -> None:

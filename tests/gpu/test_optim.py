@@ -64,9 +64,8 @@ def trained(
     opt.param_sync()
     out += [p.detach().cpu().clone() for p in model.parameters()]
     saved = opt.state_dict()["state"]
-    out += [
-        saved[i][name].cpu().clone() for i in sorted(saved) for name in sorted(saved[i].keys() - {"ranges", "part"})
-    ]
+    parts = [saved[i][name] for i in sorted(saved) for name in sorted(saved[i])]
+    out += [getattr(part, "piece", part).cpu() for part in parts]
     opt.close()
     return out
 

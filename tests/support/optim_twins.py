@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -197,18 +198,21 @@ def joined_states(saved: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> 
         entries = [one["state"][index] for one in saved]
         joined: dict[str, Tensor] = {"step": entries[0]["step"]}
         assert all(torch.equal(entry["step"], joined["step"]) for entry in entries), "ranks count steps differently"
-        for name in entries[0].keys() - {"step", "ranges", "part"}:
+        for name in entries[0].keys() - {"step"}:
             flat = torch.full((param.numel(),), float("nan"), dtype=entries[0][name].dtype)
             covered = torch.zeros(param.numel(), dtype=torch.int64)
             for entry in entries:
+                value, ranges = entry[name], [(0, param.numel())]
+                if isinstance(value, TensorShard):
+                    piece, ranges = value.piece, list(value.ranges)
+                else:
+                    piece = in_memory_order(value, param)
                 at = 0
-                if "ranges" not in entry:
-                    entry = {**entry, "ranges": [(0, param.numel())], name: in_memory_order(entry[name], param)}
-                for begin, end in entry["ranges"]:
-                    flat[begin:end] = entry[name][at : at + end - begin]
+                for begin, end in ranges:
+                    flat[begin:end] = piece[at : at + end - begin]
                     covered[begin:end] += 1
                     at += end - begin
-                assert at == entry[name].numel()
+                assert at == piece.numel()
             assert (covered == 1).all(), f"{name} of parameter {index} is not covered once: {covered}"
             joined[name] = flat.as_strided(param.shape, param.stride())
         whole.append(joined)

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from bucketwheel.checkpoint.tensor_shard import TensorShard
 from bucketwheel.grads.placeholder import ShardedGrad
 
 __all__ = ["refuse_foreign_steps"]
@@ -35,8 +36,9 @@ def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
             if isinstance(param.grad, ShardedGrad):
                 raise param.grad.refusal(f"{name}.step")
     first = next(iter(optimizer.state.values()), None)
-    if isinstance(first, dict) and "part" in first and "ranges" in first:
+    part = first.get("exp_avg") if isinstance(first, dict) else None
+    if isinstance(part, TensorShard):
         raise RuntimeError(
-            f"{name}.step: its state is rank {first['part'][0]}'s part of {first['part'][1]}, loaded from the state_dict of "
-            "a sharded optimizer, which only a ShardedAdamW of as many ranks can load"
+            f"{name}.step: its state is rank {part.part[0]}'s part of {part.part[1]}, loaded from the state_dict of a sharded "
+            "optimizer. Load optimizer.full_state_dict() instead, or the checkpoint by torch.distributed.checkpoint"
         )

@@ -422,13 +422,13 @@ class ShardedAdamW(Optimizer):
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, without communication. Loads at the same world size and `bucket_cap_mb`, and at
-        world size 1 into AdamW.
+        """The state, without communication: of sharded parameters this rank's part.
 
         ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
         for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
-        ``master_weights="none"``): of a sharded parameter the elements of ``ranges`` (pairs [begin, end) of its memory
-        order), 1-D, and ``part``: [rank, world]; of a local one the parameter's shape.
+        ``master_weights="none"``). Over several ranks they are `bucketwheel.checkpoint.TensorShard`, which
+        `torch.distributed.checkpoint` saves from all ranks together and loads at any other number of ranks; at world
+        size 1 plain tensors of the parameter's shape. All are copies.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -440,7 +440,8 @@ class ShardedAdamW(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned on this rank, or a full one: `torch.optim.AdamW`'s, or one of world size 1.
+        """Loads what `state_dict` returned on this rank, or `torch.distributed.checkpoint` has loaded into that, or a full
+        one: `torch.optim.AdamW`'s, or one of world size 1.
 
         The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
         ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first.

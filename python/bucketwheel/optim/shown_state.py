@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from bucketwheel.checkpoint.tensor_shard import TensorShard
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param
 from bucketwheel.native import core
@@ -243,7 +244,7 @@ class ShownState:
             if info.param in stays:
                 self._look(edits, engine, info, entry, shown)
             elif entry:
-                saved = states.saved_entry(engine, info)
+                saved = states.own_entry(engine, info)
                 home = self._home(engine, info, saved) if engine.world > 1 else {}
                 changed = {name: value for name, value in entry.items() if shown.get(name) is not value}
                 edits.left[info.param] = ({**saved, **changed}, home)
@@ -280,7 +281,7 @@ class ShownState:
         values: dict[str, _Value | int] = {}
         for name, value in entry.items():
             tensor, place = homes.get(id(value), (value, None))
-            if name in ("ranges", "part", "remainder"):
+            if name == "remainder":
                 continue
             if place is None:
                 values[name] = _value_of(info, name, value, names, info.param.shape)
@@ -297,7 +298,7 @@ class ShownState:
 
     def _home(self, engine: Engine, info: ParamInfo, entry: Mapping[str, Any]) -> _Homes:
         place = _Place(engine.ranges_of(info.index), info.param.shape, info.stride)
-        names = entry.keys() - {"step", "ranges", "part"}
+        names = entry.keys() - {"step"}
         return {id(entry[name]): (entry[name], place) for name in names}
 
 
@@ -340,6 +341,10 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
         raise ValueError(f"optimizer.state of {info.name!r} has {name!r}, which is no state of it: {sorted(names)} are")
     if not isinstance(value, Tensor):
         raise TypeError(f"optimizer.state of {info.name!r}: {name} must be a tensor, got {type(value).__name__}")
+    if isinstance(value, TensorShard):
+        raise TypeError(
+            f"optimizer.state of {info.name!r}: {name} is a part that state_dict() gave; load_state_dict() takes it"
+        )
     if value.shape == info.param.shape:
         return _Value(value.detach().clone(), is_whole=True)
     if tuple(value.shape) == tuple(own):

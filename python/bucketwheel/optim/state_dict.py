@@ -1,8 +1,8 @@
-"""state_dict: what `ShardedAdamW` saves and loads. Plain tensors, numbers and lists.
+"""state_dict: what `ShardedAdamW` saves and loads.
 
-A sharded parameter's entry holds this rank's elements and, as ``ranges``, which they are; ``part`` says of which rank
-and of how many. A full entry (world size 1,
-or `torch.optim.AdamW`'s) has the parameter's shape and no ``ranges``; any rank takes its own part out of it.
+A sharded parameter's entry holds a `TensorShard` of each state: this rank's part, which knows what it is part of. A full
+entry (world size 1, or `torch.optim.AdamW`'s) has plain tensors of the parameter's shape; any rank takes its own part
+out of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bucketwheel.checkpoint.tensor_shard import TensorShard
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, load_master, master_of
@@ -30,6 +31,7 @@ __all__ = [
     "cut",
     "digest_of_rows",
     "load_taken_in",
+    "own_entry",
     "plan_load",
     "reset",
     "save",
@@ -68,29 +70,36 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
 
 
 def saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
-    """Copies of what this rank has of a parameter."""
+    """`own_entry`, as `TensorShard` where the states are sharded."""
+    entry = own_entry(engine, info)
+    if engine.world > 1:
+        ranges = engine.owned_ranges(info.index)
+        for name in entry.keys() - {"step"}:
+            entry[name] = TensorShard(entry[name], info.param.shape, info.stride, ranges, engine.part, info.name)
+    return entry
+
+
+def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
+    """Copies of what this rank has of a parameter: its step, and 1-D in memory order (world size 1: in the parameter's shape)
+    its states, each in memory of its own."""
     tensors = engine.states[info.index]
-    entry: dict[str, Any] = {"step": engine.steps[info.index].to(torch.float32)}
+    entry = {"step": engine.steps[info.index].to(torch.float32)}
     for name in _saved_names(tensors):
         copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
         assert copy is not None
         is_flat = engine.world == 1 and copy.shape != info.param.shape
         entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
-    if engine.world > 1:
-        entry["ranges"] = [list(pair) for pair in engine.owned_ranges(info.index)]
-        entry["part"] = list(engine.part)
     return entry
 
 
 def whole_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
-    """`saved_entry` of all ranks together, in the parameter's shape. Collective."""
-    entry = saved_entry(engine, info)
-    names = [name for name in entry if name not in ("step", "ranges", "part")]
+    """`own_entry` of all ranks together, in the parameter's shape. Collective."""
+    entry = own_entry(engine, info)
     if engine.world > 1:
         ranges = engine.ranges_of(info.index)
-        for name in names:
+        for name in [name for name in entry if name != "step"]:
             entry[name] = engine.join(entry[name], ranges).as_strided(info.param.shape, info.stride)
-    return {name: entry[name] for name in ("step", *names)}
+    return entry
 
 
 def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
@@ -149,15 +158,14 @@ def _states_of_frozen(
     for p, entry in found.items():
         names = _saved_names(optimizer._engine.precision.kept_of(p.dtype))
         _expect_entry(entry, names, f"a parameter of shape {tuple(p.shape)} that is frozen now")
-        if "ranges" not in entry:
-            for name in names:
-                _expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
-        else:
+        if any(isinstance(entry.get(name), TensorShard) for name in names):
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
                 "make the optimizer with the parameters trained that were trained when it was saved, load, and "
                 "freeze them then"
             )
+        for name in names:
+            _expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
     return found
 
 
@@ -270,27 +278,25 @@ def _plan(
         return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
     _expect_entry(entry, _saved_names(tensors), repr(info.name))
     loaded = {}
-    numel = tensors["exp_avg"].numel()
     for name in _saved_names(tensors):
         value = entry.get(name)
         if value is None:
             continue
-        if "ranges" in entry:
-            if [tuple(pair) for pair in entry["ranges"]] != list(ranges):
-                rank, world = entry.get("part", ("?", "?"))
-                raise ValueError(
-                    f"the state of {info.name!r} is rank {rank}'s part of {world}, for the elements {entry['ranges']}; "
-                    f"this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}: load the part that "
-                    "this rank has saved, at the same world size and bucket_cap_mb"
-                )
-            part = value.flatten()
-        else:
-            _expect_shape(value, info.param, name, repr(info.name))
-            part = cut(value, info, ranges)
-        if part.numel() != numel:
-            raise ValueError(f"the state {name!r} of {info.name!r} has {part.numel()} elements here, expected {numel}")
-        loaded[name] = part
+        _expect_shape(value, info.param, name, repr(info.name))
+        loaded[name] = _own_part(engine, info, value) if isinstance(value, TensorShard) else cut(value, info, ranges)
     return info, int(entry["step"]), loaded
+
+
+def _own_part(engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard) -> Tensor:
+    ranges = engine.owned_ranges(info.index)
+    if list(shard.ranges) != list(ranges) or shard.stride() != info.stride:
+        raise ValueError(
+            f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}, for the elements "
+            f"{list(shard.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part loads on "
+            "the rank that saved it, at the same world size and bucket_cap_mb: bw.checkpoint.load and "
+            "torch.distributed.checkpoint.load bring a checkpoint to any"
+        )
+    return shard.piece
 
 
 def cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:

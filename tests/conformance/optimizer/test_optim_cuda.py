@@ -64,9 +64,8 @@ def trained(rank: int, comm: Communicator | None, dtype: torch.dtype, clip: str,
     opt.param_sync()
     out += [p.detach().clone() for p in model.parameters()]
     saved = opt.state_dict()["state"]
-    out += [
-        saved[i][name].clone() for i in sorted(saved) for name in sorted(saved[i]) if name not in ("ranges", "part")
-    ]
+    parts = [saved[i][name] for i in sorted(saved) for name in sorted(saved[i])]
+    out += [getattr(part, "piece", part) for part in parts]
     opt.close()
     return out
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
@@ -118,7 +119,11 @@ def test_states_of_frozen_parameters_wait_for_them() -> None:
     run_local(1, body)
     frozen = ShardedAdamW([Parameter(values[3].clone(), False), Parameter(torch.zeros(1))])
     for name, other, match in (
-        ("ranges", [[0, 1]], r"a rank's part of a parameter of shape \(64, 33\) that is frozen now"),
+        (
+            "exp_avg",
+            TensorShard(torch.zeros(1), (64, 33), (33, 1), [(0, 1)], (0, 2)),
+            r"a rank's part of a parameter of shape \(64, 33\) that is frozen now",
+        ),
         ("step", None, r"shape \(64, 33\) that is frozen now has no 'step'"),
         ("exp_avg_sq", None, r"shape \(64, 33\) that is frozen now has no 'exp_avg_sq'"),
         ("exp_avg", torch.zeros(3), r"frozen now has shape \(3,\), the parameter \(64, 33\)"),

@@ -1,0 +1,21 @@
+"""Checkpoints: states that are saved anywhere and loaded anywhere.
+
+Uses `layout` and below; it gets an optimizer as an argument and never imports one. Start with `boxes.py`, pure: what a rank
+owns of a parameter, as boxes of its shape; `tensor_shard.py` is what `optimizer.state_dict()` holds. What needs
+`torch.distributed.checkpoint`, whose import takes a second, is imported when it is asked for.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from bucketwheel.checkpoint.tensor_shard import TensorShard
+
+__all__ = ["TensorShard"]
+
+_LATER: dict[str, str] = {}  # what is imported when it is asked for, and from where
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,0 +1,88 @@
+"""Boxes: what a rank owns of a parameter, as n-dimensional boxes of its shape. Pure integers.
+
+A rank owns ranges of a parameter's memory order. Checkpoints know boxes: where one begins in each dimension, and its
+sizes. A range of whole rows is one box; any other is cut into at most 2 (n - 1) + 1: the end of a row, whole rows, the
+beginning of a row, and of the partial rows the same again, one dimension less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["Box", "boxes_of", "memory_order"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements [offset, offset + size) in each dimension; they lie at ``begin`` of the rank's piece, with ``strides``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dimensions of a dense tensor, those whose neighbours lie furthest apart first; dimensions of one element anywhere."""
+    return sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -stride[dim]))
+
+
+def boxes_of(shape: Sequence[int], stride: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Box, ...]:
+    """The boxes of ``ranges`` ([begin, end) in memory order, ascending) of a dense tensor of ``shape`` and ``stride``.
+
+    The piece of a rank has the elements of its ranges one behind the other. A tensor without elements has one box for a
+    range [0, 0).
+    """
+    order = memory_order(shape, stride)
+    sizes = [shape[dim] for dim in order]
+    found: list[Box] = []
+    at = 0
+    for begin, end in ranges:
+        cuts = _cut(sizes, begin, end) if prod(sizes) else [((0,) * len(sizes), tuple(sizes))]
+        for offsets, lengths in cuts:
+            found.append(_in_shape(order, offsets, lengths, at))
+            at += found[-1].numel
+    return tuple(found)
+
+
+def _cut(sizes: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes of [begin, end), row-major, in order."""
+    if begin >= end:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row = prod(sizes[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(sizes, last, begin, end)
+        return
+    yield from _in_row(sizes, first - 1, begin, first * row)
+    if first < last:
+        yield (first, *(0 for _ in sizes[1:])), (last - first, *sizes[1:])
+    yield from _in_row(sizes, last, last * row, end)
+
+
+def _in_row(sizes: Sequence[int], row: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    before = row * prod(sizes[1:])
+    for offsets, lengths in _cut(sizes[1:], begin - before, end - before):
+        yield (row, *offsets), (1, *lengths)
+
+
+def _in_shape(order: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], begin: int) -> Box:
+    """The box with its dimensions as the shape has them."""
+    strides = [prod(lengths[i + 1 :]) for i in range(len(lengths))]
+    at = {dim: i for i, dim in enumerate(order)}
+    dims = range(len(order))
+    return Box(
+        tuple(offsets[at[dim]] for dim in dims),
+        tuple(lengths[at[dim]] for dim in dims),
+        begin,
+        tuple(strides[at[dim]] for dim in dims),
+    )

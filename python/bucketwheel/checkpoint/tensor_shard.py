@@ -1,0 +1,208 @@
+"""TensorShard: what one rank holds of a tensor, in a form that stock torch.distributed.checkpoint saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from bucketwheel.checkpoint.boxes import Box, boxes_of
+from bucketwheel.torch_internals import is_writing_safetensors
+
+if TYPE_CHECKING:  # it takes a second, and who calls the methods below has imported it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["TensorShard"]
+
+_aten = torch.ops.aten
+
+
+class TensorShard(Tensor):
+    """A tensor of the whole ``shape`` of which this rank holds ``ranges``: [begin, end) in memory order, ascending.
+
+    ``piece`` has their elements one behind the other: 1-D, memory of its own. ``stride`` is that of the whole tensor and
+    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages.
+
+    It has no elements where torch looks for them, so code that does not know it raises instead of taking a part for the
+    whole. It can be copied, moved to another device, pickled (and loaded with ``weights_only=True``), compared by
+    `torch.equal`, and saved and loaded by `torch.distributed.checkpoint`, which calls the three methods with underscores.
+    """
+
+    piece: Tensor
+    ranges: tuple[tuple[int, int], ...]
+    part: tuple[int, int]
+    param_name: str
+
+    @staticmethod
+    def __new__(
+        cls,
+        piece: Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        part: tuple[int, int],
+        param_name: str = "",
+    ) -> TensorShard:
+        owned = sum(end - begin for begin, end in ranges)
+        if piece.shape != (owned,):
+            raise ValueError(
+                f"a piece of shape {tuple(piece.shape)} is given for the {owned} elements of {list(ranges)}"
+            )
+        make: Any = torch.Tensor._make_wrapper_subclass
+        self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
+        self.piece = piece
+        self.ranges = tuple((int(begin), int(end)) for begin, end in ranges)
+        self.part = (int(part[0]), int(part[1]))
+        self.param_name = param_name
+        return self
+
+    def _like(self, piece: Tensor) -> TensorShard:
+        return TensorShard(piece, self.shape, self.stride(), self.ranges, self.part, self.param_name)
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        ranges = self.ranges
+        if self.numel() == 0 and self.part[0] == 0:
+            ranges = ((0, 0),)  # somebody must say that there is such a tensor
+        return boxes_of(self.shape, self.stride(), ranges)
+
+    def view_of(self, box: Box) -> Tensor:
+        """The elements of one of `boxes`, of its sizes: a view of ``piece``."""
+        return self.piece.as_strided(box.sizes, box.strides, self.piece.storage_offset() + box.begin)
+
+    def as_checkpointable(self) -> Tensor:
+        """This rank's box as a plain tensor with what torch >= 2.14 calls a `CheckpointableTensor`: ``global_shape``,
+        ``global_offsets``, ``local_offsets``, ``local_sizes``. ValueError where this rank does not have one box."""
+        if len(self.boxes) != 1:
+            raise ValueError(
+                f"{self.param_name or 'the tensor'!r}: rank {self.part[0]} of {self.part[1]} has {len(self.boxes)} boxes of "
+                f"{tuple(self.shape)}, and a CheckpointableTensor is one; optimizer.describe() names the buckets that are "
+                "not cut at rows"
+            )
+        (box,) = self.boxes
+        plain: Any = self.view_of(box)
+        plain.global_shape, plain.global_offsets = torch.Size(self.shape), (box.offsets,)
+        plain.local_offsets, plain.local_sizes = ((0,) * len(box.sizes),), (box.sizes,)
+        return plain
+
+    # --- torch.distributed.checkpoint --------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.piece)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets), i),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
+            )
+            for i, (box, chunk) in enumerate(zip(self.boxes, self.__create_chunk_list__(), strict=True))
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        offset = tuple(index.offset or ())
+        hint = index.index if index.index is not None and index.index < len(self.boxes) else 0
+        for box in (*self.boxes[hint:], *self.boxes[:hint]):
+            if box.offsets == offset:
+                if len(self.boxes) > 1 and is_writing_safetensors():
+                    raise RuntimeError(
+                        f"torch's HuggingFaceStorageWriter keeps one box of each tensor of a rank, and rank {self.part[0]} "
+                        f"has {len(self.boxes)} of {index.fqn!r}: the others would be lost. Use dcp.save with another "
+                        "writer, or save optimizer.full_state_dict()"
+                    )
+                return self.view_of(box)
+        raise ValueError(f"{index.fqn!r} has no box at {offset} on rank {self.part[0]}; it has {self.boxes}")
+
+    # --- what torch may do with it -----------------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self = args[0] if args and isinstance(args[0], TensorShard) else None
+        packet = func.overloadpacket
+        if self is not None:
+            if packet in (_aten.detach, _aten.alias):
+                return self._like(self.piece)
+            if packet in (_aten.clone, _aten._to_copy, _aten._pin_memory):
+                kwargs.pop("memory_format", None)
+                return self._like(func(self.piece, *args[1:], **kwargs))
+            if packet is _aten.is_pinned:
+                return func(self.piece, *args[1:], **kwargs)
+            if packet in (_aten.new_empty, _aten.empty_like) and (len(args) < 2 or tuple(args[1]) == self.shape):
+                kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
+                return self._like(torch.empty_like(self.piece, **kept))
+            if packet is _aten.copy_:
+                self._take(args[1])
+                return self
+            if packet is _aten.equal and isinstance(args[1], TensorShard):
+                other = args[1]
+                return (self.shape, self.ranges) == (other.shape, other.ranges) and torch.equal(self.piece, other.piece)
+        next(arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, TensorShard))._refuse(func)
+
+    def _take(self, other: Tensor) -> None:
+        if isinstance(other, TensorShard):
+            if (self.shape, self.ranges) != (other.shape, other.ranges):
+                raise RuntimeError(f"copy_: {self!r} and {other!r} are not the same elements of a tensor")
+            self.piece.copy_(other.piece)
+            return
+        if other.shape != self.shape:
+            raise RuntimeError(f"copy_: {self!r} takes a tensor of its shape, not {tuple(other.shape)}")
+        for box in self.boxes:
+            there = other
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                there = there.narrow(dim, offset, size)
+            self.view_of(box).copy_(there)
+
+    def _refuse(self, func: Any) -> NoReturn:
+        rank, world = self.part
+        raise RuntimeError(
+            f"{func} needs the whole of {self.param_name or 'a tensor'!r}, and this is rank {rank}'s part of {world}. Save and load "
+            "it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole states that any "
+            "torch optimizer loads"
+        )
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("numpy()")
+
+    def tolist(self) -> NoReturn:
+        self._refuse("tolist()")
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        rank, world = self.part
+        ranges = ", ".join(f"[{begin}, {end})" for begin, end in self.ranges) or "nothing"
+        named = f"{self.param_name!r}, " if self.param_name else ""
+        return f"TensorShard({named}{tuple(self.shape)}, {self.dtype}, rank {rank} of {world} has {ranges})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        given = (self.piece, tuple(self.shape), tuple(self.stride()), self.ranges, self.part, self.param_name)
+        return _rebuild, given
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _rebuild(*given: Any) -> TensorShard:
+    return TensorShard(*given)
+
+
+torch.serialization.add_safe_globals([_rebuild])
