@@ -215,10 +215,10 @@ class Replicas:
         return [bytes(own) for own in everyone]
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
-        """Makes ``tensor`` on every rank what it is on rank 0, the only source there is."""
-        assert src == 0
-        self.shard.broadcast(tensor).wait()  # in every shard group; then the first group's is everybody's
-        return self._replicate.broadcast(tensor)
+        """Makes ``tensor`` on every rank what it is on rank ``src``."""
+        group, of_group = divmod(src, self.shard.size)
+        self.shard.broadcast(tensor, of_group).wait()  # in every shard group; then that of ``src`` is everybody's
+        return self._replicate.broadcast(tensor, group)
 
     def abort(self, reason: str) -> None:
         """Fails both communicators, and so, rank by rank, those of all ranks."""

@@ -121,9 +121,13 @@ class Space:
     def _own(self, segment: Segment) -> Tensor:
         return self.flat.flat.narrow(0, segment.flat_begin, segment.numel)
 
+    def value_parts(self, index: int) -> list[Tensor]:
+        """This rank's part of the parameter ``index``, a view for each of its ranges, in the order of `state_of`."""
+        return [self._own(segment) for segment in self.owned(index)]
+
     def values_of(self, index: int) -> Tensor:
-        """This rank's part of the parameter ``index``, in the order of `state_of`; a copy."""
-        parts = [self._own(segment) for segment in self.owned(index)]
+        """`value_parts`, one behind the other; a copy."""
+        parts = self.value_parts(index)
         return torch.cat(parts) if parts else self.flat.flat[:0].clone()
 
     def add_row(self, rows: AdamRows, segment: Segment) -> None:

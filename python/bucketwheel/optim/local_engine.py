@@ -37,6 +37,7 @@ class LocalEngine:
 
     world = 1
     part = (0, 1)
+    ranks = (0, 1)
 
     def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
         self.precision = options.precision
@@ -332,6 +333,12 @@ class LocalEngine:
     def values_of(self, index: int) -> Tensor:
         return self.infos[index].param.detach()
 
+    def value_parts(self, index: int) -> list[Tensor]:
+        param, like = self.infos[index].param.detach(), self.states[index]["exp_avg"]
+        if param.stride() != like.stride():  # it was moved, and the next step gives it these back
+            param = torch.empty_strided(like.shape, like.stride(), dtype=param.dtype, device=like.device).copy_(param)
+        return [param.as_strided((param.numel(),), (1,))]
+
     def memory(self) -> dict[str, int]:
         return report.memory_of_local(self)
 
@@ -343,6 +350,11 @@ class LocalEngine:
 
     def join(self, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
         return part
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """There is nobody to tell."""
+
+    broadcast_part = broadcast
 
     def refuse(self, text: str) -> NoReturn:
         raise RuntimeError(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from bucketwheel.errors import ClosedError
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.precision import Precision
+from bucketwheel.optim import full_state
 from bucketwheel.optim import state_dict as states
 from bucketwheel.optim.foreign_steps import refuse_foreign_steps
 from bucketwheel.optim.given_modules import GivenModules
@@ -60,7 +62,8 @@ class ShardedAdamW(Optimizer):
     `full_state` and `reset_state`. Hyperparameters that differ between ranks raise RuntimeError on all in `step`.
 
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
-    `local_grad_norm`, `full_grad`, `full_state`, `load_state_dict`, `close`, and what stock code asks of placeholders.
+    `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`, `load_full_state_dict`, `close`, and what stock code
+    asks of placeholders.
 
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
@@ -460,10 +463,71 @@ class ShardedAdamW(Optimizer):
             error = found
         self._engine.expect_done_by_all("load_state_dict", error)
         load()
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
         self._shown.said.clear()
         self._shown.publish(self.state, self._engine)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def full_state_dict(
+        self,
+        dst: int | None = 0,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        chunk_bytes: int = full_state.CHUNK_BYTES,
+        masters: bool = True,
+        model: torch.nn.Module | None = None,
+    ) -> dict[str, Any]:
+        """The whole state on rank ``dst`` of all ranks (None: on every one), as `torch.optim.AdamW.state_dict` returns it; {}
+        on the others. On the CPU, each state in its own dtype. Others need ``chunk_bytes`` beside their states. Collective.
+
+        Args:
+            path: rank ``dst`` writes the dict to this file, chunk by chunk, and returns {} too. ``torch.load(path,
+                weights_only=True)`` reads it. It has this name once it is complete and synced; OSError where it cannot be
+                written, on other ranks ValueError with its text.
+            masters: with ``master_param``, which this optimizer needs to go on bitwise. `torch.optim.AdamW` loads one,
+                rounded to the parameter's dtype, and never uses it.
+            model: call parameters what it calls them, for `torch.distributed.checkpoint.state_dict`; else they are numbered.
+        """
+        self._follow_groups()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._engine.param_sync()
+        self._follow_state()
+        saved = full_state.save(self, dst, path=path, chunk_bytes=chunk_bytes, masters=masters, model=model)
+        for after in self._optimizer_state_dict_post_hooks.values() if saved else ():
+            saved = after(self, saved) or saved
+        return saved
+
+    def load_full_state_dict(
+        self,
+        state_dict: dict[str, Any] | str | os.PathLike[str] | None,
+        src: int | None = 0,
+        *,
+        chunk_bytes: int = full_state.CHUNK_BYTES,
+    ) -> None:
+        """`load_state_dict` of a whole state that rank ``src`` of all ranks has (the others give None), or with ``src`` None every
+        one. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`.
+
+        ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
+        ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (flattened too), or the path of a torch.save file
+        of one. Parameters go by their order in ``param_groups``, or by their names where these are ours.
+        """
+        self._follow_groups()
+        error, load = None, None
+        try:
+            given = full_state.read(state_dict if src in (None, self._engine.ranks[0]) else None)
+            for before in self._optimizer_load_state_dict_pre_hooks.values() if given is not None else ():
+                given = before(self, given) or given
+            load = full_state.FullLoad(self, given, src, chunk_bytes)
+        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+            error = found
+        self._engine.expect_done_by_all(f"load_full_state_dict({src=}, {chunk_bytes=})", error)
+        assert load is not None
+        load.carry_out()
+        self._note_loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; at any time. Collective once the optimizer is made.
@@ -492,7 +556,7 @@ class ShardedAdamW(Optimizer):
         """
         self._follow_groups()
         self._follow_state()
-        return states.whole_entry(self._engine, self._engine.infos[self._trained.index_known(param, "full_state")])
+        return full_state.whole_entry(self._engine, self._engine.infos[self._trained.index_known(param, "full_state")])
 
     def reset_state(self, parameters: Iterable[Parameter] | None = None, rows: Any = None) -> None:
         """Zeroes the moments and the step of all parameters, or of ``parameters``; with ``rows`` the moments of these alone: what

@@ -418,6 +418,10 @@ class ShardedEngine:
         """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""
         return self._space_of(index).values_of(index)
 
+    def value_parts(self, index: int) -> list[Tensor]:
+        """`values_of`, a view for each of `owned_ranges`."""
+        return self._space_of(index).value_parts(index)
+
     def memory(self) -> dict[str, int]:
         return report.memory_of(self)
 
@@ -431,6 +435,20 @@ class ShardedEngine:
     def join(self, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
         """The whole of what each rank has a ``part`` of. Collective."""
         return join(self.comm, part, ranges)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """(rank, size): of all ranks, replicas too."""
+        return self.reducer.rank, self.reducer.size
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Makes it on all `ranks` what it is on rank ``src``. Collective."""
+        self.reducer.broadcast(tensor, src).wait()
+
+    def broadcast_part(self, tensor: Tensor, owner: int) -> None:
+        """Makes it, on the ranks among which states are sharded, what it is on their rank ``owner``. Their collective."""
+        if self.world > 1:
+            self.comm.broadcast(tensor, owner).wait()
 
     def refuse(self, text: str) -> NoReturn:
         """RuntimeError on all ranks. Collective for those that are not refused."""

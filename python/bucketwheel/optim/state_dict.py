@@ -30,13 +30,20 @@ __all__ = [
     "assign",
     "cut",
     "digest_of_rows",
+    "expect_entry",
+    "expect_groups",
+    "expect_no_gradients",
+    "expect_shape",
+    "kept_groups",
     "load_taken_in",
+    "numbers_of",
     "own_entry",
     "plan_load",
     "reset",
     "save",
     "saved_entry",
-    "whole_entry",
+    "saved_names",
+    "update_groups",
 ]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
@@ -54,7 +61,7 @@ _KEPT_KEYS = {
 
 def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     engine = optimizer._engine
-    number = _numbers(optimizer.param_groups)
+    number = numbers_of(optimizer.param_groups)
     state = {}
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
@@ -84,7 +91,7 @@ def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str,
     its states, each in memory of its own."""
     tensors = engine.states[info.index]
     entry = {"step": engine.steps[info.index].to(torch.float32)}
-    for name in _saved_names(tensors):
+    for name in saved_names(tensors):
         copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
         assert copy is not None
         is_flat = engine.world == 1 and copy.shape != info.param.shape
@@ -92,50 +99,58 @@ def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str,
     return entry
 
 
-def whole_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
-    """`own_entry` of all ranks together, in the parameter's shape. Collective."""
-    entry = own_entry(engine, info)
-    if engine.world > 1:
-        ranges = engine.ranges_of(info.index)
-        for name in [name for name in entry if name != "step"]:
-            entry[name] = engine.join(entry[name], ranges).as_strided(info.param.shape, info.stride)
-    return entry
-
-
-def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
-    """What loads ``state_dict``. ValueError, KeyError or RuntimeError if it cannot be loaded; nothing is changed here."""
+def expect_no_gradients(optimizer: ShardedAdamW) -> None:
     engine = optimizer._engine
     if any(info.param.grad is not None for info in engine.infos) and engine.world > 1:
         raise RuntimeError("load_state_dict while gradients are pending: call step() or zero_grad() first")
-    groups = state_dict["param_groups"]
+
+
+def expect_groups(optimizer: ShardedAdamW, groups: Sequence[dict[str, Any]]) -> dict[Tensor, Any]:
+    """What the loaded ``groups`` call the parameters. ValueError, TypeError or KeyError if they do not fit."""
     if len(groups) != len(optimizer.param_groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
     if any(len(a["params"]) != len(b["params"]) for a, b in zip(groups, optimizer.param_groups, strict=True)):
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    _expect_flags(optimizer.param_groups, groups, engine.precision.amsgrad)
+    _expect_flags(optimizer.param_groups, groups, optimizer._engine.precision.amsgrad)
     _expect_hyperparameters(groups)
-    saved_as = {
+    return {
         p: saved
         for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
         for saved, p in zip(theirs["params"], ours["params"], strict=True)
     }
+
+
+def kept_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is taken of loaded groups. Copies: schedulers write to learning rates that are tensors."""
+    return deepcopy([{key: value for key, value in theirs.items() if key not in _KEPT_KEYS} for theirs in groups])
+
+
+def update_groups(optimizer: ShardedAdamW, kept: Sequence[dict[str, Any]]) -> None:
+    for theirs, ours in zip(kept, optimizer.param_groups, strict=True):
+        rate = ours["lr"]
+        ours.update(theirs)
+        if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
+            ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"], dtype=rate.dtype, device=rate.device))
+    optimizer._engine.expect_loaded_model()
+
+
+def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
+    """What loads ``state_dict``. ValueError, KeyError or RuntimeError if it cannot be loaded; nothing is changed here."""
+    engine = optimizer._engine
+    expect_no_gradients(optimizer)
+    groups = state_dict["param_groups"]
+    saved_as = expect_groups(optimizer, groups)
     plans = [_plan(engine, info, state_dict["state"].get(saved_as[info.param])) for info in engine.infos]
     of_frozen = _states_of_frozen(optimizer, state_dict["state"], saved_as)
-    kept = [{key: value for key, value in theirs.items() if key not in _KEPT_KEYS} for theirs in groups]
-    kept = deepcopy(kept)  # schedulers write to learning rates that are tensors
+    kept = kept_groups(groups)
 
     def load() -> None:
         optimizer._trained.loaded = of_frozen
         for plan in plans:
             _carry_out(engine, *plan)
-        for theirs, ours in zip(kept, optimizer.param_groups, strict=True):
-            rate = ours["lr"]
-            ours.update(theirs)
-            if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
-                ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"], dtype=rate.dtype, device=rate.device))
-        engine.expect_loaded_model()
+        update_groups(optimizer, kept)
 
     return load
 
@@ -156,8 +171,8 @@ def _states_of_frozen(
     divided them yet."""
     found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if state.get(saved_as[p])}
     for p, entry in found.items():
-        names = _saved_names(optimizer._engine.precision.kept_of(p.dtype))
-        _expect_entry(entry, names, f"a parameter of shape {tuple(p.shape)} that is frozen now")
+        names = saved_names(optimizer._engine.precision.kept_of(p.dtype))
+        expect_entry(entry, names, f"a parameter of shape {tuple(p.shape)} that is frozen now")
         if any(isinstance(entry.get(name), TensorShard) for name in names):
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
@@ -165,7 +180,7 @@ def _states_of_frozen(
                 "freeze them then"
             )
         for name in names:
-            _expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
+            expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
     return found
 
 
@@ -207,14 +222,14 @@ def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None
         moment.as_strided(own.shape, (1,)).masked_fill_(own, 0.0)
 
 
-def _expect_entry(entry: dict[str, Any], names: Iterable[str], of: str) -> None:
+def expect_entry(entry: dict[str, Any], names: Iterable[str], of: str) -> None:
     """ValueError unless it has a step and the states ``names``; without a master the parameter is the weight."""
     missing = [name for name in ("step", *names) if name != "master_param" and entry.get(name) is None]
     if missing:
         raise ValueError(f"the state of {of} has no {missing[0]!r}; it has {sorted(entry)}")
 
 
-def _expect_shape(value: Tensor | None, param: Tensor, name: str, of: str) -> None:
+def expect_shape(value: Tensor | None, param: Tensor, name: str, of: str) -> None:
     if value is not None and value.shape != param.shape:
         raise ValueError(
             f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
@@ -227,7 +242,7 @@ def digest_of_rows(rows: Any) -> str:
     return f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
 
 
-def _saved_names(tensors: Iterable[str]) -> list[str]:
+def saved_names(tensors: Iterable[str]) -> list[str]:
     """What is saved of the states ``tensors``: a remainder as the master that it makes with its parameter."""
     return ["master_param" if name == "remainder" else name for name in tensors]
 
@@ -259,7 +274,7 @@ def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any
     expect_uniform_flags(after)
 
 
-def _numbers(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
+def numbers_of(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
     """As torch numbers parameters: through all groups, frozen ones counted."""
     grouped = (p for group in param_groups for p in group["params"])
     numbers: dict[Tensor, int] = {}
@@ -274,15 +289,15 @@ def _plan(
     """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
     tensors, ranges = engine.states[info.index], engine.owned_ranges(info.index)
     if not entry:  # torch saves nothing for a parameter that was never stepped
-        names = [name for name in _saved_names(tensors) if name != "master_param"]
+        names = [name for name in saved_names(tensors) if name != "master_param"]
         return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
-    _expect_entry(entry, _saved_names(tensors), repr(info.name))
+    expect_entry(entry, saved_names(tensors), repr(info.name))
     loaded = {}
-    for name in _saved_names(tensors):
+    for name in saved_names(tensors):
         value = entry.get(name)
         if value is None:
             continue
-        _expect_shape(value, info.param, name, repr(info.name))
+        expect_shape(value, info.param, name, repr(info.name))
         loaded[name] = _own_part(engine, info, value) if isinstance(value, TensorShard) else cut(value, info, ranges)
     return info, int(entry["step"]), loaded
 
