@@ -10,9 +10,9 @@ from typing import Any
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["TensorShard"]
+__all__ = ["TensorShard", "save_safetensors"]
 
-_LATER: dict[str, str] = {}  # what is imported when it is asked for, and from where
+_LATER = {"save_safetensors": "safetensors_export"}  # what is imported when it is asked for, and from where
 
 
 def __getattr__(name: str) -> Any:
