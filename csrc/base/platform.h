@@ -98,6 +98,21 @@ BW_FORCE_INLINE void fence_past_cache() {
 #endif
 }
 
+// 1 where the instruction set that this file is compiled for has a step of CRC32C: `crc`, then 8 bytes or one.
+#if defined(__SSE4_2__)
+#define BW_HAS_CRC32C 1
+BW_FORCE_INLINE uint32_t crc32c_word(uint32_t crc, uint64_t word) {
+  return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
+}
+BW_FORCE_INLINE uint32_t crc32c_byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
+#elif defined(__ARM_FEATURE_CRC32)
+#define BW_HAS_CRC32C 1
+BW_FORCE_INLINE uint32_t crc32c_word(uint32_t crc, uint64_t word) { return __builtin_aarch64_crc32cx(crc, word); }
+BW_FORCE_INLINE uint32_t crc32c_byte(uint32_t crc, uint8_t byte) { return __builtin_aarch64_crc32cb(crc, byte); }
+#else
+#define BW_HAS_CRC32C 0
+#endif
+
 // While alive, this thread computes as IEEE 754 says: round to nearest even, denormals kept. A thread inherits its
 // mode from the thread that started it, and torch.set_flush_denormal() changes one thread only. Without this, a result
 // would depend on which thread computed it.

@@ -5,6 +5,7 @@
 #include "bindings/adam_py.h"
 #include "bindings/c10d_py.h"
 #include "bindings/comm_py.h"
+#include "bindings/crc32c_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
 #include "bindings/nccl_py.h"
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_norm(m);
   bucketwheel::bind_adam(m);
   bucketwheel::bind_adam_cuda(m);
+  bucketwheel::bind_crc32c(m);
   bucketwheel::bind_comm(m);
   bucketwheel::bind_peers(m);
   bucketwheel::bind_nccl(m);

@@ -1,7 +1,7 @@
 // The inner loops of the CPU kernels, compiled once per instruction set from one source and chosen at run time.
 //
 // cpu_plain.cpp, cpu_avx2.cpp and cpu_avx512.cpp hold one CpuKernels each; their loops come from adam_cpu.h,
-// norm_cpu.h, convert_cpu.h and reduce_cpu.h. Their results have the same bits (except for NaN payloads):
+// norm_cpu.h, convert_cpu.h, reduce_cpu.h and crc32c_cpu.h. Their results have the same bits (except for NaN payloads):
 // each element goes through the same IEEE operations, and the only sums over elements (norms) have a fixed order. The
 // plain one computes an fma by fmaf(), which is slow.
 #pragma once
@@ -55,6 +55,10 @@ struct CpuKernels {
   // bytes. Afterwards the target is not in the cache: use it for large copies that another thread reads, or this one
   // much later. Other threads see it like ordinary stores: after a store that follows and releases.
   void (*copy_past_cache)(void* to, const void* from, size_t bytes);
+
+  // As crc32c.h says.
+  uint32_t (*crc32c)(const void* data, size_t bytes, uint32_t initial);
+  uint32_t (*crc32c_copy)(void* to, const void* from, size_t bytes, uint32_t initial);
 };
 
 // From this size on, an ordinary copy would displace more from the cache than it leaves there.

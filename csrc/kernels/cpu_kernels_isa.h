@@ -12,6 +12,7 @@
 #include "kernels/adam_cpu.h"
 #include "kernels/convert_cpu.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/crc32c_cpu.h"
 #include "kernels/norm_cpu.h"
 #include "kernels/reduce_cpu.h"
 
@@ -19,7 +20,7 @@ namespace bucketwheel {
 namespace {
 
 consteval CpuKernels make_kernels(Isa isa) noexcept {
-  return {isa, adam, sumsq, store_sumsq, store, convert, sum, copy_past_cache};
+  return {isa, adam, sumsq, store_sumsq, store, convert, sum, copy_past_cache, crc32c, crc32c_copy};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // kernels/: index arithmetic beyond 2^31, and bounds of every kernel (under the address sanitizer). Run by
 // test_native.py.
 // needs: base device kernels
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "check.h"
 #include "kernels/adam.h"
 #include "kernels/cpu_kernels.h"
+#include "kernels/crc32c.h"
 #include "kernels/norm.h"
 #include "kernels/pack.h"
 #include "kernels/reduce.h"
@@ -69,6 +71,21 @@ std::unique_ptr<T[]> exactly(int64_t n, T value) {
 }
 
 }  // namespace
+
+TEST(a_checksum_reads_and_writes_its_bytes_alone) {
+  for (const int64_t bytes : {0, 1, 7, 8, 9, 3071, 3072, 3073, 20000, (1 << 20) - 1, (1 << 20) + 3000}) {
+    const auto from = exactly<unsigned char>(bytes, 0xab), to = exactly<unsigned char>(bytes, 0);
+    const auto size = static_cast<size_t>(bytes);
+    const uint32_t sum = crc32c(from.get(), size);
+    CHECK(crc32c_copy(to.get(), from.get(), size) == sum && std::equal(to.get(), to.get() + bytes, from.get()));
+    uint32_t one_by_one = 0;
+    for (size_t i = 0; i < size; ++i) {
+      one_by_one = crc32c(from.get() + i, 1, one_by_one);
+    }
+    CHECK(one_by_one == sum);
+  }
+  CHECK(crc32c("123456789", 9) == 0xe3069283);  // RFC 3720
+}
 
 TEST(every_kind_of_row_stays_within_its_memory) {
   set_num_threads(2);

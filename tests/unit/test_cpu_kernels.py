@@ -18,6 +18,7 @@ TESTS = ["test_adam_matrix.py::test_every_configuration_bit_for_bit"]
 TESTS += ["test_adam_matrix.py::test_every_size_and_every_place_in_the_parameter"]
 TESTS += [
     "test_adam.py::test_every_operation_is_where_the_formula_says",
+    "test_crc32c.py",
     "test_float16.py",
     "test_norm.py",
     "test_pack.py",

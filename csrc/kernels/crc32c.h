@@ -1,0 +1,17 @@
+// CRC32C, the checksum of iSCSI (RFC 3720, appendix B.4): Castagnoli's polynomial, bits reflected, start and end inverted.
+//
+// `initial` is the checksum of what comes before: crc32c(b, crc32c(a)) is that of a followed by b; 0 before the first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace bucketwheel {
+
+uint32_t crc32c(const void* data, size_t bytes, uint32_t initial = 0);
+
+// Copies, and returns the checksum: of `to` as it is now. The two do not overlap. From kPastCacheBytes on the copy goes
+// past the cache.
+uint32_t crc32c_copy(void* to, const void* from, size_t bytes, uint32_t initial = 0);
+
+}  // namespace bucketwheel

@@ -1,0 +1,121 @@
+// CRC32C, by the instruction where there is one, else by tables, 8 bytes a step.
+//
+// The instruction takes 3 cycles and one can start each cycle: so three blocks run side by side, and a table says what
+// the bytes that follow make of the state of the first two ("shift").
+// Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/convert_cpu.h"
+#include "kernels/cpu_kernels.h"
+#include "kernels/crc32c_tables.h"
+
+namespace bucketwheel {
+namespace {
+
+BW_FORCE_INLINE uint64_t word_at(const unsigned char* from) {
+  uint64_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+#if BW_HAS_CRC32C
+BW_FORCE_INLINE uint32_t step(uint32_t state, uint64_t word) { return crc32c_word(state, word); }
+BW_FORCE_INLINE uint32_t step(uint32_t state, unsigned char byte) { return crc32c_byte(state, byte); }
+#else
+BW_FORCE_INLINE uint32_t step(uint32_t state, uint64_t word) {
+  word ^= state;  // the first byte of memory is the lowest one
+  uint32_t sum = 0;
+  for (int k = 0; k < 8; ++k) {
+    sum ^= kCrc32cBytes.byte[7 - k][word >> (8 * k) & 255];
+  }
+  return sum;
+}
+BW_FORCE_INLINE uint32_t step(uint32_t state, unsigned char byte) {
+  return (state >> 8) ^ kCrc32cBytes.byte[0][(state ^ byte) & 255];
+}
+#endif
+
+BW_FORCE_INLINE uint32_t shift(uint32_t state) {
+  return kCrc32cShift.at[0][state & 255] ^ kCrc32cShift.at[1][state >> 8 & 255] ^
+         kCrc32cShift.at[2][state >> 16 & 255] ^ kCrc32cShift.at[3][state >> 24];
+}
+
+BW_FORCE_INLINE uint32_t steps(uint32_t state, const unsigned char* from, size_t bytes) {
+  size_t i = 0;
+  for (; i + 8 <= bytes; i += 8) {
+    state = step(state, word_at(from + i));
+  }
+  for (; i < bytes; ++i) {
+    state = step(state, from[i]);
+  }
+  return state;
+}
+
+// The states that three blocks make of `state`, 0 and 0, as one. `to` is aligned to 64 bytes where something is copied.
+template <bool kCopies>
+BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, unsigned char* to, const unsigned char* from) {
+  constexpr size_t kBlock = kCrc32cShiftBytes, kLine = 64;
+  static_assert(kBlock % kLine == 0);
+  uint32_t a = state, b = 0, c = 0;
+  for (size_t i = 0; i < kBlock; i += kLine) {
+    // The processor's own prefetcher sees three short streams: without this, memory gives half of what it has.
+    __builtin_prefetch(from + 3 * kBlock + i);
+    __builtin_prefetch(from + 4 * kBlock + i);
+    __builtin_prefetch(from + 5 * kBlock + i);
+    if constexpr (kCopies) {
+      store_line_past_cache(to + i, from + i);
+      store_line_past_cache(to + kBlock + i, from + kBlock + i);
+      store_line_past_cache(to + 2 * kBlock + i, from + 2 * kBlock + i);
+    }
+    for (size_t j = i; j < i + kLine; j += 8) {
+      a = step(a, word_at(from + j));
+      b = step(b, word_at(from + kBlock + j));
+      c = step(c, word_at(from + 2 * kBlock + j));
+    }
+  }
+  return shift(shift(a) ^ b) ^ c;
+}
+
+constexpr size_t kThreeBlocks = 3 * kCrc32cShiftBytes;
+
+uint32_t crc32c(const void* data, size_t bytes, uint32_t initial) {
+  const auto* from = static_cast<const unsigned char*>(data);
+  uint32_t state = ~initial;
+  for (; bytes >= kThreeBlocks; from += kThreeBlocks, bytes -= kThreeBlocks) {
+    state = three_blocks<false>(state, nullptr, from);
+  }
+  return ~steps(state, from, bytes);
+}
+
+// A block stays in the first-level cache between the copy and the checksum, which is that of what was written.
+uint32_t copy_by_block(unsigned char* to, const unsigned char* from, size_t bytes, uint32_t sum) {
+  constexpr size_t kInCache = size_t{1} << 14;
+  for (size_t part; bytes != 0; to += part, from += part, bytes -= part) {
+    part = bytes < kInCache ? bytes : kInCache;
+    __builtin_memcpy(to, from, part);
+    sum = crc32c(to, part, sum);
+  }
+  return sum;
+}
+
+uint32_t crc32c_copy(void* target, const void* source, size_t bytes, uint32_t initial) {
+  auto* to = static_cast<unsigned char*>(target);
+  const auto* from = static_cast<const unsigned char*>(source);
+  if (bytes < kPastCacheBytes) {
+    return copy_by_block(to, from, bytes, initial);
+  }
+  const size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  uint32_t state = ~copy_by_block(to, from, head, initial);
+  size_t done = head;
+  for (; done + kThreeBlocks <= bytes; done += kThreeBlocks) {
+    state = three_blocks<true>(state, to + done, from + done);
+  }
+  fence_past_cache();
+  return copy_by_block(to + done, from + done, bytes - done, ~state);
+}
+
+}  // namespace
+}  // namespace bucketwheel
