@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "pool": BELOW | {"device"},
     "comm": BELOW | {"torch_internals", "device", "pool"},
     "kernels": COMM,
-    "tools": COMM,
+    "tools": COMM | {"checkpoint"},
     "layout": COMM | {"kernels"},
     "grads": LAYOUT | {"torch_internals"},
     "checkpoint": LAYOUT | {"torch_internals"},

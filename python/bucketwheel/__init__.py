@@ -11,6 +11,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle, wait_all
 from bucketwheel.errors import (
     BuildError,
+    CheckpointError,
     ClosedError,
     CommError,
     CommTimeout,
@@ -34,6 +35,7 @@ from bucketwheel.pool.pool import Lease, Pool, PoolStats
 __all__ = [
     "AllGatherRequest",
     "BuildError",
+    "CheckpointError",
     "ClosedError",
     "CommError",
     "CommTimeout",

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "BuildError",
     "CaptureError",
+    "CheckpointError",
     "ClosedError",
     "CommError",
     "CommTimeout",
@@ -52,6 +53,10 @@ class Error(RuntimeError):
 
 class BuildError(Error):
     """The native module could not be built or loaded."""
+
+
+class CheckpointError(Error):
+    """A checkpoint is damaged, incomplete, or not one: nothing of it was loaded. The message names the file."""
 
 
 class DeviceError(Error):

@@ -10,9 +10,10 @@ from typing import Any
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["TensorShard", "save_safetensors"]
+__all__ = ["Reader", "TensorShard", "Writer", "save_safetensors"]
 
-_LATER = {"save_safetensors": "safetensors_export"}  # what is imported when it is asked for, and from where
+# What is imported when it is asked for, and from where.
+_LATER = {"Reader": "reader", "Writer": "writer", "save_safetensors": "safetensors_export"}
 
 
 def __getattr__(name: str) -> Any:

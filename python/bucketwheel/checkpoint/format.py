@@ -1,0 +1,396 @@
+"""What a checkpoint's ``.metadata`` says, read without executing anything of it, and checked against the files.
+
+The file is stock torch.distributed.checkpoint's: a pickled `Metadata`. `Writer` adds the attribute ``bucketwheel`` to it
+(`Sums`), and a trailer behind the pickle, which stock readers do not see: magic, length and CRC32C of the pickle.
+
+[Note: a foreign pickle]
+A pickle is a program that calls what it names. Here each name must be in a table, and stands for an inert class of this
+load alone: it keeps what it is given. Values are checked and made into the classes of the installed torch afterwards, which
+also settles what differs between releases: `TensorProperties` has strides in its state from torch 2.15 on. pickle's own
+version in C is not used: a damaged byte can make it reserve memory for four billion entries.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketwheel.errors import CheckpointError
+from bucketwheel.native import core
+
+__all__ = ["ATTRIBUTE", "METADATA", "Description", "Sums", "describe", "packed"]
+
+METADATA = ".metadata"
+ATTRIBUTE = "bucketwheel"  # of the pickled Metadata
+VERSION = 1
+
+_TRAILER = struct.Struct("<8sQI")
+_MAGIC = b"\x89bwckpt\n"
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DCP = "torch.distributed.checkpoint."
+_RECORDS = {
+    **dict.fromkeys(
+        f"{_DCP}metadata.{name}" for name in (
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    f"{_DCP}filesystem._StorageInfo": None,
+}  # fmt: skip
+_PATHS = {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The checksums of one stored item: a box of a tensor as torch.save writes it, or the bytes of another object."""
+
+    begin: int  # bytes of its header, before the data
+    nbytes: int  # of data
+    envelope: int  # CRC32C of the header, then of the trailer behind the data
+    chunks: bytes  # of each ``chunk_bytes`` of data, uint32, little endian
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where an item lies. ``sums`` is None in a checkpoint that another writer than ours has written."""
+
+    path: str
+    offset: int
+    length: int
+    sums: Sums | None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that a checkpoint says of itself. ``world`` and ``chunk_bytes`` are 0 where another writer wrote it."""
+
+    metadata: Metadata
+    items: dict[MetadataIndex, Stored]
+    world: int
+    chunk_bytes: int
+
+
+def describe(folder: Path) -> Description:
+    """What is in a checkpoint's folder. Reads no data.
+
+    Raises `CheckpointError` for whatever is not a whole checkpoint: a damaged file, a pickle that names anything but
+    what a checkpoint holds, sizes that do not fit each other or the files.
+    """
+    path = folder / METADATA
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder} is no checkpoint, or its save has not finished: {error}") from error
+    body, is_ours = _body(content, path)
+    try:
+        pickled = _loaded(body)
+        metadata = _metadata(pickled)
+        extra = pickled.state.get(ATTRIBUTE)
+        if (extra is not None) != is_ours:
+            _refuse("its trailer is missing or damaged" if extra is not None else "it has no checksums, but a trailer")
+        infos = _infos(pickled.state.get("storage_data"))
+        facts = _facts(extra) if is_ours else _Facts(0, 0, {}, {})
+        items = {index: Stored(*info, facts.sums.get(index)) for index, info in infos.items()}
+        _expect_items(metadata, items, is_ours)
+        _expect_files(folder, items, facts.files, is_ours)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error.__cause__
+    return Description(metadata, items, facts.world, facts.chunk_bytes)
+
+
+def packed(metadata: Metadata) -> bytes:
+    """The content of ``.metadata``: the pickle, and our trailer."""
+    body = pickle.dumps(metadata, protocol=4)
+    return body + _TRAILER.pack(_MAGIC, len(body), core.crc32c(body))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CheckpointError(what)
+
+
+def _body(content: bytes, path: Path) -> tuple[bytes, bool]:
+    """The pickle, and whether our trailer was behind it."""
+    if len(content) < _TRAILER.size or content[-_TRAILER.size :][: len(_MAGIC)] != _MAGIC:
+        return content, False
+    _, length, crc = _TRAILER.unpack(content[-_TRAILER.size :])
+    body = content[: -_TRAILER.size]
+    if length != len(body):
+        raise CheckpointError(f"{path} is damaged: it holds {len(body)} bytes, {length} were written")
+    if core.crc32c(body) != crc:
+        raise CheckpointError(f"{path} is damaged: its checksum differs from what was written")
+    return body, True
+
+
+# ---- the pickle: [Note: a foreign pickle] ----------------------------------------------------------------------------
+
+
+class _Record:
+    """An object of the pickle: its arguments and its state, nothing else."""
+
+    name = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle._Unpickler):
+    def __init__(self, body: bytes) -> None:
+        self.file = io.BytesIO(body)
+        super().__init__(self.file)
+        self.records: dict[str, type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _RECORDS:
+            return self.records.setdefault(full, type(name, (_Record,), {"name": name, "__new__": _new}))
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if full in _PATHS:
+            return lambda *parts: "/".join(str(part) for part in parts)
+        found = {
+            "torch.Size": tuple,
+            "torch.serialization._get_layout": lambda layout: _LAYOUTS[layout],
+            "collections.OrderedDict": OrderedDict,
+            "builtins.set": set,
+            "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
+        }.get(full)
+        return found or _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
+
+
+def _new(kind: type[_Record], *args: Any) -> _Record:
+    record = object.__new__(kind)
+    _Record.__init__(record, *args)
+    return record
+
+
+def _loaded(body: bytes) -> _Record:
+    unpickler = _Unpickler(body)
+    try:
+        pickled = unpickler.load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"it is not a whole pickle: {type(error).__name__}: {error}") from error
+    if (left := len(unpickler.file.read())) != 0:
+        _refuse(f"{left} bytes follow the pickle")
+    return _expect_record(pickled, "Metadata")
+
+
+def _expect_record(value: Any, name: str) -> _Record:
+    if not isinstance(value, _Record) or value.name != name or not isinstance(value.state, (dict, tuple, type(None))):
+        _refuse(f"{_short(value)} stands where a {name} belongs")
+    return value
+
+
+def _field(record: _Record, name: str, kind: type, default: Any = None) -> Any:
+    value = record.state.get(name, default) if isinstance(record.state, dict) else None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        _refuse(f"{record.name}.{name} is {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return value.name if isinstance(value, _Record) else f"a {type(value).__name__}"
+
+
+def _size(value: Any, what: str) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(one) is int and 0 <= one < 2**63 for one in value):
+        _refuse(f"{what} is {_short(value)}, not a size")
+    return torch.Size(value)
+
+
+def _index(value: Any) -> MetadataIndex:
+    record = _expect_record(value, "MetadataIndex")
+    fqn, offset = _field(record, "fqn", str), record.state.get("offset")
+    return MetadataIndex(fqn, None if offset is None else _size(offset, f"the offset of {fqn!r}"))
+
+
+def _metadata(pickled: _Record) -> Metadata:
+    entries: dict[str, Any] = {}
+    for fqn, value in _field(pickled, "state_dict_metadata", dict).items():
+        if not isinstance(fqn, str):
+            _refuse(f"a name is {_short(fqn)}")
+        is_bytes = isinstance(value, _Record) and value.name == "BytesStorageMetadata"
+        entries[fqn] = BytesStorageMetadata() if is_bytes else _tensor(fqn, value)
+    planner_data = pickled.state.get("planner_data")
+    _expect_plain(planner_data)
+    version = pickled.state.get("version")
+    return Metadata(entries, planner_data=planner_data, storage_meta=StorageMeta(), version=version)
+
+
+def _tensor(fqn: str, value: Any) -> TensorStorageMetadata:
+    record = _expect_record(value, "TensorStorageMetadata")
+    size = _size(record.state.get("size"), f"the shape of {fqn!r}")
+    chunks = []
+    for chunk in _field(record, "chunks", list):
+        state = _expect_record(chunk, "ChunkStorageMetadata").state or {}
+        chunks.append(
+            ChunkStorageMetadata(*(_size(state.get(name), f"a box of {fqn!r}") for name in ("offsets", "sizes")))
+        )
+    _expect_cover(fqn, size, chunks)
+    return TensorStorageMetadata(_properties(record.state.get("properties")), size, chunks)
+
+
+def _properties(value: Any) -> TensorProperties:
+    """Of dtype, layout, requires_grad, memory format, pin_memory; strides, which torch 2.15 adds, are not needed."""
+    state = _expect_record(value, "TensorProperties").state
+    if not isinstance(state, tuple) or len(state) < 5 or not isinstance(state[0], torch.dtype):
+        _refuse("the properties of a tensor have no dtype")
+    return TensorProperties(dtype=state[0], requires_grad=state[2] is True)
+
+
+def _expect_plain(value: Any) -> None:
+    """Names and numbers in containers."""
+    if isinstance(value, dict):
+        _expect_plain([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple, set)):
+        for one in value:
+            _expect_plain(one)
+    elif not isinstance(value, (str, int, float, bytes, type(None))):
+        _refuse(f"planner_data holds {_short(value)}")
+
+
+def _infos(value: Any) -> dict[MetadataIndex, tuple[str, int, int]]:
+    if not isinstance(value, dict):
+        _refuse("it does not say where the data lies")
+    found = {}
+    for key, info in value.items():
+        record = _expect_record(info, "_StorageInfo")
+        index = _index(key)
+        if index in found or record.state.get("transform_descriptors"):
+            _refuse(f"{index.fqn!r} is stored twice, or transformed: load it with torch's FileSystemReader")
+        found[index] = tuple(
+            _field(record, name, kind) for name, kind in (("relative_path", str), ("offset", int), ("length", int))
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The attribute that `Writer` adds."""
+
+    world: int
+    chunk_bytes: int
+    files: dict[str, int]  # their sizes
+    sums: dict[MetadataIndex, Sums]
+
+
+def _facts(extra: Any) -> _Facts:
+    if not isinstance(extra, dict) or extra.get("version") != VERSION:
+        _refuse("its checksums are of a format that this bucketwheel does not know: update it")
+    if not all(type(extra.get(name)) is int and extra[name] > 0 for name in ("world", "chunk_bytes")):
+        _refuse("its checksums have no world size")
+    if not all(isinstance(extra.get(name), dict) for name in ("files", "sums")):
+        _refuse("it has no checksums")
+    sums = {}
+    for key, value in extra["sums"].items():
+        if not (
+            isinstance(value, tuple)
+            and [type(one) for one in value] == [int, int, int, bytes]
+            and min(value[:3]) >= 0
+            and len(value[3]) == 4 * math.ceil(value[1] / extra["chunk_bytes"])
+        ):
+            _refuse("a checksum has another form")
+        sums[_index(key)] = Sums(*value)
+    return _Facts(extra["world"], extra["chunk_bytes"], extra["files"], sums)
+
+
+# ---- what must fit ---------------------------------------------------------------------------------------------------
+
+
+def _expect_cover(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """The boxes lie within the shape, do not overlap, and leave nothing out."""
+    boxes = []
+    for chunk in chunks:
+        begin, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        end = tuple(at + extent for at, extent in zip(begin, sizes, strict=False))
+        if len(begin) != len(size) or len(sizes) != len(size) or any(e > s for e, s in zip(end, size, strict=True)):
+            _refuse(f"{fqn!r} of shape {tuple(size)} has a box of {sizes} at {begin}")
+        if 0 not in sizes:
+            boxes.append((begin, end))
+    numel = sum(math.prod(e - b for b, e in zip(begin, end, strict=True)) for begin, end in boxes)
+    if numel != size.numel() or not chunks:
+        _refuse(f"{fqn!r} of shape {tuple(size)} has boxes of {numel} elements in all")
+    if not size:  # one element, so one box
+        return
+    # Sweep along the dimension that tells most boxes apart.
+    axis = max(range(len(size)), key=lambda d: len({begin[d] for begin, _ in boxes}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for begin, end in sorted(boxes, key=lambda box: box[0][axis]):
+        active = [box for box in active if box[1][axis] > begin[axis]]
+        for other_begin, other_end in active:
+            if all(b < oe and ob < e for b, e, ob, oe in zip(begin, end, other_begin, other_end, strict=True)):
+                _refuse(f"{fqn!r} has boxes at {begin} and {other_begin} that overlap")
+        active.append((begin, end))
+
+
+def entries(metadata: Metadata) -> Iterator[tuple[MetadataIndex, TensorStorageMetadata | None, torch.Size]]:
+    """Every item: its index, its tensor and the sizes of its box; None and () for the bytes of another object."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                yield MetadataIndex(fqn, chunk.offsets), entry, chunk.sizes
+        else:
+            yield MetadataIndex(fqn), None, torch.Size()
+
+
+def _expect_items(metadata: Metadata, items: dict[MetadataIndex, Stored], is_ours: bool) -> None:
+    for index, tensor, sizes in entries(metadata):
+        stored = items.get(index)
+        if stored is None or (is_ours and stored.sums is None):
+            _refuse(f"{index.fqn!r} at {index.offset} is not stored, or has no checksum")
+        least = 0 if tensor is None else sizes.numel() * tensor.properties.dtype.itemsize
+        sums = stored.sums or Sums(0, least, 0, b"")
+        if min(stored.offset, stored.length) < 0 or sums.begin + sums.nbytes > stored.length:
+            _refuse(f"{index.fqn!r} at {index.offset} lies beyond its place in {stored.path}")
+        if tensor is not None and sums.nbytes != least:
+            _refuse(f"{index.fqn!r} at {index.offset} has {sums.nbytes} bytes of data, its shape has {least}")
+
+
+def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[str, int], is_ours: bool) -> None:
+    """Each file lies in the folder, is there, and has the size that was written, or at least what is read of it."""
+    ends: dict[str, int] = {}
+    for stored in items.values():
+        ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
+    root = folder.resolve()
+    for name, end in ends.items():
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name or not (root / name).resolve().is_relative_to(root):
+            _refuse(f"{name!r} is not a path inside the checkpoint")
+        path = root / name
+        if not path.is_file():
+            _refuse(f"the file {name} is missing")
+        found = os.stat(path).st_size
+        if is_ours and found != files.get(name):
+            _refuse(f"the file {name} has {found} bytes, {files.get(name)} were written")
+        if found < end:
+            _refuse(f"the file {name} has {found} bytes, {end} are needed: it is cut off")
+
+
+def sums_for(sums: Iterable[tuple[MetadataIndex, Sums]]) -> dict[MetadataIndex, tuple[int, int, int, bytes]]:
+    """As they are pickled: of nothing but what Python has."""
+    return {index: (one.begin, one.nbytes, one.envelope, one.chunks) for index, one in sums}

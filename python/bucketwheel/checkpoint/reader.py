@@ -1,0 +1,338 @@
+"""`Reader`: what `Writer` and stock's FileSystemWriter have written, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from bucketwheel.checkpoint.format import Description, Stored, describe, entries
+from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of, bytes_of
+from bucketwheel.errors import CheckpointError
+from bucketwheel.native import core
+
+__all__ = ["Reader"]
+
+VERIFY = ("before", "reading", "never")
+
+
+class Reader(StorageReader):
+    """Where `torch.distributed.checkpoint.load` reads from: ``storage_reader=bw.checkpoint.Reader(path)``.
+
+    Reads what `Writer` and torch's FileSystemWriter write, of torch 2.10 to 2.15. A damaged, cut off or foreign file is a
+    `CheckpointError`; nothing that a file says is executed.
+
+    Args:
+        path: the checkpoint's folder.
+        verify: when checksums are compared, of all that this rank reads. ``"before"``: before any rank loads anything, at
+            the cost of reading twice. ``"reading"``: each chunk as it is read, so an error may leave some values loaded.
+            ``"never"``. A checkpoint of another writer has none: its sizes and names are checked.
+        weights_only: refuse objects, beside tensors, whose pickles name more than tensors and plain Python values
+            (`torch.load`). False executes what the pickles say: only for a checkpoint that you trust.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: str = "before", weights_only: bool = True) -> None:
+        super().__init__()
+        if verify not in VERIFY:
+            raise ValueError(f"verify is {verify!r}, expected one of {VERIFY}")
+        self.path = Path(path)
+        self.verify_when = verify
+        self.weights_only = weights_only
+        self._description: Description | None = None
+        self._files: dict[str, int] = {}  # open ones, by relative path, until close()
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._whole: tuple[MetadataIndex, torch.Tensor] | None = None  # the last box read of another writer
+
+    # ---- the checkpoint
+
+    @property
+    def description(self) -> Description:
+        """What the checkpoint says of itself, read at the first use. Raises `CheckpointError`."""
+        if self._description is None:
+            self._description = describe(self.path)
+        return self._description
+
+    def close(self) -> None:
+        """Close its files; a later read opens them again."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+        self._whole = None
+
+    def verify(self, indices: Iterable[MetadataIndex] | None = None) -> int:
+        """Read these items, or all of them, and compare their checksums; returns the bytes compared. Local.
+
+        Raises `CheckpointError` for the first that differs.
+        """
+        known = {index: self._stored(index) for index in indices} if indices is not None else self.description.items
+        compared = 0
+        for index, stored in known.items():
+            if stored.sums is not None:
+                compared += stored.length
+                self._verify_envelope(index, stored)
+                self._verify_range(index, 0, stored.sums.nbytes)
+        return compared
+
+    def read_box(self, index: MetadataIndex, begin: int, out: torch.Tensor) -> None:
+        """Bytes [begin, begin + out.numel()) of a box's data, in row-major order, into ``out``: contiguous uint8 on the CPU.
+
+        Raises `CheckpointError`; with ``verify="reading"`` also for a chunk that is damaged.
+        """
+        stored = self._stored(index)
+        if stored.sums is None:
+            out.copy_(bytes_of(self._foreign_box(index))[begin : begin + out.numel()])
+        elif self.verify_when == "reading":
+            for at, taken, whole in self._chunks(stored, begin, begin + out.numel()):
+                target = out[max(at - begin, 0) :][: taken.stop - taken.start]
+                chunk = target if taken.stop - taken.start == whole else self._stage(whole)
+                self._read(stored, stored.sums.begin + at, chunk)
+                self._expect_sum(index, at, chunk)
+                if chunk is not target:
+                    target.copy_(chunk[taken])
+        else:
+            self._read(stored, stored.sums.begin + begin, out)
+
+    def read_object(self, fqn: str) -> Any:
+        """An object that is no tensor. Raises `CheckpointError` if its pickle names what ``weights_only`` refuses."""
+        return self._unpickled(fqn, self._object_bytes(MetadataIndex(fqn)))
+
+    # ---- stock's protocol
+
+    @property
+    def checkpoint_id(self) -> Path:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.close()
+        self._description = None
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        return self.description.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """All ranks come here before any of them loads: an error of one stops all."""
+        try:
+            for item in plan.items:
+                stored = self._stored(item.storage_index)
+                if item.type == LoadItemType.BYTE_IO:
+                    if self.verify_when == "before":
+                        self.verify([item.storage_index])
+                    if self.weights_only:
+                        self.read_object(item.storage_index.fqn)
+                elif stored.sums is None:
+                    self._foreign_box(item.storage_index)
+                elif self.verify_when == "before":
+                    self._verify_range(item.storage_index, *self._needed(item))
+        finally:
+            self.close()
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            for item in sorted(plan.items, key=self._place):
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    self._load(item, target)
+                    planner.commit_tensor(item, target)
+        finally:
+            self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # ---- inside
+
+    def _stored(self, index: MetadataIndex) -> Stored:
+        try:
+            return self.description.items[index]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no {index.fqn!r} at {index.offset}") from None
+
+    def _place(self, item: ReadItem) -> tuple[str, int]:
+        stored = self._stored(item.storage_index)
+        return stored.path, stored.offset
+
+    def _box(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        entry = self.description.metadata.state_dict_metadata[index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{index.fqn!r} in {self.path} is no tensor")
+        hint = index.index
+        if hint is None or hint >= len(entry.chunks) or entry.chunks[hint].offsets != index.offset:
+            hint = next(i for i, chunk in enumerate(entry.chunks) if chunk.offsets == index.offset)
+        return entry.properties.dtype, entry.chunks[hint].sizes
+
+    def _needed(self, item: ReadItem) -> tuple[int, int]:
+        """The bytes of the box from the first to the last element that is read."""
+        dtype, sizes = self._box(item.storage_index)
+        if 0 in item.lengths:
+            return 0, 0
+        first = last = 0
+        for size, offset, length in zip(sizes, item.storage_offsets, item.lengths, strict=True):
+            first, last = first * size + offset, last * size + offset + length - 1
+        return first * dtype.itemsize, (last + 1) * dtype.itemsize
+
+    def _load(self, item: ReadItem, target: torch.Tensor) -> None:
+        dtype, sizes = self._box(item.storage_index)
+        if target.shape != item.lengths:
+            raise CheckpointError(f"{item.storage_index.fqn!r}: {tuple(item.lengths)} into {tuple(target.shape)}")
+        self._load_rows(
+            item.storage_index,
+            dtype,
+            0,
+            (sizes or (1,)),
+            (item.storage_offsets or (0,)),
+            target if sizes else target.reshape(1),
+        )
+
+    def _load_rows(
+        self, index: MetadataIndex, dtype: torch.dtype, begin: int, sizes: Any, offsets: Any, target: torch.Tensor
+    ) -> None:
+        """The part of a box, or of a row of it, from ``offsets`` on into ``target``; it begins at element ``begin``."""
+        if target.numel() == 0:
+            return
+        row = torch.Size(sizes[1:]).numel()
+        first = begin + offsets[0] * row
+        if (
+            tuple(target.shape[1:]) == tuple(sizes[1:])
+            and target.is_cpu
+            and target.is_contiguous()
+            and target.dtype == dtype
+        ):
+            self.read_box(index, first * dtype.itemsize, bytes_of(target))
+            return
+        chunk_bytes = self.description.chunk_bytes or CHUNK_BYTES
+        rows = chunk_bytes // (row * dtype.itemsize)
+        if rows == 0 and len(sizes) > 1:
+            for i, part in enumerate(target):
+                self._load_rows(index, dtype, first + i * row, sizes[1:], offsets[1:], part)
+            return
+        for at, part in zip(range(0, len(target), max(rows, 1)), target.split(max(rows, 1)), strict=True):
+            staged = torch.empty(len(part), *sizes[1:], dtype=dtype, device="cpu")
+            self.read_box(index, (first + at * row) * dtype.itemsize, bytes_of(staged))
+            for dimension, (offset, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True), 1):
+                staged = staged.narrow(dimension, offset, length)
+            part.copy_(staged)
+
+    def _chunks(self, stored: Stored, begin: int, end: int) -> Iterator[tuple[int, slice, int]]:
+        """The chunks that hold bytes of [begin, end): where each begins, what of it is meant, its size."""
+        assert stored.sums is not None
+        chunk_bytes = self.description.chunk_bytes
+        for at in range(begin // chunk_bytes * chunk_bytes, end, chunk_bytes):
+            size = min(chunk_bytes, stored.sums.nbytes - at)
+            yield at, slice(max(begin - at, 0), min(end - at, size)), size
+
+    def _verify_range(self, index: MetadataIndex, begin: int, end: int) -> None:
+        stored = self._stored(index)
+        assert stored.sums is not None
+        for at, _, size in self._chunks(stored, begin, end):
+            chunk = self._stage(size)
+            self._read(stored, stored.sums.begin + at, chunk)
+            self._expect_sum(index, at, chunk)
+
+    def _verify_envelope(self, index: MetadataIndex, stored: Stored) -> None:
+        assert stored.sums is not None
+        end = stored.sums.begin + stored.sums.nbytes
+        around = self._stage(stored.length - stored.sums.nbytes)
+        self._read(stored, 0, around[: stored.sums.begin])
+        self._read(stored, end, around[stored.sums.begin :])
+        if core.crc32c(around) != stored.sums.envelope:
+            raise CheckpointError(self._damaged(index, "around its data"))
+
+    def _expect_sum(self, index: MetadataIndex, at: int, chunk: torch.Tensor) -> None:
+        stored = self._stored(index)
+        assert stored.sums is not None
+        number = at // self.description.chunk_bytes
+        if core.crc32c(chunk) != int.from_bytes(stored.sums.chunks[4 * number :][:4], "little"):
+            raise CheckpointError(self._damaged(index, f"in bytes {at} to {at + chunk.numel()} of its data"))
+
+    def _damaged(self, index: MetadataIndex, where: str) -> str:
+        stored = self._stored(index)
+        return (
+            f"{self.path / stored.path} is damaged: the checksum of {index.fqn!r} at {index.offset} differs {where} "
+            "from what was written"
+        )
+
+    def _stage(self, size: int) -> torch.Tensor:
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._staging[:size]
+
+    def _read(self, stored: Stored, at: int, out: torch.Tensor) -> None:
+        """``out`` from byte ``at`` of an item on."""
+        path, position, left = stored.path, stored.offset + at, buffer_of(out)
+        try:
+            if path not in self._files:
+                self._files[path] = os.open(self.path / path, os.O_RDONLY)
+            while len(left):
+                got = os.preadv(self._files[path], [left], position)
+                if got == 0:
+                    raise CheckpointError(
+                        f"{self.path / path} ends at byte {position}: it was cut off while it was read"
+                    )
+                position, left = position + got, left[got:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path / path} cannot be read: {error}") from error
+
+    def _object_bytes(self, index: MetadataIndex) -> bytes:
+        stored = self._stored(index)
+        out = torch.empty(stored.length, dtype=torch.uint8, device="cpu")
+        if stored.sums is not None:
+            self.read_box(index, 0, out)
+        else:
+            self._read(stored, 0, out)
+        return bytes(buffer_of(out))
+
+    def _unpickled(self, fqn: str, content: bytes) -> Any:
+        try:
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=self.weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{fqn!r} in {self.path} is more than tensors and plain values: {str(error).splitlines()[0]}. Reader(..., "
+                "weights_only=False) loads it, and executes what it says"
+            ) from error
+        except Exception as error:  # a damaged one may raise anything
+            raise CheckpointError(f"{fqn!r} in {self.path} cannot be loaded: {error}") from error
+
+    def _foreign_box(self, index: MetadataIndex) -> torch.Tensor:
+        """A box of another writer, loaded whole."""
+        if self._whole is None or self._whole[0] != index:
+            content = self._object_bytes(index)
+            try:
+                tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+            except Exception as error:  # a damaged one may raise anything
+                raise CheckpointError(
+                    f"{index.fqn!r} at {index.offset} in {self.path} cannot be loaded: {error}"
+                ) from error
+            dtype, sizes = self._box(index)
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
+                raise CheckpointError(
+                    f"{index.fqn!r} at {index.offset} in {self.path} is not a {dtype} of {tuple(sizes)}"
+                )
+            self._whole = index, tensor.contiguous()
+        return self._whole[1]
+
+    def boxes(self) -> Iterator[tuple[MetadataIndex, TensorStorageMetadata | None, torch.Size]]:
+        """Every item: its index, its tensor and the sizes of its box; None and () for another object."""
+        return entries(self.description.metadata)

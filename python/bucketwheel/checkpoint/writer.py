@@ -1,0 +1,329 @@
+"""`Writer`: stock torch.distributed.checkpoint with checksums, one file a rank, and a commit by rename.
+
+[Note: the commit]
+Ranks write into ``DIR/.saving``, one file each, and fsync it. The coordinator then renames the folder to ``DIR/data-<id>``
+and replaces ``DIR/.metadata``, which names that folder, by a rename: before it the last checkpoint is whole and loads, after
+it the new one is and does. Then folders of earlier checkpoints go. What a crash leaves behind, the next save removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from bucketwheel import torch_internals
+from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, sums_for
+from bucketwheel.errors import CheckpointError, expect_int
+from bucketwheel.native import core
+
+__all__ = ["CHUNK_BYTES", "ChunkedTensor", "DataFile", "SAVING", "Writer", "publish", "start"]
+
+CHUNK_BYTES = 1 << 20  # a chunk stays in the second-level cache between its checksum and its write
+SAVING = ".saving"
+
+_DATA = re.compile(r"data-[0-9a-f]{12}")
+
+
+class ChunkedTensor(Protocol):
+    """What `DataFile.add` takes beside tensors: one whose bytes come piece by piece."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def chunks(self, chunk_bytes: int) -> Iterator[torch.Tensor]:
+        """Its bytes in row-major order, as contiguous 1-D uint8 tensors on the CPU of at most ``chunk_bytes`` each. One is
+        used until the next is asked for."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as 1-D uint8."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a 1-D uint8 tensor on the CPU, for the operating system; valid while the tensor lives."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+class _Recorder:
+    """A file that torch.save writes to: what comes before the one hole that it leaves for data, and what comes behind."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[bytes]] = [[]]
+
+    def write(self, data: Any) -> int:
+        self.parts[-1].append(bytes(data))
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        self.parts.append([])
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=4096)
+def envelope_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What torch.save writes before and behind the bytes of a contiguous tensor. No memory of its size is touched."""
+    storage = torch.UntypedStorage(torch.Size(sizes).numel() * dtype.itemsize, device="cpu")
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, sizes)  # type: ignore[call-overload]
+    recorder = _Recorder()
+    with torch.serialization.skip_data():
+        torch.save(tensor, recorder)  # type: ignore[arg-type]
+    before, behind = [b"".join(part) for part in [*recorder.parts, []][:2]]
+    return before, behind
+
+
+class _Summing:
+    """CRC32C of each ``chunk_bytes`` of what passes in pieces of any size."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.sums: list[int] = []
+        self.filled = chunk_bytes  # of the last chunk
+
+    def add(self, piece: torch.Tensor) -> None:
+        at = 0
+        while at < piece.numel():
+            if self.filled == self.chunk_bytes:
+                self.sums.append(0)
+                self.filled = 0
+            taken = min(piece.numel() - at, self.chunk_bytes - self.filled)
+            self.sums[-1] = core.crc32c(piece[at : at + taken], self.sums[-1])
+            at, self.filled = at + taken, self.filled + taken
+
+
+class DataFile:
+    """One rank's file of a save in progress. From one thread at a time, any thread; local.
+
+    Holds one chunk beside the data: nothing where the data is contiguous and on the CPU.
+    """
+
+    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES, sync: bool = True) -> None:
+        self.path = path
+        self.chunk_bytes = chunk_bytes
+        self.sync = sync
+        self.size = 0
+        self._file = open(path, "xb", buffering=0)
+        self._staging: torch.Tensor | None = None  # made for the first data that cannot be written from where it lies
+
+    def add(self, index: MetadataIndex, data: torch.Tensor | ChunkedTensor | BytesIO) -> WriteResult:
+        """Write one box of a tensor, or the bytes of another object.
+
+        Raises `TypeError` for a tensor without strided memory, `OSError` if the disk is full.
+        """
+        begin = self.size
+        if isinstance(data, BytesIO):
+            before, behind, pieces = (
+                b"",
+                b"",
+                iter([torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] * (data.getbuffer().nbytes > 0)),
+            )
+        else:
+            before, behind = envelope_of(data.dtype, tuple(data.shape))
+            pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks(self.chunk_bytes)
+        summing = _Summing(self.chunk_bytes)
+        self._write(memoryview(before))
+        for piece in pieces:
+            for part in piece.split(self.chunk_bytes):
+                summing.add(part)
+                self._write(buffer_of(part))
+        nbytes = self.size - begin - len(before)
+        self._write(memoryview(behind))
+        chunks = b"".join(one.to_bytes(4, "little") for one in summing.sums)
+        sums = Sums(len(before), nbytes, core.crc32c(behind, core.crc32c(before)), chunks)
+        stored = Stored(self.path.name, begin, self.size - begin, sums)
+        return WriteResult(index=index, size_in_bytes=stored.length, storage_data=stored)
+
+    def close(self) -> None:
+        """The file is on disk when this returns, if ``sync``."""
+        if self.sync and not self._file.closed:
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def discard(self) -> None:
+        """Give its space back: the save has failed."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            written = os.write(self._file.fileno(), data)
+            self.size += written
+            data = data[written:]
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise TypeError(
+                f"a tensor of {tensor.layout}, device {tensor.device} and {tensor.dtype} has no bytes to save"
+            )
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_cpu and tensor.is_contiguous():
+            yield bytes_of(tensor)
+        else:
+            yield from self._staged(tensor)
+
+    def _staged(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Its bytes in row-major order, by way of the staging buffer."""
+        if tensor.nbytes > self.chunk_bytes and tensor.numel() > 1:
+            rows = self.chunk_bytes // (tensor.nbytes // len(tensor))
+            for block in tensor.split(rows) if rows else tensor.unbind():
+                yield from self._staged(block)
+        elif tensor.numel():
+            if self._staging is None or self._staging.numel() < tensor.nbytes:
+                size = max(self.chunk_bytes, tensor.nbytes)
+                self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+            staged = self._staging[: tensor.nbytes]
+            staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            yield staged
+
+
+def start(folder: Path) -> None:
+    """Make ``folder/.saving`` anew, empty: one rank does, before any makes its `DataFile` there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".discarded-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    saving = folder / SAVING
+    if saving.exists():  # renamed first: a rank of an earlier job that still writes does not write among ours
+        discarded = folder / f".discarded-{uuid.uuid4().hex[:12]}"
+        saving.rename(discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
+    saving.mkdir()
+
+
+def publish(
+    folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, chunk_bytes: int, sync: bool = True
+) -> None:
+    """[Note: the commit] One rank does, once the files of all are closed; ``results`` by rank. Local.
+
+    Raises `CheckpointError` if the files are not what the ranks have written.
+    """
+    ends: dict[str, int] = {}
+    for result in (one for of_rank in results for one in of_rank):
+        stored = result.storage_data
+        ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
+    saving = folder / SAVING
+    found = {path.name: path.stat().st_size for path in saving.iterdir()}
+    if found != ends:
+        raise CheckpointError(
+            f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
+        )
+    save_id = uuid.uuid4().hex[:12]
+    data = f"data-{save_id}"
+    by_index = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    metadata.storage_data = {
+        index: torch_internals.storage_info(f"{data}/{stored.path}", stored.offset, stored.length)
+        for index, stored in by_index.items()
+    }
+    metadata.storage_meta = StorageMeta(save_id=save_id)
+    metadata.version = "1.0.0"  # of stock's format
+    facts = {
+        "version": VERSION,
+        "world": len(results),
+        "chunk_bytes": chunk_bytes,
+        "files": {f"{data}/{name}": size for name, size in ends.items()},
+        "sums": sums_for((index, stored.sums) for index, stored in by_index.items()),
+    }
+    setattr(metadata, ATTRIBUTE, facts)
+    flush = _flush if sync else lambda path: None
+    flush(saving)
+    saving.rename(folder / data)
+    flush(folder)
+    temporary = folder / f"{METADATA}.tmp"
+    temporary.write_bytes(packed(metadata))
+    flush(temporary)
+    temporary.replace(folder / METADATA)
+    flush(folder)
+    for path in folder.iterdir():
+        if _DATA.fullmatch(path.name) and path.name != data:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Writer(StorageWriter):
+    """Where `torch.distributed.checkpoint.save` and ``async_save`` write to: ``storage_writer=bw.checkpoint.Writer(path)``.
+
+    Stock's format, which torch's `FileSystemReader` reads, with CRC32C of all bytes. The folder may hold an earlier
+    checkpoint: it stays whole until the new one is. All ranks see one file system there.
+
+    Args:
+        path: the checkpoint's folder.
+        chunk_bytes: bytes that have one checksum, and that are written at a time. A load reads whole chunks.
+        sync: wait until all is on disk. Without it a crash of the machine, not of the job, may lose the checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, chunk_bytes: int = CHUNK_BYTES, sync: bool = True) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.chunk_bytes = expect_int(chunk_bytes, "chunk_bytes")
+        if self.chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}, expected at least 4096")
+        self.sync = sync
+
+    @property
+    def checkpoint_id(self) -> Path:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "use_collectives=False writes metadata for each rank: use torch's FileSystemWriter for that"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        start(self.path)
+        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._written(plan, planner.resolve_data) if plan.items else [])
+        return done
+
+    def _written(self, plan: SavePlan, resolve: Callable[..., Any]) -> list[WriteResult]:
+        file = DataFile(self.path / SAVING / plan.storage_data, chunk_bytes=self.chunk_bytes, sync=self.sync)
+        try:
+            results = [file.add(item.index, resolve(item)) for item in plan.items]
+            file.close()
+        except BaseException:
+            file.discard()
+            raise
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        publish(self.path, metadata, results, chunk_bytes=self.chunk_bytes, sync=self.sync)

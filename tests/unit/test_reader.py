@@ -1,0 +1,260 @@
+"""`Reader`: what it reads of ours and of stock checkpoints, in which pieces, and when it compares checksums."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from bucketwheel.checkpoint import Reader, Writer
+from bucketwheel.errors import CheckpointError
+from bucketwheel.testing import run_ranks
+from tests.unit.test_writer import assert_equal, blank, save, some_state, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+VERIFY = ["before", "reading", "never"]
+
+
+def load(folder: Path, found: dict[str, Any], **options: Any) -> dict[str, Any]:
+    dcp.load(found, storage_reader=Reader(folder, **options))
+    return found
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+def test_ours(tmp_path: Path, chunk_bytes: int, verify: str) -> None:
+    state = some_state()
+    save(tmp_path, state, chunk_bytes=chunk_bytes)
+    assert_equal(load(tmp_path, blank(state), verify=verify), state)
+
+
+def test_torchs(tmp_path: Path) -> None:
+    state = some_state()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
+    assert_equal(load(tmp_path, blank(state)), state)
+    assert Reader(tmp_path).verify() == 0
+
+
+def test_values_of_another_dtype_and_layout(tmp_path: Path) -> None:
+    state = {"x": values(300, 70)}
+    save(tmp_path, state, chunk_bytes=4096)
+    found = load(tmp_path, {"x": torch.zeros(70, 300, dtype=torch.float64).t()})
+    assert torch.equal(found["x"], state["x"].double())
+
+
+def part_of(index: MetadataIndex, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
+    zeros = torch.Size([0] * len(lengths))
+    return ReadItem(LoadItemType.TENSOR, index, zeros, index, torch.Size(offsets), torch.Size(lengths))
+
+
+@pytest.mark.parametrize(("writer", "verify"), [("torch", "before"), *(("ours", verify) for verify in VERIFY)])
+def test_every_part_of_a_box(tmp_path: Path, writer: str, verify: str) -> None:
+    """Of rows that fit a chunk, and of rows that do not; into memory that is contiguous, and that is not."""
+    state = {"few": values(9, 5), "long": values(3, 4, 2000), "vector": values(5000), "scalar": torch.tensor(2.5)}
+    writers = {"ours": Writer(tmp_path, chunk_bytes=4096), "torch": dcp.FileSystemWriter(tmp_path)}
+    dcp.save(state, storage_writer=writers[writer])
+    reader = Reader(tmp_path, verify=verify)
+    for name, tensor in state.items():
+        index = MetadataIndex(name, [0] * tensor.dim())
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(25):
+            begin = [int(torch.randint(size, (), generator=generator)) for size in tensor.shape]
+            length = [
+                int(torch.randint(1, size - at + 1, (), generator=generator))
+                for size, at in zip(tensor.shape, begin, strict=True)
+            ]
+            expected = tensor
+            for dimension, (at, extent) in enumerate(zip(begin, length, strict=True)):
+                expected = expected.narrow(dimension, at, extent)
+            item = part_of(index, tuple(begin), tuple(length))
+            for target in (torch.zeros(length), torch.zeros([*length, 2])[..., 0]):
+                reader._load(item, target)
+                assert torch.equal(target, expected)
+            if writer == "ours":
+                first, last = reader._needed(item)
+                flat = tensor.reshape(-1)[first // 4 : last // 4]
+                assert flat[0] == expected.reshape(-1)[0] and flat[-1] == expected.reshape(-1)[-1]
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_bytes_of_a_box(tmp_path: Path, verify: str) -> None:
+    state = {"x": values(7, 500)}
+    save(tmp_path, state, chunk_bytes=4096)
+    reader = Reader(tmp_path, verify=verify)
+    ((index, tensor, sizes),) = reader.boxes()
+    assert (index.fqn, tensor.size, sizes) == ("x", state["x"].shape, state["x"].shape)
+    content = state["x"].numpy().tobytes()
+    for begin, end in [(0, 14000), (0, 0), (1, 2), (4095, 4097), (4096, 8192), (4000, 14000), (13999, 14000)]:
+        out = torch.zeros(end - begin, dtype=torch.uint8)
+        reader.read_box(index, begin, out)
+        assert out.numpy().tobytes() == content[begin:end]
+    reader.close()
+
+
+def damage(folder: Path, of: bytes) -> None:
+    """Flip one bit of the data file where these bytes are."""
+    (path,) = folder.glob("data-*/*.distcp")
+    content = bytearray(path.read_bytes())
+    content[content.index(of)] ^= 4
+    path.write_bytes(content)
+
+
+def test_when_checksums_are_compared(tmp_path: Path) -> None:
+    """A damaged chunk of the last of three tensors."""
+    state = {name: values(3000, seed=seed) for seed, name in enumerate("abc")}
+    save(tmp_path, state, chunk_bytes=4096)
+    damage(tmp_path, state["c"][2000:2002].numpy().tobytes())
+    before = {name: torch.zeros(3000) for name in state}
+    with pytest.raises(CheckpointException, match="'c' at torch.Size.* differs in bytes 4096 to 8192 of its data"):
+        load(tmp_path, before)
+    assert all((tensor == 0).all() for tensor in before.values())
+    reading = {name: torch.zeros(3000) for name in state}
+    with pytest.raises(CheckpointException, match="differs in bytes 4096 to 8192"):
+        load(tmp_path, reading, verify="reading")
+    assert torch.equal(reading["b"], state["b"])
+    never = load(tmp_path, {name: torch.zeros(3000) for name in state}, verify="never")
+    assert torch.equal(never["b"], state["b"]) and not torch.equal(never["c"], state["c"])
+    load(tmp_path, {name: torch.zeros(3000) for name in "ab"})  # reads no damaged byte
+    with pytest.raises(CheckpointError, match="differs"):
+        Reader(tmp_path).verify()
+    assert Reader(tmp_path).verify([MetadataIndex("a", [0])]) > 12000
+
+
+def test_what_surrounds_the_data_has_a_checksum(tmp_path: Path) -> None:
+    save(tmp_path, {"x": values(30)})
+    damage(tmp_path, b"data.pkl")
+    with pytest.raises(CheckpointError, match="differs around its data"):
+        Reader(tmp_path).verify()
+
+
+class Odd:
+    """What only a pickle can hold."""
+
+    ran = 0
+
+    def __init__(self) -> None:
+        self.value = 3
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        Odd.ran += 1
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_objects_execute_nothing_unless_asked(tmp_path: Path, ours: bool) -> None:
+    writer = Writer(tmp_path) if ours else dcp.FileSystemWriter(tmp_path)
+    dcp.save({"x": values(3), "odd": Odd()}, storage_writer=writer)
+    Odd.ran = 0
+    found: dict[str, Any] = {"x": torch.zeros(3), "odd": None}
+    with pytest.raises(CheckpointException, match="'odd' in .* is more than tensors and plain values") as refused:
+        load(tmp_path, found)
+    assert Odd.ran == 0 and (found["x"] == 0).all() and "weights_only=False" in str(refused.value)
+    assert load(tmp_path, found, weights_only=False)["odd"].value == 3 and Odd.ran == 1
+
+
+def test_an_object_by_its_name(tmp_path: Path) -> None:
+    save(tmp_path, {"x": values(3), "group": {"lr": 0.5}})
+    reader = Reader(tmp_path)
+    assert reader.read_object("group.lr") == 0.5
+    with pytest.raises(CheckpointError, match="has no 'lr'"):
+        reader.read_object("lr")
+    reader.close()
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    save(tmp_path, {"x": values(3)})
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    count = opened()
+    reader = Reader(tmp_path)
+    dcp.load({"x": torch.zeros(3)}, storage_reader=reader)
+    assert opened() == count
+    with mock.patch.object(Reader, "_load", side_effect=RuntimeError), pytest.raises(CheckpointException):
+        dcp.load({"x": torch.zeros(3)}, storage_reader=reader)
+    assert opened() == count
+
+
+def test_another_folder_by_reset(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        save(tmp_path / name, {"x": values(3, seed=seed)})
+    reader, found = Reader(tmp_path / "a"), {"x": torch.zeros(3)}
+    for seed, name in [(1, "b"), (0, "a")]:
+        dcp.load(found, checkpoint_id=tmp_path / name, storage_reader=reader)
+        assert torch.equal(found["x"], values(3, seed=seed))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="verify is True, expected one of"):
+        Reader("x", verify=True)  # type: ignore[arg-type]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def sharded(mesh: Any, *placements: Any) -> DTensor:
+    return distribute_tensor(values(11, 6), mesh, placements)
+
+
+def save_and_load_dtensors(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    fully_shard(model, mesh=mesh)
+    state = {"rows": sharded(mesh, Shard(0)), "columns": sharded(mesh, Shard(1)), "model": model.state_dict()}
+    for name, writer in {"ours": Writer(f"{folder}/ours"), "torch": dcp.FileSystemWriter(f"{folder}/torch")}.items():
+        dcp.save(state, storage_writer=writer)
+        found = {
+            "rows": sharded(mesh, Shard(1)).zero_(),
+            "columns": sharded(mesh, Replicate()).zero_(),
+            "model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()},
+        }
+        dcp.load(found, storage_reader=Reader(f"{folder}/{name}"))
+        assert torch.equal(found["rows"].full_tensor(), values(11, 6))
+        assert torch.equal(found["columns"].to_local(), values(11, 6))
+        assert all((value.full_tensor() == 0.5).all() for value in found["model"].values())
+    found = {"rows": torch.zeros(11, 6)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(f"{folder}/ours"))
+    assert torch.equal(found["rows"], values(11, 6))
+
+
+def test_dtensors_and_fsdp2_of_two_ranks(tmp_path: Path) -> None:
+    run_ranks(save_and_load_dtensors, 2, str(tmp_path))
+    reader = Reader(tmp_path / "ours")
+    assert reader.description.world == 2 and reader.verify() > 2 * 11 * 6 * 4
+    boxes = [ChunkStorageMetadata(index.offset, sizes) for index, _, sizes in reader.boxes() if index.fqn == "columns"]
+    assert sorted(tuple(box.offsets) for box in boxes) == [(0, 0), (0, 3)]
+    assert len(list(tmp_path.glob("ours/data-*/__?_0.distcp"))) == 2
+    reader.close()
+
+
+def load_damaged(rank: int, world: int, folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    target = distribute_tensor(torch.zeros(2000), mesh, [Shard(0)])
+    try:
+        dcp.load({"x": target}, storage_reader=Reader(folder))
+    except CheckpointException as error:
+        assert (target.to_local() == 0).all()
+        return str(error)
+    raise AssertionError(f"rank {rank} has loaded it")
+
+
+def test_no_rank_loads_where_one_reads_damage(tmp_path: Path) -> None:
+    x = values(2000)
+    save(tmp_path, {"x": x}, chunk_bytes=4096)
+    damage(tmp_path, x[1900:1902].numpy().tobytes())
+    for story in run_ranks(load_damaged, 2, str(tmp_path)):
+        assert "differs in bytes 4096 to 8000" in story and "1" in story

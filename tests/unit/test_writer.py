@@ -1,0 +1,297 @@
+"""`Writer`: what is on disk is stock's format, with checksums, written in chunks, and committed by a rename."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketwheel.checkpoint import Writer, writer
+from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA
+from bucketwheel.checkpoint.writer import DataFile, envelope_of
+from bucketwheel.native import core
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES += [torch.float8_e4m3fn]
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_state() -> dict[str, Any]:
+    return {
+        "matrix": values(300, 70),
+        "transposed": values(40, 30).t(),
+        "rows of a larger one": values(40, 30)[3:17, ::2],
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+        "half": values(7).bfloat16(),
+        "group": {"lr": 0.1, "betas": (0.9, 0.99), "name": "decay"},
+    }
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.full_like(value, 9) if isinstance(value, torch.Tensor) else dict.fromkeys(value, 0)
+        for name, value in state.items()
+    }
+
+
+def assert_equal(found: dict[str, Any], state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+
+
+def save(folder: Path, state: dict[str, Any], **options: Any) -> None:
+    dcp.save(state, storage_writer=Writer(folder, **options))
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+def test_torchs_reader_reads_it(tmp_path: Path, chunk_bytes: int) -> None:
+    state = some_state()
+    save(tmp_path, state, chunk_bytes=chunk_bytes)
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert_equal(found, state)
+
+
+def test_torchs_converter_reads_it(tmp_path: Path) -> None:
+    state = some_state()
+    save(tmp_path / "saved", state)
+    convert = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+    subprocess.run([*convert, tmp_path / "saved", tmp_path / "plain.pt"], check=True, timeout=120, capture_output=True)
+    assert_equal(torch.load(tmp_path / "plain.pt"), state)
+
+
+def test_torch_reads_it_without_bucketwheel(tmp_path: Path) -> None:
+    save(tmp_path, {"x": values(5)})
+    code = "import sys, torch.distributed.checkpoint as dcp; dcp.FileSystemReader(sys.argv[1]).read_metadata()"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = f"import sys; sys.modules['bucketwheel'] = None; {code}"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120, env=env)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2, 0, 3)])
+def test_the_envelope_is_that_of_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    before, behind = envelope_of(dtype, shape)
+    loaded = torch.load(BytesIO(before + bytes(tensor.nbytes) + behind), weights_only=True)
+    assert loaded.dtype == dtype and torch.equal(loaded, tensor)
+
+
+def peak_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+
+def test_an_envelope_touches_no_memory_of_the_tensors_size() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = peak_kib()
+    envelope_of(torch.float32, (1 << 13, 1 << 15))  # 1 GiB
+    assert peak_kib() - before < 65536
+
+
+class Pieces:
+    """Bytes that come in pieces of 1, 2, 3, ..."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.bytes = tensor.reshape(-1).view(torch.uint8)
+
+    def chunks(self, chunk_bytes: int) -> Iterator[torch.Tensor]:
+        begin, size = 0, 1
+        while begin < self.bytes.numel():
+            yield self.bytes[begin : begin + min(size, chunk_bytes)]
+            begin, size = begin + min(size, chunk_bytes), size + 1
+
+
+@pytest.mark.parametrize("kind", ["tensor", "strided", "pieces", "negative", "bytes"])
+def test_each_chunk_has_its_checksum(tmp_path: Path, kind: str) -> None:
+    whole = values(3, 5000)
+    strided = torch.stack([whole, whole], -1)[..., 0]
+    content = whole.numpy().tobytes()
+    negative = torch.complex(whole, -whole).conj().imag
+    data = {
+        "tensor": whole,
+        "strided": strided,
+        "pieces": Pieces(whole),
+        "negative": negative,
+        "bytes": BytesIO(content),
+    }
+    file = DataFile(tmp_path / "f", chunk_bytes=4096)
+    first = file.add(MetadataIndex("first", [0]), values(3))
+    result = file.add(MetadataIndex("x", [0, 0]), data[kind])
+    file.close()
+    stored, written = result.storage_data, (tmp_path / "f").read_bytes()
+    assert (stored.path, stored.offset, len(written)) == ("f", first.size_in_bytes, stored.offset + stored.length)
+    blob, sums = written[stored.offset :], stored.sums
+    assert blob[sums.begin :][: sums.nbytes] == content
+    expected = [core.crc32c(content[at : at + 4096]) for at in range(0, len(content), 4096)]
+    assert [int.from_bytes(sums.chunks[i : i + 4], "little") for i in range(0, len(sums.chunks), 4)] == expected
+    assert sums.envelope == core.crc32c(blob[: sums.begin] + blob[sums.begin + sums.nbytes :])
+    if kind != "bytes":
+        assert torch.equal(torch.load(BytesIO(blob), weights_only=True), whole)
+
+
+def test_what_has_no_bytes_is_refused(tmp_path: Path) -> None:
+    file = DataFile(tmp_path / "f")
+    for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        with pytest.raises(TypeError, match="has no bytes to save"):
+            file.add(MetadataIndex("x"), tensor)
+    file.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_holds_one_chunk(tmp_path: Path) -> None:
+    """Contiguous data is written from where it lies; other data passes through one buffer."""
+    file = DataFile(tmp_path / "f", chunk_bytes=65536, sync=False)
+    file.add(MetadataIndex("x"), values(1000, 1000))
+    assert file._staging is None
+    written = []
+    with mock.patch.object(file, "_write", lambda data: written.append(len(data))):
+        file.add(MetadataIndex("x"), values(1000, 1000).t())
+        file.add(MetadataIndex("x"), values(3, 100_000, 2).transpose(1, 2))
+    assert file._staging is not None and file._staging.numel() == 65536 and max(written) <= 65536
+    file.close()
+
+
+def test_an_earlier_checkpoint_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    """At each call that changes the folder, what was there before the save or what it saves loads."""
+    old, new = {"x": values(50)}, {"x": values(50, seed=1)}
+    save(tmp_path, old)
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        found = {"x": torch.zeros(50)}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+        seen.append(torch.equal(found["x"], new["x"]))
+        assert seen[-1] or torch.equal(found["x"], old["x"])
+
+    def looking(name: str, owner: Any) -> Any:
+        real = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            look()
+            result = real(*args, **options)
+            look()
+            return result
+
+        return mock.patch.object(owner, name, wrapped)
+
+    names = [("fsync", os), ("rename", Path), ("replace", Path), ("mkdir", Path), ("rmtree", writer.shutil)]
+    patches = [looking(name, owner) for name, owner in names]
+    for patch in patches:
+        patch.start()
+    try:
+        save(tmp_path, new)
+    finally:
+        mock.patch.stopall()
+    assert seen == sorted(seen) and not seen[0] and seen[-1] and len(seen) >= 14
+    assert len(files(tmp_path)) == 2 and METADATA in files(tmp_path)
+
+
+def test_everything_is_on_disk_before_the_commit(tmp_path: Path) -> None:
+    """The data file, the names of it, of its folder, the metadata; then the name of the metadata."""
+    order: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def flushed(descriptor: int) -> None:
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        order.append("commit")
+        return replace(path, target)
+
+    with mock.patch.object(os, "fsync", flushed), mock.patch.object(Path, "replace", replaced):
+        save(tmp_path / "c", {"x": values(5)})
+        assert order == ["__0_0.distcp", ".saving", "c", ".metadata.tmp", "commit", "c"]
+        order.clear()
+        save(tmp_path / "c", {"x": values(5)}, sync=False)
+        assert order == ["commit"]
+
+
+def test_a_failed_save_leaves_the_last_one_and_no_data(tmp_path: Path) -> None:
+    state = {"x": values(50), "y": values(60)}
+    save(tmp_path, state)
+    before = files(tmp_path)
+    real = DataFile.add
+
+    def full(file: DataFile, index: MetadataIndex, data: Any) -> Any:
+        if index.fqn == "y":
+            raise OSError(28, "No space left on device")
+        return real(file, index, data)
+
+    with mock.patch.object(DataFile, "add", full), pytest.raises(CheckpointException, match="No space left"):
+        save(tmp_path, {"x": values(50, seed=1), "y": values(60)})
+    assert files(tmp_path) == before
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert_equal(found, state)
+    save(tmp_path, state)
+    assert len(files(tmp_path)) == 2 and not (tmp_path / ".saving").exists()
+
+
+def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:
+    real = writer.publish
+
+    def disturbed(folder: Path, *args: Any, **options: Any) -> None:
+        (folder / ".saving" / "__7_0.distcp").write_bytes(b"late")
+        real(folder, *args, **options)
+
+    with mock.patch.object(writer, "publish", disturbed), pytest.raises(CheckpointException, match="another one write"):
+        save(tmp_path, {"x": values(5)})
+    assert not (tmp_path / METADATA).exists()
+
+
+def test_plans_that_the_planner_caches(tmp_path: Path) -> None:
+    """The second save uses the first one's plan, with what the first save put into it."""
+    for seed in (0, 1):
+        state = {"x": values(50, seed=seed)}
+        dcp.save(state, storage_writer=Writer(tmp_path), planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+        found = blank(state)
+        dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+        assert_equal(found, state)
+
+
+def test_the_checksums_are_plain_values(tmp_path: Path) -> None:
+    """So stock unpickles the metadata without this package."""
+    save(tmp_path, some_state())
+    content = (tmp_path / METADATA).read_bytes()
+    assert b"bucketwheel." not in content  # no class of ours
+    facts = getattr(pickle.loads(content), ATTRIBUTE)
+    assert (facts["world"], facts["chunk_bytes"]) == (1, 1 << 20)
+    (path,) = facts["files"]
+    assert facts["files"][path] == (tmp_path / path).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"chunk_bytes": 100}, "at least 4096"), ({"chunk_bytes": 1.5}, "int")]
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Writer("x", **options)
+
+
+def test_one_metadata_for_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_collectives=False"):
+        dcp.save({"x": values(3)}, storage_writer=Writer(tmp_path), use_collectives=False)
