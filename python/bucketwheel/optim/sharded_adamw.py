@@ -464,12 +464,12 @@ class ShardedAdamW(Optimizer):
         self._engine.expect_done_by_all("load_state_dict", error)
         load()
         self._note_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _note_loaded(self) -> None:
         self._shown.said.clear()
         self._shown.publish(self.state, self._engine)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def full_state_dict(
         self,
@@ -482,6 +482,7 @@ class ShardedAdamW(Optimizer):
     ) -> dict[str, Any]:
         """The whole state on rank ``dst`` of all ranks (None: on every one), as `torch.optim.AdamW.state_dict` returns it; {}
         on the others. On the CPU, each state in its own dtype. Others need ``chunk_bytes`` beside their states. Collective.
+        Hooks of `state_dict` are not called.
 
         Args:
             path: rank ``dst`` writes the dict to this file, chunk by chunk, and returns {} too. ``torch.load(path,
@@ -492,14 +493,8 @@ class ShardedAdamW(Optimizer):
             model: call parameters what it calls them, for `torch.distributed.checkpoint.state_dict`; else they are numbered.
         """
         self._follow_groups()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        self._engine.param_sync()
         self._follow_state()
-        saved = full_state.save(self, dst, path=path, chunk_bytes=chunk_bytes, masters=masters, model=model)
-        for after in self._optimizer_state_dict_post_hooks.values() if saved else ():
-            saved = after(self, saved) or saved
-        return saved
+        return full_state.save(self, dst, path=path, chunk_bytes=chunk_bytes, masters=masters, model=model)
 
     def load_full_state_dict(
         self,
@@ -509,7 +504,7 @@ class ShardedAdamW(Optimizer):
         chunk_bytes: int = full_state.CHUNK_BYTES,
     ) -> None:
         """`load_state_dict` of a whole state that rank ``src`` of all ranks has (the others give None), or with ``src`` None every
-        one. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`.
+        one. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`; no hooks.
 
         ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
         ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (flattened too), or the path of a torch.save file
@@ -518,10 +513,7 @@ class ShardedAdamW(Optimizer):
         self._follow_groups()
         error, load = None, None
         try:
-            given = full_state.read(state_dict if src in (None, self._engine.ranks[0]) else None)
-            for before in self._optimizer_load_state_dict_pre_hooks.values() if given is not None else ():
-                given = before(self, given) or given
-            load = full_state.FullLoad(self, given, src, chunk_bytes)
+            load = full_state.FullLoad(self, state_dict, src, chunk_bytes)
         except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
             error = found
         self._engine.expect_done_by_all(f"load_full_state_dict({src=}, {chunk_bytes=})", error)

@@ -23,11 +23,12 @@ from tests.support.replica_ranks import with_replicas
 
 BF16, F32 = torch.bfloat16, torch.float32
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"dtype": F32},
-    "amsgrad": {"dtype": F32, "amsgrad": True},
-    "bf16, master": {"dtype": BF16},
-    "bf16, remainder": {"dtype": BF16, "master_weights": "bf16_remainder"},
-    "bf16 states": {"dtype": F32, "state_dtype": BF16},
+    "fp32": {"dtype": F32, "granularity": "row"},
+    "amsgrad": {"dtype": F32, "granularity": 1, "amsgrad": True},
+    "bf16, master": {"dtype": BF16, "granularity": 1},
+    "bf16, remainder": {"dtype": BF16, "granularity": "row", "master_weights": "bf16_remainder"},
+    "bf16 states": {"dtype": F32, "granularity": "row", "state_dtype": BF16},
+    "bf16, remainder, elements": {"dtype": BF16, "granularity": 1, "master_weights": "bf16_remainder"},
 }
 SLOW = pytest.mark.slow
 WORLDS = [None, 1, 2, 3, pytest.param(4, marks=SLOW)]
@@ -46,7 +47,9 @@ FEW = [
 def made(precision: str, comm: Any, seed: int = 0, **more: Any) -> tuple[ShardedAdamW, list[Parameter]]:
     options = {**PRECISIONS[precision], **more}
     params = make_params(options.pop("dtype"), seed)
-    return make(params, comm, **options), params
+    cut = {"granularity": options.pop("granularity")}
+    groups = [{"params": params[:4], "weight_decay": 0.0, **cut}, {"params": params[4:], "lr": 0.03, **cut}]
+    return ShardedAdamW(groups, lr=0.01, weight_decay=0.1, process_group=comm, **{**TINY, **options}), params
 
 
 def alone(precision: str, count: int) -> tuple[dict[str, Any], list[Parameter]]:
@@ -76,13 +79,15 @@ def test_it_is_the_state_of_one_process(world: int | None, precision: str, tmp_p
                 assert [g["params"] for g in saved["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
                 assert saved["param_groups"][1]["lr"] == 0.03
         assert_bitwise_equal(opt.full_state_dict(None)["state"], expected["state"], "on every rank")
+        opt.param_groups[1]["of a user"] = [torch.tensor([0.5, 2.0])]
         assert opt.full_state_dict(last, path=tmp_path / "full.pt", chunk_bytes=100) == {}
         for is_mapped in (True, False):
             read = torch.load(tmp_path / "full.pt", weights_only=True, mmap=is_mapped)
             assert_bitwise_equal(read["state"], expected["state"])
             assert read["param_groups"][0]["weight_decay"] == 0.0
+            assert read["param_groups"][1]["of a user"][0].tolist() == [0.5, 2.0]
         assert os.listdir(tmp_path) == ["full.pt"]
-        if "bf16" in precision and "states" not in precision:
+        if precision.startswith("bf16, "):
             found = opt.full_state_dict(None, masters=False)["state"][3]
             assert found.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -157,9 +162,9 @@ def test_replicas_have_it_too(precision: str) -> None:
     _, ends = alone(precision, 6)
 
     def body(rank: int, shard: Communicator, replicate: Communicator) -> None:
-        options = {k: v for k, v in PRECISIONS[precision].items() if k != "dtype"}
-        params = copies(middle)
-        opt = make(params, shard, replicate_group=replicate, **options)
+        opt, params = made(precision, shard, replicate_group=replicate)
+        for p, value in zip(params, middle, strict=True):
+            p.data.copy_(value.data)
         opt.load_full_state_dict(expected if rank == 3 else None, 3, chunk_bytes=100)
         saved = opt.full_state_dict(2, chunk_bytes=100)
         assert bool(saved) == (rank == 2)
