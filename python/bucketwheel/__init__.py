@@ -5,6 +5,7 @@ Importing compiles nothing; the native module builds itself at first use.
 
 from bucketwheel import checkpoint
 from bucketwheel._version import __version__
+from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.comm.backends import LocalRank, LocalWorld
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
@@ -61,6 +62,7 @@ __all__ = [
     "ReleasedTwice",
     "ShardedAdamW",
     "ShardedGradError",
+    "Snapshots",
     "UseAfterRelease",
     "__version__",
     "adam_step",

@@ -143,6 +143,11 @@ class FlatParams:
                 self._slots.append(slot)
         self._places = [slot.data_ptr() for slot in self._slots]
 
+    @property
+    def slots(self) -> list[Tensor]:
+        """The parameters' memory; a write to `rebind` them is seen in these tensors' versions alone."""
+        return self._slots
+
     def _slot_like(self, tensor: Tensor, begin: int) -> Tensor:
         """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
         piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)

@@ -13,6 +13,7 @@ from bucketwheel.layout.flat_params import FlatParams, ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
 from bucketwheel.layout.precision import Precision
+from bucketwheel.layout.shard_memory import ShardRow, ShardSpace
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["Space", "join", "ranges_of"]
@@ -129,6 +130,22 @@ class Space:
         """`value_parts`, one behind the other; a copy."""
         parts = self.value_parts(index)
         return torch.cat(parts) if parts else self.flat.flat[:0].clone()
+
+    def memory(self) -> ShardSpace:
+        """Where this rank's shards are."""
+        owned = [(b.begin + self.rank * b.shard_numel, b.shard_numel) for b in self.packing.buckets]
+        values = [self.flat.flat.narrow(0, begin, numel) for begin, numel in owned]
+        pieces = {"param": values, **{name: [shard] for name, shard in self.states.items()}}
+        return ShardSpace(self.packing.shard_numel, pieces, self.grad.dtype, self.grad)
+
+    def memory_rows(self, number: int) -> list[ShardRow]:
+        """This rank's segments; ``number``: of this space."""
+        segments = [(self._infos[s.param], s) for s in self.packing.segments(self.rank)]
+        return [
+            ShardRow(number, s.shard_begin, s.numel, info.index, s.param_begin, info.group)
+            for info, s in segments
+            if info.index >= 0
+        ]
 
     def add_row(self, rows: AdamRows, segment: Segment) -> None:
         """Adds the kernel's row for ``segment``."""

@@ -23,6 +23,7 @@ from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
 from bucketwheel.layout.masters import first_written, follow_param, take_param
 from bucketwheel.layout.precision import Precision, norm_dtype_of
+from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, ShardSpace, StepInputs
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
@@ -53,6 +54,7 @@ class LocalEngine:
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
         self._factors = GradFactors(0, self._device)
+        self.step_observers: list[Callable[[StepInputs], None]] = []  # as in `ShardedEngine`
         # Which gradients were clipped: the tensor and its version then; by what says `_factors`. An entry goes with its
         # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
         self._clips: dict[int, tuple[Tensor, int]] = {}
@@ -116,7 +118,10 @@ class LocalEngine:
         self._expect_static(used)
         self._drop_stale_clips()
         self._rows.table.set_grads([grads[i] for i in self._order])
-        self._rows.begin_step(param_groups, used, self._factors.vector() if self._clips else None)
+        factors = self._factors.vector() if self._clips else None
+        for observe in self.step_observers:
+            observe(StepInputs(param_groups, used, factors, 1.0, grads))
+        self._rows.begin_step(param_groups, used, factors)
         self._rows.step()
         self._rows.table.clear_grads()  # zero_grad() is to free their memory
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
@@ -301,6 +306,30 @@ class LocalEngine:
         factor = self._factors[index] if self._is_clipped(index) else 1.0
         # A factor on the device in their dtype: with a 0-d gradient a float64 one would make the product float64.
         return wide * (factor.to(wide.dtype) if isinstance(factor, Tensor) else factor)
+
+    def shard_memory(self) -> ShardMemory:
+        """All parameters. Another one after `change`, and when parameters have moved."""
+        spaces: list[ShardSpace] = []
+        rows: list[ShardRow] = []
+        for dtype in dict.fromkeys(info.dtype for info in self.infos):
+            pieces: dict[str, list[Tensor]] = {}
+            at = 0
+            for info in (info for info in self.infos if info.dtype == dtype):
+                numel = info.param.numel()
+                for name, tensor in {"param": info.param.detach(), **self.states[info.index]}.items():
+                    pieces.setdefault(name, []).append(tensor.as_strided((numel,), (1,)))
+                rows.append(ShardRow(len(spaces), at, numel, info.index, 0, info.group))
+                at += numel
+            spaces.append(ShardSpace(at, pieces, torch.float64 if dtype == torch.float64 else torch.float32))
+        written = [info.param for info in self.infos] + [self.steps]
+        written += [tensor for state in self.states for tensor in state.values()]
+        names = [info.name for info in self.infos]
+        return ShardMemory(spaces, rows, names, self.steps, written, self.precision.amsgrad, self._edits.resync)
+
+    def share_params(self) -> None:
+        """There is nobody else."""
+        torch.autograd.graph.increment_version([info.param for info in self.infos])
+        self._edits.note_written()
 
     # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense
+from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 from bucketwheel.layout.shards import Space, join
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
@@ -126,6 +127,8 @@ class ShardedEngine:
         self.follows_params = self._edits.resync
         self._hyperparameters = Hyperparameters()
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
+        # Called in each step on what the kernel is about to get, before it runs: gradients do not change until they return.
+        self.step_observers: list[Callable[[StepInputs], None]] = []
         _claim([*self._comms, *_named(infos)], self)
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
@@ -295,7 +298,10 @@ class ShardedEngine:
         order = self._gathers.order()  # what the next forward needs first goes first
         try:
             with torch.no_grad():
-                rows.begin_step(param_groups, used, reduced.factors.vector(), reduced.average)
+                factors = reduced.factors.vector()
+                for observe in self.step_observers:
+                    observe(StepInputs(param_groups, used, factors, reduced.average))
+                rows.begin_step(param_groups, used, factors, reduced.average)
                 for bucket in (self._assembly.buckets[number] for number in order):
                     if any(used[index] for index in bucket.grads.parts):
                         rows.step(bucket.first_row, bucket.last_row)
@@ -347,6 +353,29 @@ class ShardedEngine:
         """The lowest rank that says an index, and that; the index is -1 if none does. Collective."""
         everyone = [int(other) for other in self.reducer.exchange(str(index).encode())]
         return next(((rank, said) for rank, said in enumerate(everyone) if said >= 0), (0, -1))
+
+    def shard_memory(self) -> ShardMemory:
+        """Of this rank. Another one after `change`."""
+        spaces = [space.memory() for space in self.spaces]
+        rows = [row for number, space in enumerate(self.spaces) for row in space.memory_rows(number)]
+        written = [info.param for info in self.infos] + [self.steps]
+        written += [
+            tensor for space in self.spaces for tensor in (space.flat.flat, *space.flat.slots, *space.states.values())
+        ]
+        names = [info.name for info in self.infos]
+        return ShardMemory(spaces, rows, names, self.steps, written, self.precision.amsgrad, self._edits.resync)
+
+    def share_params(self) -> None:
+        """Gathers what every rank's part of the parameters is now, which others than a step have written. Collective."""
+        self.param_sync()
+        try:
+            for bucket in self._assembly.buckets:
+                self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+        finally:
+            self._gathers.leave_running()
+        self.param_sync()
+        torch.autograd.graph.increment_version(list(self.grads.params))
+        self._edits.note_written()
 
     def reload_masters(self) -> None:
         self.param_sync()

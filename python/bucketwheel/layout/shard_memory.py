@@ -1,0 +1,62 @@
+"""Shard memory: where this rank's parameters, states and gradients lie, for what keeps a copy of them.
+
+A *space* is all of one dtype. Its elements have one order, in which every tensor of it lies: the pieces of each, one
+behind the other, make the space. A *row* is a part of a parameter in a space: what the Adam kernel calls one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["ShardMemory", "ShardRow", "ShardSpace", "StepInputs"]
+
+
+class ShardRow(NamedTuple):
+    space: int
+    begin: int  # in the space
+    numel: int
+    param: int
+    param_begin: int  # in the parameter's memory order
+    group: int
+
+
+@dataclass(frozen=True)
+class ShardSpace:
+    """``pieces``: 1-D tensors, of "param" and of each state. ``grad``: the gradient shard, 1-D, where there is one; None:
+    gradients come with the step (`StepInputs`)."""
+
+    numel: int
+    pieces: dict[str, list[Tensor]]
+    grad_dtype: torch.dtype
+    grad: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ShardMemory:
+    """``steps``: int64, one a parameter. ``written``: tensors to which torch alone writes outside of the kernel: their version
+    counters show edits."""
+
+    spaces: list[ShardSpace]
+    rows: list[ShardRow]
+    names: list[str]  # of the parameters
+    steps: Tensor
+    written: list[Tensor]
+    amsgrad: bool
+    resync: bool
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the Adam kernel gets in one step, as `AdamRows.begin_step` takes it. ``grads``: of each parameter, in its memory
+    order, None where it has none; None altogether where they are in the spaces."""
+
+    param_groups: Sequence[dict[str, Any]]
+    used: Sequence[bool] | bytes
+    factors: Tensor | None
+    average: float
+    grads: Sequence[Tensor | None] | None = None

@@ -1,0 +1,333 @@
+"""Snapshots: the copies of a shard have its bits, whatever a training loop does. Ranks are threads, each keeps its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import bucketwheel as bw
+from bucketwheel.checkpoint.snapshots import Snapshots
+from bucketwheel.comm.backends import LocalWorld
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, share
+from tests.support.simulated_cuda import posing
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (F32, {}),
+    "fp64": (F64, {}),
+    "amsgrad, maximize": (F32, {"amsgrad": True, "maximize": True}),
+    "bf16": (BF16, {}),
+    "bf16, remainder": (BF16, {"master_weights": "bf16_remainder", "amsgrad": True}),
+    "bf16, no master": (BF16, {"master_weights": "none", "decoupled_weight_decay": False}),
+    "bf16 states": (BF16, {"state_dtype": BF16, "amsgrad": True}),
+    "fp32, bf16 states and shard": (F32, {"state_dtype": BF16, "accum_dtype": BF16}),
+    "fp16": (F16, {"reduce_dtype": F32}),
+}
+
+
+class Loop:
+    """One rank of a training loop."""
+
+    def __init__(self, comm: Communicator | None, dtype: torch.dtype = F32, **options: Any) -> None:
+        self.rank, self.world = (comm.rank, comm.size) if comm else (0, 1)
+        self.params = make_params(dtype)
+        groups = [{"params": self.params[:4], "weight_decay": 0.1}, {"params": self.params[4:], "lr": 0.03}]
+        self.opt = ShardedAdamW(groups, lr=0.01, process_group=comm, **{**TINY, **options})
+
+    def backward(self, seed: int, used: Callable[[int], bool] = lambda i: True) -> None:
+        loss_of(self.params, share(dyadic(self.params, seed), self.rank, self.world), used).backward()
+
+    def steps(self, *seeds: int) -> None:
+        for seed in seeds:
+            self.backward(seed, lambda i, s=seed: (i + s) % 4 > 0)
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+def eventful_step(loop: Loop, seed: int) -> None:
+    """Unused parameters, accumulation, clipping of all or some, loss scales, a step that is skipped, one without gradients,
+    changed hyperparameters, a frozen parameter."""
+    opt, params = loop.opt, loop.params
+    params[5].requires_grad_(seed % 20 < 10)
+    if seed % 7 == 3:
+        with opt.no_sync():
+            loop.backward(seed + 500)
+    loop.backward(seed, lambda i: (i + seed) % 5 > 0)
+    if seed % 7 == 5:
+        opt.grad_sync()
+        loop.backward(seed + 700)
+    if seed % 3 == 0:
+        opt.clip_grad_norm_(0.25)
+    elif seed % 3 == 1:
+        torch.nn.utils.clip_grad_norm_(params[:3], 0.125)
+    if seed % 11 == 4:  # as GradScaler does where it found an inf
+        opt.zero_grad()
+        return
+    if seed % 13 == 6:
+        opt.zero_grad()
+    for group in opt.param_groups:
+        group["lr"] *= 0.99
+    opt.param_groups[1]["betas"] = (0.9 - seed / 1000, 0.99)
+    opt.param_groups[0]["weight_decay"] = seed / 500
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_hundred_steps_replayed_have_the_bits_of_the_shard(name: str, world: int | None) -> None:
+    dtype, options = PRECISIONS[name]
+
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm, dtype, **options)
+        every = 1 + loop.rank
+        with bw.Snapshots(loop.opt, every=every) as snapshots:
+            for seed in range(100):
+                eventful_step(loop, seed)
+                if seed == 50:
+                    snapshots.verify()
+            assert snapshots.verify() == snapshots.stats["steps"] == 91, "of 100, 9 were skipped"
+            assert snapshots.last_step == 91
+            assert snapshots.stats["rebases"] == 0
+
+    on_ranks(world, body)
+
+
+# ---- changes from outside
+
+
+def load_model(loop: Loop) -> None:
+    for p, other in zip(loop.params, make_params(loop.params[0].dtype, seed=5), strict=True):
+        p.detach().copy_(other.detach())
+
+
+def move(loop: Loop) -> None:
+    loop.params[3].data = loop.params[3].data * 2
+
+
+def load_optimizer(loop: Loop) -> None:
+    saved = loop.opt.state_dict()
+    loop.steps(30)
+    loop.opt.load_state_dict(saved)
+
+
+def exchange_entry(loop: Loop) -> None:
+    loop.opt.state[loop.params[3]]["exp_avg"] = torch.ones(loop.params[3].shape)
+
+
+def write_state(loop: Loop) -> None:
+    for state in loop.opt.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def add_group(loop: Loop) -> None:
+    loop.params += [Parameter(torch.ones(70, 3, dtype=loop.params[0].dtype))]
+    loop.opt.add_param_group({"params": loop.params[-1:], "lr": 0.5})
+
+
+def leave_group(loop: Loop) -> None:
+    del loop.opt.param_groups[0]["params"][1]
+
+
+EDITS: list[Callable[[Loop], Any]] = [load_model, move, load_optimizer, exchange_entry, write_state, add_group]
+EDITS += [leave_group, lambda loop: loop.opt.reset_state(), lambda loop: loop.opt.reset_state(loop.params[:2])]
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_change_from_outside_is_sent(edit: Callable[[Loop], Any], dtype: torch.dtype, world: int | None) -> None:
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm, dtype, overlap_param_sync=world is not None)
+        with bw.Snapshots(loop.opt, every=2) as snapshots:
+            loop.steps(0, 1, 2)
+            loop.opt.param_sync()
+            edit(loop)
+            loop.steps(3, 4, 5, 6)
+            snapshots.verify()
+            assert snapshots.stats["rebases"] == 1
+            loop.steps(7)
+            loop.opt.param_sync()
+            edit(loop) if edit not in (add_group, leave_group) else None
+            snapshots.verify()
+            loop.steps(8, 9)
+            snapshots.verify()
+
+    on_ranks(world, body)
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: int | None) -> None:
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm)
+        with bw.Snapshots(loop.opt) as snapshots:
+            loop.steps(0)
+            for p in loop.params:
+                p.data.mul_(2)
+            loop.steps(1)
+            with pytest.raises(
+                RuntimeError, match=r"differs from the shard: 0.param of rank 0's shard at step 2, as rank 0"
+            ):
+                snapshots.verify()
+            snapshots.rebase()
+            loop.steps(2)
+            assert snapshots.verify() == 3
+
+    on_ranks(world, body)
+
+
+def test_a_step_that_fails_is_followed_by_a_whole_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(None)
+    with bw.Snapshots(loop.opt) as snapshots:
+        loop.steps(0)
+        loop.opt.param_groups[0]["betas"] = (0.9, "?")
+        with pytest.raises((TypeError, ValueError)):
+            loop.steps(1)
+        loop.opt.param_groups[0]["betas"] = (0.9, 0.99)
+        loop.steps(2)
+        snapshots.verify()
+        assert snapshots.stats["rebases"] == 1
+
+
+# ---- what else may happen
+
+
+@pytest.mark.parametrize("world", [None, 1])
+def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated; what poses as a device does so in all threads, so the replays wait until nothing does."""
+    begin, gate = Snapshots._begin, threading.Event()
+    monkeypatch.setattr(Snapshots, "_begin", lambda *args: (gate.wait(60), begin(*args)))
+    with posing():
+        comm = None if world is None else Communicator(LocalWorld(1).rank(0), backend="local", device="cuda")
+        loop = Loop(comm, BF16, state_dtype=BF16)
+        snapshots = Snapshots(loop.opt, every=20)
+        for seed in range(20):
+            eventful_step(loop, seed)
+    gate.set()
+    with snapshots:
+        assert snapshots.verify() == 18
+        assert snapshots.stats["rebases"] == snapshots.stats["waits"] == 0
+    if comm is not None:
+        loop.opt.close()
+        comm.close()
+
+
+def test_a_step_waits_where_all_buffers_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketwheel.checkpoint.replay import ShardCopy
+
+    take, gate = ShardCopy.take, threading.Event()
+    monkeypatch.setattr(ShardCopy, "take", lambda self, step, fill: (gate.wait(20), take(self, step, fill)))
+    loop = Loop(None)
+    with bw.Snapshots(loop.opt, every=3) as snapshots:
+        loop.steps(0, 1, 2)
+        assert snapshots.stats["waits"] == 0
+        threading.Timer(0.2, gate.set).start()
+        loop.steps(3)
+        assert snapshots.stats["waits"] == 1
+        assert snapshots.stats["waited_s"] > 0.05
+        assert snapshots.verify() == 4
+
+
+def test_what_a_thread_fails_with_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketwheel.checkpoint import replay
+
+    def fail(self: Any, record: Any) -> None:
+        raise OSError("no more memory")
+
+    loop = Loop(None)
+    with bw.Snapshots(loop.opt) as snapshots:
+        loop.steps(0)
+        monkeypatch.setattr(replay._Mirror, "replay", fail)
+        with pytest.warns(UserWarning, match=r"snapshots end at step \d+: no more memory"):
+            for seed in range(1, 200):
+                loop.steps(seed)
+                time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="the snapshots have ended: no more memory"):
+            snapshots.verify()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loop.steps(200)
+
+
+def test_closed_or_stopped_they_cost_nothing_and_leave_no_thread() -> None:
+    loop = Loop(None)
+    for end in (bw.Snapshots.close, bw.Snapshots.stop):
+        snapshots = bw.Snapshots(loop.opt)
+        loop.steps(0)
+        end(snapshots)
+        assert all(ended.is_set() for ended in snapshots._threads)
+        assert not loop.opt._engine.step_observers
+        assert not loop.opt._optimizer_step_post_hooks
+        loop.steps(1)
+        assert snapshots.stats["steps"] == 1
+        snapshots.close()
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    loop = Loop(None)
+    for bad in ({"every": 0}, {"every": 1.5}, {"first_step": -1}):
+        with pytest.raises((ValueError, TypeError), match="every|first_step"):
+            bw.Snapshots(loop.opt, **bad)
+    loop.opt.param_groups[0]["capturable"] = True
+    with pytest.raises(ValueError, match="capturable"):
+        bw.Snapshots(loop.opt)
+
+
+# ---- going back
+
+
+@pytest.mark.parametrize("world", [None, 1, 3])
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: str, tmp_path: Path) -> None:
+    """As if nothing had happened."""
+    dtype, options = PRECISIONS[name]
+    folder = tmp_path / "snapshots"
+
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm, dtype, **options)
+        snapshots = bw.Snapshots(loop.opt, every=2, directory=folder if place == "files" else None)
+        loop.steps(*range(7))
+        assert snapshots.verify() == 7
+        loop.steps(7)
+        snapshots._flush()
+        if comm is not None:
+            comm.exchange(b"all have")
+        snapshots.stop()
+        loop.steps(8, 9)
+        expected = [p.detach().clone() for p in loop.params], loop.opt.state_dict()["state"]
+        loop.opt.close()
+        fresh = Loop(comm, dtype, **options)
+        for p in fresh.params:
+            p.data.zero_()
+        if place == "files":
+            assert bw.Snapshots.load(folder, fresh.opt) == 8
+        else:
+            assert bw.Snapshots.restore(fresh.opt, snapshots) == 8
+        with bw.Snapshots(fresh.opt, first_step=8) as again:
+            fresh.steps(8, 9)
+            assert again.verify() == 10
+        assert_bitwise_equal([p.detach() for p in fresh.params], expected[0])
+        mine = fresh.opt.state_dict()["state"]
+        assert_bitwise_equal({i: plain(s) for i, s in mine.items()}, {i: plain(s) for i, s in expected[1].items()})
+        snapshots.close()
+        if comm is not None:
+            comm.exchange(b"all are done")
+        assert place == "memory" or not list(folder.iterdir())
+
+    on_ranks(world, body)
+
+
+def plain(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: getattr(value, "piece", value) for name, value in state.items()}

@@ -1,0 +1,190 @@
+"""Snapshots of ranks that are processes: the neighbour's copies, and what they are for: ranks and jobs that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bucketwheel as bw
+from bucketwheel.testing import assert_bitwise_equal, run_ranks
+from tests.conformance.optimizer.test_snapshots import BF16, EDITS, F32, Loop, eventful_step
+
+
+class Apart(Loop):
+    """One rank of the default process group."""
+
+    def __init__(self, dtype: torch.dtype = F32, **options: Any) -> None:
+        super().__init__(None, dtype, **options)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+
+def followed(rank: int, world: int, backend: str | None) -> None:
+    loop = Apart(BF16, state_dtype=BF16, amsgrad=True)
+    with bw.Snapshots(loop.opt, every=2) as snapshots:
+        assert snapshots.world == world
+        for seed in range(100):
+            eventful_step(loop, seed)
+            if seed % 30 == 7:
+                assert snapshots.verify() == snapshots.last_step
+        assert sorted(snapshots._copies) == sorted({rank, (rank - 1) % world})
+        assert snapshots.verify() == 91
+        assert snapshots.stats["rebases"] == 0
+        assert snapshots.stats["sent_bytes"] > 91 * 4 * 2500 / world
+        if rank == 0:  # the neighbour keeps another one's values
+            snapshots._copies[world - 1].shard()["0.exp_avg"][0] += 1
+        with pytest.raises(
+            RuntimeError, match=rf"0.exp_avg of rank {world - 1}'s shard at step 91, as rank 0 keeps it"
+        ):
+            snapshots.verify()
+    loop.opt.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_neighbour_has_the_bits_of_the_shard(world: int) -> None:
+    run_ranks(followed, world, None, timeout_s=90, forked=True)
+
+
+def edited(rank: int, world: int, number: int) -> None:
+    loop = Apart()
+    with bw.Snapshots(loop.opt, every=1) as snapshots:
+        loop.steps(0, 1)
+        EDITS[number](loop)
+        loop.steps(2, 3, 4)
+        snapshots.verify()
+        assert snapshots.stats["rebases"] == 1
+    loop.opt.close()
+
+
+@pytest.mark.parametrize("number", [0, 5, 6], ids=["load_model", "add_group", "leave_group"])
+def test_a_change_from_outside_reaches_the_neighbour(number: int) -> None:
+    run_ranks(edited, 2, number, timeout_s=60, forked=True)
+
+
+# ---- a rank is lost, the others go on
+
+
+def train(loop: Loop, steps: range) -> None:
+    for seed in steps:
+        loop.backward(seed, lambda i, s=seed: (i + s) % 5 > 0)
+        loop.opt.clip_grad_norm_(0.25)
+        loop.opt.step()
+        loop.opt.zero_grad()
+
+
+def values(loop: Loop) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in loop.params]
+
+
+def reference(rank: int, world: int, steps: int) -> list[torch.Tensor]:
+    loop = Apart(BF16)
+    train(loop, range(steps))
+    loop.opt.close()
+    return values(loop)
+
+
+def join(store: str, rank: int, world: int) -> None:
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world, rank)
+
+
+def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment: str) -> Any:
+    """Rank ``lost`` is killed; rank ``world`` of the runner, which waits meanwhile, takes its place."""
+    steps = 12
+    kept = None
+    if rank < world - 1:
+        join(f"{folder}/first", rank, world - 1)
+        loop = Apart(BF16, timeout_s=20)
+        snapshots = bw.Snapshots(loop.opt, every=2)
+        with contextlib.suppress(bw.Error):
+            train(loop, range(dies_at))
+            if rank == lost:
+                if moment == "step":
+                    loop.opt._engine.step_observers.append(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+                    train(loop, range(dies_at, steps))
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(loop, range(dies_at, steps))
+            raise AssertionError("nobody has told that a rank was lost")
+        snapshots.stop()
+        with contextlib.suppress(bw.Error):
+            loop.opt.close()
+        dist.destroy_process_group()
+        kept = snapshots
+        Path(folder, f"lost-{rank}").touch()
+    else:
+        until = time.monotonic() + 40
+        while len(list(Path(folder).glob("lost-*"))) < world - 2 and time.monotonic() < until:
+            time.sleep(0.02)
+    place = lost if rank == world - 1 else rank
+    join(f"{folder}/second", place, world - 1)
+    fresh = Apart(BF16)
+    for p in fresh.params:
+        p.data.fill_(float(place))
+    step = bw.Snapshots.restore(fresh.opt, kept)
+    with bw.Snapshots(fresh.opt, every=1, first_step=step) as again:
+        train(fresh, range(step, steps))
+        assert again.verify() == steps
+    if kept is not None:
+        kept.close()
+    fresh.opt.close()
+    return step, values(fresh)
+
+
+@pytest.mark.parametrize(
+    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (3, 2, "backward")]
+)
+def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, tmp_path: Path) -> None:
+    results = run_ranks(
+        survives, world + 1, str(tmp_path), lost, 7, moment, timeout_s=90, backend=None, expect_dead=[lost], forked=True
+    )
+    expected = run_ranks(reference, world, 12, timeout_s=60, forked=True)
+    found = [result for result in results if result is not None]
+    assert len(found) == world
+    assert len({step for step, _ in found}) == 1
+    assert 7 - 1 - 2 <= found[0][0] <= 8, "steps done, less those on their way"
+    for _, mine in found:
+        assert_bitwise_equal(mine, expected[0])
+
+
+# ---- all ranks are lost
+
+
+def killed(rank: int, world: int, folder: str) -> None:
+    loop = Apart(BF16)
+    bw.Snapshots(loop.opt, every=2, directory=folder)
+    until = 7 if rank == world - 1 else 30
+    with contextlib.suppress(bw.Error):  # of the last one's death
+        train(loop, range(until))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(rank: int, world: int, folder: str, steps: int) -> Any:
+    loop = Apart(BF16)
+    step = bw.Snapshots.load(folder, loop.opt)
+    snapshots = bw.Snapshots(loop.opt, directory=folder, first_step=step)
+    train(loop, range(step, steps))
+    assert snapshots.verify() == steps
+    assert len({name.split("-")[0] for name in os.listdir(folder)}) == 1, "those of the run before are gone"
+    snapshots.close()
+    loop.opt.close()
+    return step, values(loop)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    run_ranks(killed, world, str(folder), timeout_s=60, expect_dead=range(world), forked=True)
+    results = run_ranks(resumed, world, str(folder), 12, timeout_s=60, forked=True)
+    expected = run_ranks(reference, world, 12, timeout_s=60, forked=True)
+    assert len({step for step, _ in results}) == 1
+    assert 7 - 1 - 2 <= results[0][0] <= 8
+    for _, mine in results:
+        assert_bitwise_equal(mine, expected[0])
+    assert not list(folder.iterdir()), "close() has removed them"

@@ -1,0 +1,96 @@
+"""The plan by which shards are restored: the newest step that all of them can be had at."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bucketwheel.checkpoint.restore import Offer, Plan, plan_restore
+
+LAYOUTS = ["a", "b", "c"]
+
+
+def offer(owner: int, step: int, newest: int, base: int = 0, run: str = "r", world: int = 3, layout: str = "") -> Offer:
+    return Offer(run, owner, world, layout or LAYOUTS[owner], base, step, newest)
+
+
+def ring(*ranges: tuple[int, int, int, int]) -> list[list[Offer]]:
+    """By rank: what it has of its own shard, (step, newest), and of the one of the rank before."""
+    return [[offer(r, a, b), offer((r - 1) % 3, c, d)] for r, (a, b, c, d) in enumerate(ranges)]
+
+
+def test_a_rank_keeps_to_its_own_copy_where_that_will_do() -> None:
+    offers = ring((3, 6, 2, 5), (3, 5, 3, 6), (2, 6, 3, 6))
+    assert plan_restore(LAYOUTS, offers) == Plan(6, [(0, 0), (2, 1), (2, 0)]), "only rank 2 has shard 1 at step 6"
+    assert plan_restore(LAYOUTS, ring(*[(3, 6, 3, 6)] * 3)) == Plan(6, [(0, 0), (1, 0), (2, 0)])
+
+
+def test_the_shard_of_a_lost_rank_comes_from_its_neighbour() -> None:
+    offers = ring((4, 7, 4, 6), (4, 7, 4, 7), (4, 7, 4, 7))
+    assert plan_restore(LAYOUTS, [offers[0], [], offers[2]]) == Plan(7, [(0, 0), (2, 1), (2, 0)])
+    assert plan_restore(LAYOUTS, [offers[0], offers[1], []]) == Plan(6, [(0, 0), (1, 0), (0, 1)]), "all go back with it"
+
+
+def test_the_newest_complete_run_counts() -> None:
+    old, new = ring(*[(3, 6, 3, 6)] * 3), [[offer(0, 8, 9, run="new")], [offer(1, 8, 9, run="new")], []]
+    both = [a + b for a, b in zip(old, new, strict=True)]
+    assert plan_restore(LAYOUTS, both) == Plan(6, [(0, 0), (1, 0), (2, 0)])
+    both[0].append(offer(2, 8, 9, run="new"))
+    assert plan_restore(LAYOUTS, both) == Plan(9, [(0, 2), (1, 2), (0, 3)])
+
+
+@pytest.mark.parametrize(
+    "offers, message",
+    [
+        ([[], [], []], "no rank has a snapshot"),
+        ([[offer(0, 1, 2)], [offer(0, 1, 2)], []], r"nobody has the shards of ranks \[1, 2\]"),
+        ([[offer(0, 1, 2), offer(1, -1, -1)], [], [offer(2, 1, 2)]], r"nobody has the shards of ranks \[1\]"),
+        ([[offer(r, 1, 2, world=2)] for r in range(3)], r"of a world of \[2\] ranks, this one has 3"),
+        (
+            [[offer(r, 1, 2, layout="d")] for r in range(3)],
+            "shard of rank 0 is of other parameters, options or buckets",
+        ),
+        ([[offer(0, 1, 2)], [offer(1, 3, 4)], [offer(2, 1, 4)]], r"of ranks \[1\] are not to be had at step 2"),
+        ([[offer(0, 0, 4)], [offer(1, 4, 4, base=4)], [offer(2, 0, 4)]], "from outside at step 4 has not reached"),
+    ],
+)
+def test_what_is_missing_is_said(offers: list[list[Offer]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_restore(LAYOUTS, offers)
+
+
+def test_a_change_from_outside_that_reached_all_is_no_obstacle() -> None:
+    assert plan_restore(LAYOUTS, [[offer(r, 4, 4, base=4)] for r in range(3)]).step == 4
+    assert plan_restore(LAYOUTS, [[offer(0, 4, 6, base=4)], [offer(1, 4, 5, base=3)], [offer(2, 5, 9)]]).step == 5
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_whoever_is_lost_whenever_there_is_a_step(every: int) -> None:
+    """Ranks that take turns at random, as [Note: the step that all can go back to] lets them; then one is lost."""
+    rng = random.Random(every)
+    for _ in range(300):
+        seen, done, kept = (
+            [0] * 3,
+            [0] * 3,
+            [0] * 3,
+        )  # begun and copied; answered by the neighbour; kept at the neighbour
+        at = {owner: [0, 0] for owner in range(3)}  # mirrors: the rank's own, the neighbour's
+        for _ in range(rng.randrange(200)):
+            r = rng.randrange(3)
+            action = rng.randrange(4)
+            if action == 0 and seen[r] <= min(seen) and seen[r] - done[r] < every:
+                seen[r] += 1
+            elif action == 1 and kept[r] < seen[r]:
+                kept[r] = done[r] + 1
+            elif action == 2:
+                done[r] = kept[r]
+            elif action == 3:
+                at[r][0] = max(at[r][0], min(done[r] - 1 - every, done[r]))
+                at[(r - 1) % 3][1] = max(at[(r - 1) % 3][1], min(done[r] - 1 - every, kept[(r - 1) % 3]))
+                assert kept[(r - 1) % 3] - at[(r - 1) % 3][1] <= 2 * every + 2, "the slots that there are"
+        lost = rng.randrange(3)
+        offers = ring(*[(at[r][0], kept[r], at[(r - 1) % 3][1], kept[(r - 1) % 3]) for r in range(3)])
+        offers[lost] = []
+        plan = plan_restore(LAYOUTS, offers)
+        assert plan.step >= min(kept), "and nothing more than what nobody had"
