@@ -16,11 +16,12 @@ import io
 import math
 import os
 import pickle
+import stat
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -376,19 +377,21 @@ def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[
     ends: dict[str, int] = {}
     for stored in items.values():
         ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
-    root = folder.resolve()
+    root = os.path.realpath(folder)
     for name, end in ends.items():
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\0" in name or not (root / name).resolve().is_relative_to(root):
-            _refuse(f"{name!r} is not a path inside the checkpoint")
-        path = root / name
-        if not path.is_file():
-            _refuse(f"the file {name} is missing")
-        found = os.stat(path).st_size
-        if is_ours and found != files.get(name):
-            _refuse(f"the file {name} has {found} bytes, {files.get(name)} were written")
-        if found < end:
-            _refuse(f"the file {name} has {found} bytes, {end} are needed: it is cut off")
+        try:
+            path = os.path.realpath(os.path.join(root, name))
+            if os.path.isabs(name) or ".." in name.split("/") or not path.startswith(f"{root}{os.sep}"):
+                _refuse(f"{name!r} is not a path inside the checkpoint")
+            found = os.stat(path)
+        except (OSError, ValueError) as error:  # ValueError: a name that no file has
+            raise CheckpointError(f"the file {name[:200]!r} is missing: {str(error)[:200]}") from error
+        if not stat.S_ISREG(found.st_mode):
+            _refuse(f"{name!r} is no file")
+        if is_ours and found.st_size != files.get(name):
+            _refuse(f"the file {name} has {found.st_size} bytes, {files.get(name)} were written")
+        if found.st_size < end:
+            _refuse(f"the file {name} has {found.st_size} bytes, {end} are needed: it is cut off")
 
 
 def sums_for(sums: Iterable[tuple[MetadataIndex, Sums]]) -> dict[MetadataIndex, tuple[int, int, int, bytes]]:

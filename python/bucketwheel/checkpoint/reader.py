@@ -139,6 +139,7 @@ class Reader(StorageReader):
                 elif stored.sums is None:
                     self._foreign_box(item.storage_index)
                 elif self.verify_when == "before":
+                    self._verify_envelope(item.storage_index, stored)
                     self._verify_range(item.storage_index, *self._needed(item))
         finally:
             self.close()
