@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -58,16 +58,23 @@ def _own_views(
         at += last - first
 
 
+def _buffer(engine: Engine, chunk_bytes: int, numel: int) -> Tensor:
+    """Bytes for every chunk of states of ``numel`` elements at most."""
+    size = min(max(chunk_bytes, 8), 8 * numel)
+    return torch.empty(size, dtype=torch.uint8, device=engine.steps.device)
+
+
 def _chunks(
-    param: Tensor, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, chunk_bytes: int
+    buffer: Tensor, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, parts: int = 1
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """``ranges`` of a parameter, cut into chunks: [begin, end) and memory for them on its device, always the same."""
-    numel = max(1, min(chunk_bytes // dtype.itemsize, param.numel()))
-    buffer = torch.empty(numel, dtype=dtype, device=param.device)
+    """``ranges`` of a parameter, cut into chunks of a ``parts``-th of the buffer: [begin, end) and memory for them."""
+    fits = buffer.numel() // dtype.itemsize
+    memory = buffer[: fits * dtype.itemsize].view(dtype)
+    numel = max(1, fits // parts)
     for begin, end in ranges:
         for first in range(begin, end, numel):
             last = min(first + numel, end)
-            yield first, last, buffer[: last - first]
+            yield first, last, memory[: last - first]
 
 
 def _kept(engine: Engine, info: ParamInfo, masters: bool = True) -> dict[str, torch.dtype]:
@@ -78,22 +85,26 @@ def _kept(engine: Engine, info: ParamInfo, masters: bool = True) -> dict[str, to
     return {name: dtype for name, dtype in found.items() if masters or name != "master_param"}
 
 
-def _limit(engine: Engine, info: ParamInfo, chunk_bytes: int) -> int:
+def _parts(engine: Engine, info: ParamInfo) -> int:
     """Joining and splitting masters takes some tensors of their size."""
-    return chunk_bytes // 4 if "remainder" in engine.states[info.index] else chunk_bytes
+    return 4 if "remainder" in engine.states[info.index] else 1
+
+
+def _longest(params: Iterable[Tensor]) -> int:
+    return max((p.numel() for p in params), default=0)
 
 
 # --- from the ranks to one ---------------------------------------------------------------------------------------------
 
 
-def _gather(engine: Engine, info: ParamInfo, name: str, whole: Tensor | None, chunk_bytes: int) -> None:
+def _gather(engine: Engine, info: ParamInfo, name: str, whole: Tensor | None, buffer: Tensor) -> None:
     """Fills ``whole`` (dense, with the parameter's strides) with a state of all ranks; None: this rank only sends.
 
     Collective of the ranks among which states are sharded.
     """
-    dtype, limit = _kept(engine, info)[name], _limit(engine, info, chunk_bytes)
+    dtype, parts = _kept(engine, info)[name], _parts(engine, info)
     for owner, ranges in enumerate(engine.ranges_of(info.index)):
-        for begin, end, chunk in _chunks(info.param, ranges, dtype, limit):
+        for begin, end, chunk in _chunks(buffer, ranges, dtype, parts):
             if owner == engine.part[0]:
                 ((_, values, views),) = _own_views(engine, info, begin, end)
                 is_split = name not in views
@@ -106,9 +117,10 @@ def _gather(engine: Engine, info: ParamInfo, name: str, whole: Tensor | None, ch
 def whole_entry(engine: Engine, info: ParamInfo) -> dict[str, Tensor]:
     """A parameter's state as `torch.optim.AdamW` has it, on its device. Collective, on every rank."""
     entry = {"step": engine.steps[info.index].to(torch.float32)}
+    buffer = _buffer(engine, CHUNK_BYTES, info.param.numel())
     for name, dtype in _kept(engine, info).items():
         entry[name] = torch.empty_strided(info.param.shape, info.stride, dtype=dtype, device=info.device)
-        _gather(engine, info, name, entry[name], CHUNK_BYTES)
+        _gather(engine, info, name, entry[name], buffer)
     return entry
 
 
@@ -143,10 +155,11 @@ def save(
     engine.expect_done_by_all(f"full_state_dict({dst=}{to}, {masters=}, {chunk_bytes=})", error)
     try:
         if dst is None or rank // engine.world == dst // engine.world:  # other shard groups have the same
+            buffer = _buffer(engine, chunk_bytes, _longest(info.param for info in engine.infos))
             entries = list(saved["state"].values()) if saved else [{}] * len(engine.infos)
             for info, entry in zip(engine.infos, entries, strict=True):
                 for name in _kept(engine, info, masters):
-                    _gather(engine, info, name, entry.get(name), chunk_bytes)
+                    _gather(engine, info, name, entry.get(name), buffer)
         if file is not None:
             file.commit()
     except OSError as found:
@@ -219,11 +232,12 @@ class FullLoad:
         self._engine = optimizer._engine
         self._frozen = optimizer._trained.frozen
         self._src = src
-        self._chunk_bytes = chunk_bytes
         self._entries: dict[Tensor, dict[str, Any]] = {}  # of the dict, on a rank that has it
         self._header = b""  # there too: what all ranks must know before states travel
         rank, size = self._engine.ranks
         _expect_arguments(src, size, chunk_bytes)
+        params = [*(info.param for info in self._engine.infos), *self._frozen]
+        self._buffer = _buffer(self._engine, chunk_bytes, _longest(params))
         states.expect_no_gradients(optimizer)
         if src in (None, rank):
             if given is None:
@@ -286,9 +300,9 @@ class FullLoad:
             for name in views.keys() - dtypes.keys() - {"master_param", "remainder"}:
                 views[name].zero_()
         ranges = [(0, numel)] if self._src is not None else engine.owned_ranges(info.index)
-        limit = _limit(engine, info, self._chunk_bytes)
+        parts = _parts(engine, info)
         for name, dtype in dtypes.items():
-            for begin, end, chunk in self._sent(info.param, info.stride, name, dtype, ranges, limit):
+            for begin, end, chunk in self._sent(info.param, info.stride, name, dtype, ranges, parts):
                 for lo, values, views in _own_views(engine, info, begin, end):
                     part = chunk[lo - begin :][: values.numel()]
                     if name == "master_param":
@@ -302,7 +316,7 @@ class FullLoad:
         for name, dtype in dtypes.items():
             whole = entry[name] = torch.empty(param.shape, dtype=dtype, device="cpu")
             ranges = [(0, param.numel())]
-            for begin, end, chunk in self._sent(param, whole.stride(), name, dtype, ranges, self._chunk_bytes):
+            for begin, end, chunk in self._sent(param, whole.stride(), name, dtype, ranges):
                 _flat(whole)[begin:end] = chunk
         return entry
 
@@ -313,11 +327,11 @@ class FullLoad:
         name: str,
         dtype: torch.dtype,
         ranges: Sequence[tuple[int, int]],
-        limit: int,
+        parts: int = 1,
     ) -> Iterator[tuple[int, int, Tensor]]:
         """`_chunks` of a state, in the memory order that ``stride`` says, with the values that the rank `_src` has."""
         value = self._entries[param][name].detach() if self._entries else None
-        for begin, end, chunk in _chunks(param, ranges, dtype, limit):
+        for begin, end, chunk in _chunks(self._buffer, ranges, dtype, parts):
             if value is not None:
                 for box in boxes_of(param.shape, stride, [(begin, end)]):
                     of = tuple(slice(first, first + n) for first, n in zip(box.offsets, box.sizes, strict=True))
