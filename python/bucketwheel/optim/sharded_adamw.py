@@ -185,6 +185,7 @@ class ShardedAdamW(Optimizer):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
+            granularity=None,  # torch's checkpoints look for the keys of one optimizer's groups in another's
         )
         given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
@@ -436,12 +437,14 @@ class ShardedAdamW(Optimizer):
         ``master_weights="none"``). Over several ranks they are `bucketwheel.checkpoint.TensorShard`, which
         `torch.distributed.checkpoint` saves from all ranks together and loads at any other number of ranks; at world
         size 1 plain tensors of the parameter's shape. All are copies.
+
+        For torch's ``get_optimizer_state_dict`` with ``full_state_dict=True``, which is collective, whole tensors.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.param_sync()
         self._follow_state()
-        saved = states.save(self)
+        saved = full_state.save_for_torch(self) or states.save(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved
