@@ -61,6 +61,9 @@ TESTS = (
         "tests/conformance/optimizer/test_optim_compiled.py",
         "tests/conformance/optimizer/test_prefetch.py",
         "tests/stock/test_stock.py",
+        "tests/unit/test_format.py",
+        "tests/unit/test_writer.py",
+        "tests/unit/test_reader.py",
     ),
 )
 NEEDED = ("pytest>=8", "pytest-xdist", "numpy", "cmake>=3.24")

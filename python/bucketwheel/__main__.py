@@ -1,4 +1,4 @@
-"""``python -m bucketwheel``: commands about the installation, and about runs that failed."""
+"""``python -m bucketwheel``: commands about the installation, about runs that failed, and about checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bucketwheel.tools import doctor, flight
+from bucketwheel.tools import checkpoint, doctor, flight
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,8 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flight.add_arguments(
         commands.add_parser("flight", help="who stopped first, by what the ranks wrote to BW_TRACE_DIR")
     )
+    checkpoint.add_arguments(commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is whole"))
     options = parser.parse_args(arguments)
-    return {"doctor": doctor.main, "flight": flight.main}[options.command](options)
+    return {"checkpoint": checkpoint.main, "doctor": doctor.main, "flight": flight.main}[options.command](options)
 
 
 if __name__ == "__main__":

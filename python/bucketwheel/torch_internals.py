@@ -16,8 +16,6 @@ import torch.distributed as dist
 __all__ = [
     "all_gather",
     "another_connection",
-    "call_of_torch",
-    "calling_stager",
     "increment_version",
     "is_writing_safetensors",
     "keep_out_of_graphs",
@@ -106,27 +104,6 @@ def is_writing_safetensors() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def calling_stager() -> tuple[Any, bool] | None:
-    """The `StateDictStager` of `torch.distributed.checkpoint` that has called the caller's ``__deepcopy__``, and whether its
-    copies need not be waited for; None where somebody else has. torch tells neither to what it copies."""
-    seen = sys._getframe(2).f_locals
-    stager = seen.get("self")
-    if hasattr(stager, "deepcopy_with_tensor_offload"):
-        return stager, bool(seen.get("non_blocking", False))
-    return None
-
-
-def call_of_torch(function: str) -> Any:
-    """The variables of ``function`` of `torch.distributed.checkpoint.state_dict` where it has called the caller, ``info``, its
-    options, among them. None where it has not. torch tells an optimizer nothing of what it was asked for."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function:
-            return frame.f_locals
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def keep_out_of_graphs() -> None:

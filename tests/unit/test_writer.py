@@ -18,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketwheel.checkpoint import Writer, writer
+from bucketwheel.checkpoint import Reader, Writer, writer
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA
 from bucketwheel.checkpoint.writer import DataFile, envelope_of
 from bucketwheel.native import core
+from bucketwheel.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -294,3 +295,23 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
 def test_one_metadata_for_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use_collectives=False"):
         dcp.save({"x": values(3)}, storage_writer=Writer(tmp_path), use_collectives=False)
+
+
+def save_in_the_background(rank: int, world: int, folder: str, kind: str) -> None:
+    state = {"x": values(3000), f"of rank {rank}": values(500, seed=rank)}
+    kinds = {"thread": dcp.state_dict_saver.AsyncCheckpointerType.THREAD}
+    kinds["process"] = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+    saving = dcp.async_save(state, storage_writer=Writer(folder), async_checkpointer_type=kinds[kind])
+    for tensor in state.values():
+        tensor.zero_()  # what is saved is staged
+    saving.result(timeout=100)
+    found = {"x": torch.zeros(3000), "of rank 0": torch.zeros(500), "of rank 1": torch.zeros(500)}
+    dcp.load(found, storage_reader=Reader(folder))
+    assert torch.equal(found["of rank 0"], values(500)) and torch.equal(found["of rank 1"], values(500, seed=1))
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_stock_async_save_of_two_ranks(tmp_path: Path, kind: str) -> None:
+    run_ranks(save_in_the_background, 2, str(tmp_path), kind, timeout_s=200)
+    assert len(files(tmp_path)) == 3

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
-from bucketwheel.checkpoint.staging import Held
 from bucketwheel.torch_internals import is_writing_safetensors
 
 if TYPE_CHECKING:  # it takes a second, and who calls the methods below has imported it
@@ -33,7 +32,7 @@ class TensorShard(Tensor):
     `torch.equal`, and saved and loaded by `torch.distributed.checkpoint`, which calls the three methods with underscores.
     """
 
-    _held: Held  # stagers copy what is in __dict__
+    piece: Tensor
     ranges: tuple[tuple[int, int], ...]
     part: tuple[int, int]
     param_name: str
@@ -55,15 +54,11 @@ class TensorShard(Tensor):
             )
         make: Any = torch.Tensor._make_wrapper_subclass
         self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
-        self._held = Held(piece)
+        self.piece = piece
         self.ranges = tuple((int(begin), int(end)) for begin, end in ranges)
         self.part = (int(part[0]), int(part[1]))
         self.param_name = param_name
         return self
-
-    @property
-    def piece(self) -> Tensor:
-        return self._held.tensor
 
     def _like(self, piece: Tensor) -> TensorShard:
         return TensorShard(piece, self.shape, self.stride(), self.ranges, self.part, self.param_name)
@@ -148,12 +143,9 @@ class TensorShard(Tensor):
                 return self._like(func(self.piece, *args[1:], **kwargs))
             if packet is _aten.is_pinned:
                 return func(self.piece, *args[1:], **kwargs)
-            if packet in (_aten.new_empty, _aten.empty_like, _aten.zeros_like) and (
-                len(args) < 2 or tuple(args[1]) == self.shape
-            ):
+            if packet in (_aten.new_empty, _aten.empty_like) and (len(args) < 2 or tuple(args[1]) == self.shape):
                 kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
-                make = torch.zeros_like if packet is _aten.zeros_like else torch.empty_like
-                return self._like(make(self.piece, **kept))
+                return self._like(torch.empty_like(self.piece, **kept))
             if packet is _aten.copy_:
                 self._take(args[1])
                 return self

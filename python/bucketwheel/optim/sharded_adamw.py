@@ -68,11 +68,8 @@ class ShardedAdamW(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
             and float64, also mixed, on the CPU or all on one CUDA device. Frozen ones (``requires_grad=False``) are left
-            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``: None
-            (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
-            and `describe` names the buckets where it does not; 1, they fall anywhere; ``"row"`` or an int, they never split
-            a row, or so many consecutive elements, whatever padding that takes. A row is a slice of the outermost
-            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them.
+            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``, an int
+            or ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
             in all groups; ``amsgrad`` stays what it is.
         decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
@@ -104,8 +101,7 @@ class ShardedAdamW(Optimizer):
         accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16.
 
     What overlaps, in how much memory:
-        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16. With row cuts buckets are near this size, and at
-            most 4 times as large; with ``"granularity": 1`` no larger.
+        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16.
         max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
             backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the
             communicator: how many buckets' worth of registered memory there is, all the time.
@@ -185,7 +181,6 @@ class ShardedAdamW(Optimizer):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
-            granularity=None,  # torch's checkpoints look for the keys of one optimizer's groups in another's
         )
         given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
@@ -437,14 +432,12 @@ class ShardedAdamW(Optimizer):
         ``master_weights="none"``). Over several ranks they are `bucketwheel.checkpoint.TensorShard`, which
         `torch.distributed.checkpoint` saves from all ranks together and loads at any other number of ranks; at world
         size 1 plain tensors of the parameter's shape. All are copies.
-
-        For torch's ``get_optimizer_state_dict`` with ``full_state_dict=True``, which is collective, whole tensors.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.param_sync()
         self._follow_state()
-        saved = full_state.save_for_torch(self) or states.save(self)
+        saved = states.save(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
-from bucketwheel.torch_internals import calling_stager
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -97,8 +96,6 @@ class _Part(Tensor):
             if part is None:
                 return func(*args, **(kwargs or {}))
             name = func.__name__
-            if name == "new_empty" and calling_stager():
-                part.__create_write_items__()
             is_write = name.endswith("_") and not name.endswith("__")
             if name.startswith(_OF_ROWS) or (is_write and name not in _WHOLE_WRITES):
                 raise part._refusal(f"what {name} takes")
@@ -114,13 +111,6 @@ class _Part(Tensor):
         return RuntimeError(
             f"optimizer.state shows {self.numel()} elements, this rank's part, so {what} is no row of the parameter: "
             "optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
-        )
-
-    def __create_write_items__(self, *_: Any) -> NoReturn:
-        """`torch.distributed.checkpoint` would save one rank's part as if it were all."""
-        raise RuntimeError(
-            f"optimizer.state shows {self.numel()} elements, this rank's part, and a checkpoint of it would lose those of the "
-            "others: save optimizer.state_dict()"
         )
 
     def _expect_all(self, index: Any) -> None:

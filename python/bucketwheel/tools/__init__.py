@@ -1,4 +1,5 @@
-"""Commands: `python -m bucketwheel doctor` says what is there and what is missing, `flight` which rank stopped first.
+"""Commands: `python -m bucketwheel doctor` says what is there and what is missing, `flight` which rank stopped first,
+`checkpoint` what a checkpoint holds and whether it is whole.
 
-Uses `comm` and below. Start with the command's own file.
+Uses `comm` and below, and `checkpoint`. Start with the command's own file.
 """

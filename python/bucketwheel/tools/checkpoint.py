@@ -1,0 +1,67 @@
+"""``python -m bucketwheel checkpoint DIR``: what a checkpoint holds, and whether it is whole. Needs no GPU and no other rank.
+
+Exit status: 0 it is whole (of another writer's checkpoint, which has no checksums: as far as sizes and names show); 1 it is
+damaged, incomplete or none. `report` looks and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bucketwheel import checkpoint
+from bucketwheel.errors import CheckpointError
+
+__all__ = ["add_arguments", "main", "report"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the checkpoint")
+    parser.add_argument("--quick", action="store_true", help="do not read the data: names, shapes and sizes only")
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        for line in report(options.folder, verify=not options.quick):
+            print(line)
+    except CheckpointError as error:
+        print(f"damaged: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def report(folder: Path, *, verify: bool) -> Iterator[str]:
+    """Line by line, the verdict last. Raises `CheckpointError` where it is not whole."""
+    reader = checkpoint.Reader(folder)
+    found = reader.description
+    boxes: dict[str, list[Any]] = {}
+    for index, tensor, _ in reader.boxes():
+        boxes.setdefault(index.fqn, []).append(tensor)
+    rows = [("name", "dtype", "shape", "boxes", "bytes")]
+    for name, (tensor, *others) in boxes.items():
+        if tensor is None:
+            rows.append((name, "object", "", "", ""))
+        else:
+            dtype = tensor.properties.dtype
+            nbytes = tensor.size.numel() * dtype.itemsize
+            rows.append((name, str(dtype)[6:], str(list(tensor.size)), str(1 + len(others)), str(nbytes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, dtype, shape, count, size in rows:
+        left = f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"
+        yield f"{left}  {count:>{widths[3]}}  {size:>{widths[4]}}".rstrip()
+    objects = sum(row[1] == "object" for row in rows)
+    stored = found.items.values()
+    files = len({one.path for one in stored})
+    yield (
+        f"{len(boxes) - objects} tensors in {len(stored) - objects} boxes, {objects} objects, "
+        f"{sum(one.length for one in stored)} bytes in {files} file{'s' * (files != 1)}"
+    )
+    if not found.world:
+        yield "written by another writer than bucketwheel's: it has no checksums; names, shapes and sizes fit"
+    else:
+        compared = f"checksums of {reader.verify()} bytes agree" if verify else "checksums not compared (--quick)"
+        yield f"written by {found.world} rank{'s' * (found.world != 1)}; {compared}"
+    reader.close()
