@@ -64,10 +64,15 @@ class ShardLayout:
         self.record.add("scalars", torch.float64, _GROUPS + len(_HYPERPARAMETERS) * self.groups)
         self.record.add("factors", torch.float64, params)
         self.record.add("used", torch.uint8, params)
+        self.names_in = [list(dtypes) for _, dtypes, _ in given["spaces"]]  # of the tensors of each space
         for number, (numel, dtypes, grad) in enumerate(given["spaces"]):
             for name, dtype in dtypes.items():
                 self.mirror.add(f"{number}.{name}", getattr(torch, dtype), numel)
             self.record.add(f"{number}.grad", getattr(torch, grad), numel)
+
+    def grads_in(self, record: dict[str, Tensor]) -> list[Tensor]:
+        """Of each row."""
+        return [record[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in self.rows]
 
     @classmethod
     def of(cls, memory: ShardMemory, groups: int, rank: int, world: int) -> ShardLayout:
@@ -113,8 +118,11 @@ def write_shard(memory: ShardMemory, mirror: dict[str, Tensor]) -> None:
             piece.copy_(place)
 
 
-def fill_record(record: dict[str, Tensor], memory: ShardMemory, step: int, given: StepInputs) -> None:
-    """Copies what the kernel gets in ``step``; does not wait for the device if ``record`` is in pinned memory."""
+def fill_record(
+    record: dict[str, Tensor], parts: list[Tensor], memory: ShardMemory, step: int, given: StepInputs
+) -> None:
+    """Copies what the kernel gets in ``step``; does not wait for the device if ``record`` is in pinned memory. ``parts``:
+    `grads_in` it."""
     scalars: list[float] = [float(step), given.average]
     on_device = []
     for number, group in enumerate(given.param_groups):
@@ -136,61 +144,67 @@ def fill_record(record: dict[str, Tensor], memory: ShardMemory, step: int, given
     for number, space in enumerate(memory.spaces):
         if space.grad is not None:
             record[f"{number}.grad"].copy_(space.grad, non_blocking=True)
-    grads = given.grads or ()
-    for row in memory.rows if grads else ():
-        grad = grads[row.param]
-        if grad is not None:
-            part = record[f"{row.space}.grad"][row.begin : row.begin + row.numel]
-            part.copy_(grad.as_strided((row.numel,), (1,)), non_blocking=True)
+    if given.grads is not None:
+        pairs = [(part, given.grads[row.param]) for part, row in zip(parts, memory.rows, strict=True)]
+        found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
+        if found:
+            torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------
 
 
 class _Mirror:
-    """One state of the shard, in ``memory``, and the kernel's table over it."""
+    """One state of the shard, in ``memory``, and the kernel's tables over it: one for each slot that gradients come from."""
 
-    def __init__(self, layout: ShardLayout, memory: Tensor) -> None:
+    def __init__(self, layout: ShardLayout, memory: Tensor, slots: list[dict[str, Tensor]]) -> None:
         self.memory = memory
         self.tensors = layout.mirror.tensors(memory)
         self._layout = layout
-        self._rows = AdamRows(self.tensors["steps"], amsgrad=layout.amsgrad, resync=layout.resync)
-        for row in layout.rows:
-            prefix = f"{row.space}."
-            cut = {
-                name[len(prefix) :]: tensor[row.begin : row.begin + row.numel]
-                for name, tensor in self.tensors.items()
-                if name.startswith(prefix)
-            }
-            self._rows.add(row.param, row.group, cut.pop("param"), None, cut, param_begin=row.param_begin)
+        self._slots = slots
+        self._tables: dict[int, AdamRows] = {}  # by slot, made at its first record: adding rows is slow
 
-    def replay(self, record: dict[str, Tensor]) -> None:
-        layout, scalars, count = self._layout, record["scalars"].tolist(), len(_HYPERPARAMETERS)
+    def _table(self, slot: int) -> AdamRows:
+        layout = self._layout
+        if slot in self._tables:
+            return self._tables[slot]
+        table = AdamRows(self.tensors["steps"], amsgrad=layout.amsgrad, resync=layout.resync)
+        for row, grad in zip(layout.rows, layout.grads_in(self._slots[slot]), strict=True):
+            cut = {
+                name: self.tensors[f"{row.space}.{name}"][row.begin : row.begin + row.numel]
+                for name in layout.names_in[row.space]
+            }
+            table.add(row.param, row.group, cut.pop("param"), grad, cut, param_begin=row.param_begin)
+        self._tables[slot] = table
+        return table
+
+    def replay(self, slot: int) -> None:
+        layout, record, count = self._layout, self._slots[slot], len(_HYPERPARAMETERS)
+        scalars = record["scalars"].tolist()
         groups: list[dict[str, Any]] = []
         for number in range(layout.groups):
             begin = _GROUPS + number * count
             group = dict(zip(_HYPERPARAMETERS, scalars[begin : begin + count], strict=True))
             groups.append({**group, "betas": (group["beta1"], group["beta2"]), "amsgrad": layout.amsgrad})
-        grads = [record[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in layout.rows]
-        self._rows.table.set_grads(grads)
-        self._rows.begin_step(groups, record["used"].numpy().tobytes(), record["factors"], scalars[_AVERAGE])
-        self._rows.step()
+        table = self._table(slot)
+        table.begin_step(groups, record["used"].numpy().tobytes(), record["factors"], scalars[_AVERAGE])
+        table.step()
 
 
 class ShardCopy:
-    """``memory``: uint8 [`nbytes_of`], zeros, or what another process has left of such a copy. One thread at a time works on
-    it, under ``lock``."""
+    """``memory``: uint8 [`nbytes_of`], zeros, or what another process has left of such a copy. Records are taken by one
+    thread; whoever may `advance` it beside another one holds ``lock``."""
 
     def __init__(self, layout: ShardLayout, memory: Tensor, mirrors: int, slots: int) -> None:
         self.layout = layout
-        self.lock = threading.Condition()
+        self.lock = threading.Lock()
         regions = self._regions(layout, mirrors, slots)
         parts = regions.tensors(memory)
         self._base = parts["base"]
         self._words = parts["words"].view(-1, 2)  # of the mirrors, then of the slots: begun, done
-        self._mirrors = [_Mirror(layout, parts[f"mirror {i}"]) for i in range(mirrors)]
-        self.slots = [layout.record.tensors(parts[f"record {i}"]) for i in range(slots)]
-        self.slot_memory = [parts[f"record {i}"] for i in range(slots)]
+        self._slots = [parts[f"record {i}"] for i in range(slots)]
+        records = [layout.record.tensors(slot) for slot in self._slots]
+        self._mirrors = [_Mirror(layout, parts[f"mirror {i}"], records) for i in range(mirrors)]
 
     @staticmethod
     def _regions(layout: ShardLayout, mirrors: int, slots: int) -> _Regions:
@@ -243,15 +257,15 @@ class ShardCopy:
 
     def has_room_for(self, step: int) -> bool:
         """Whether nobody needs what is in the record's slot."""
-        return min((done for done, _ in self._whole()), default=-1) >= step - len(self.slots)
+        return min((done for done, _ in self._whole()), default=-1) >= step - len(self._slots)
 
     def take(self, step: int, fill: Any) -> None:
         """Has ``fill(memory)`` write the record of ``step``, which has room."""
-        slot = step % len(self.slots)
+        slot = step % len(self._slots)
         words = self._words[len(self._mirrors) + slot]
         words[1] = -1
         words[0] = step
-        fill(self.slot_memory[slot])
+        fill(self._slots[slot])
         words[1] = step
 
     def advance(self, upto: int) -> None:
@@ -262,7 +276,7 @@ class ShardCopy:
             while step < upto:
                 step += 1
                 words[0] = step
-                self._mirrors[number].replay(self.slots[step % len(self.slots)])
+                self._mirrors[number].replay(step % len(self._slots))
                 words[1] = step
 
     def shard(self) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ import atexit
 import collections
 import contextlib
 import json
+import operator
 import os
 import secrets
 import threading
@@ -44,12 +45,14 @@ from bucketwheel.layout.shard_memory import StepInputs
 __all__ = ["Snapshots"]
 
 _BASE, _STEP, _END = 0, 1, 2  # what a message is: [kind, step, bytes of a layout's text]
+_version_of = operator.attrgetter("_version")
 _live: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 
 
 class _Buffer(NamedTuple):
     memory: Tensor
     record: dict[str, Tensor]
+    grads: list[Tensor]  # in it, of each row
 
 
 class _Message(NamedTuple):
@@ -154,7 +157,7 @@ class Snapshots:
         assert self._layout is not None
         try:
             with torch.no_grad():
-                fill_record(buffer.record, self._memory, self._step + 1, given)
+                fill_record(buffer.record, buffer.grads, self._memory, self._step + 1, given)
         except BaseException:  # of hyperparameters that the kernel would not take either
             self._free.append(buffer)
             raise
@@ -170,7 +173,7 @@ class Snapshots:
     def _versions_now(self) -> list[int]:
         """What changes when somebody else than the kernel writes to the shard, or its parameters are others."""
         with torch._C.DisableTorchFunctionSubclass():  # a parameter that is being gathered would be waited for
-            versions = [tensor._version for tensor in self._memory.written]
+            versions = list(map(_version_of, self._memory.written))
             if self._reducer is None:
                 versions += [tensor.data_ptr() for tensor in self._memory.written]
         return [id(self._engine.infos), *versions]
@@ -191,7 +194,8 @@ class Snapshots:
             free = []
             for _ in range(self._every):
                 memory = torch.empty(layout.record.nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-                free.append(_Buffer(memory, layout.record.tensors(memory)))
+                record = layout.record.tensors(memory)
+                free.append(_Buffer(memory, record, layout.grads_in(record)))
             self._layout, self._free = layout, free
         shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
         read_shard(self._memory, layout.mirror.tensors(shard))

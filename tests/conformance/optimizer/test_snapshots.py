@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import bucketwheel as bw
+from bucketwheel.checkpoint.replay import ShardCopy, _Mirror
 from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, share
+from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -84,15 +85,19 @@ def eventful_step(loop: Loop, seed: int) -> None:
     opt.zero_grad()
 
 
-@pytest.mark.parametrize("world", [None, 1, 2, 3])
-@pytest.mark.parametrize("name", PRECISIONS)
+WORLDS = (None, 1, 2, 3)
+# Each precision at two of the worlds, and each world with nearly half of the precisions.
+PAIRS = [(name, WORLDS[(i + k) % 4]) for i, name in enumerate(PRECISIONS) for k in (0, 2)]
+
+
+@pytest.mark.parametrize("name, world", PAIRS)
 def test_a_hundred_steps_replayed_have_the_bits_of_the_shard(name: str, world: int | None) -> None:
     dtype, options = PRECISIONS[name]
 
     def body(comm: Communicator | None) -> None:
         loop = Loop(comm, dtype, **options)
         every = 1 + loop.rank
-        with bw.Snapshots(loop.opt, every=every) as snapshots:
+        with Snapshots(loop.opt, every=every) as snapshots:
             for seed in range(100):
                 eventful_step(loop, seed)
                 if seed == 50:
@@ -144,13 +149,12 @@ EDITS: list[Callable[[Loop], Any]] = [load_model, move, load_optimizer, exchange
 EDITS += [leave_group, lambda loop: loop.opt.reset_state(), lambda loop: loop.opt.reset_state(loop.params[:2])]
 
 
-@pytest.mark.parametrize("world", [None, 2])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("world, dtype", [(None, BF16), (2, F32), (2, BF16)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_change_from_outside_is_sent(edit: Callable[[Loop], Any], dtype: torch.dtype, world: int | None) -> None:
     def body(comm: Communicator | None) -> None:
         loop = Loop(comm, dtype, overlap_param_sync=world is not None)
-        with bw.Snapshots(loop.opt, every=2) as snapshots:
+        with Snapshots(loop.opt, every=2) as snapshots:
             loop.steps(0, 1, 2)
             loop.opt.param_sync()
             edit(loop)
@@ -171,7 +175,7 @@ def test_a_change_from_outside_is_sent(edit: Callable[[Loop], Any], dtype: torch
 def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: int | None) -> None:
     def body(comm: Communicator | None) -> None:
         loop = Loop(comm)
-        with bw.Snapshots(loop.opt) as snapshots:
+        with Snapshots(loop.opt) as snapshots:
             loop.steps(0)
             for p in loop.params:
                 p.data.mul_(2)
@@ -189,7 +193,7 @@ def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: 
 
 def test_a_step_that_fails_is_followed_by_a_whole_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(None)
-    with bw.Snapshots(loop.opt) as snapshots:
+    with Snapshots(loop.opt) as snapshots:
         loop.steps(0)
         loop.opt.param_groups[0]["betas"] = (0.9, "?")
         with pytest.raises((TypeError, ValueError)):
@@ -224,12 +228,10 @@ def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypa
 
 
 def test_a_step_waits_where_all_buffers_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketwheel.checkpoint.replay import ShardCopy
-
     take, gate = ShardCopy.take, threading.Event()
     monkeypatch.setattr(ShardCopy, "take", lambda self, step, fill: (gate.wait(20), take(self, step, fill)))
     loop = Loop(None)
-    with bw.Snapshots(loop.opt, every=3) as snapshots:
+    with Snapshots(loop.opt, every=3) as snapshots:
         loop.steps(0, 1, 2)
         assert snapshots.stats["waits"] == 0
         threading.Timer(0.2, gate.set).start()
@@ -240,15 +242,13 @@ def test_a_step_waits_where_all_buffers_are_in_use(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_thread_fails_with_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketwheel.checkpoint import replay
-
     def fail(self: Any, record: Any) -> None:
         raise OSError("no more memory")
 
     loop = Loop(None)
-    with bw.Snapshots(loop.opt) as snapshots:
+    with Snapshots(loop.opt) as snapshots:
         loop.steps(0)
-        monkeypatch.setattr(replay._Mirror, "replay", fail)
+        monkeypatch.setattr(_Mirror, "replay", fail)
         with pytest.warns(UserWarning, match=r"snapshots end at step \d+: no more memory"):
             for seed in range(1, 200):
                 loop.steps(seed)
@@ -262,8 +262,8 @@ def test_what_a_thread_fails_with_is_told_and_training_goes_on(monkeypatch: pyte
 
 def test_closed_or_stopped_they_cost_nothing_and_leave_no_thread() -> None:
     loop = Loop(None)
-    for end in (bw.Snapshots.close, bw.Snapshots.stop):
-        snapshots = bw.Snapshots(loop.opt)
+    for end in (Snapshots.close, Snapshots.stop):
+        snapshots = Snapshots(loop.opt)
         loop.steps(0)
         end(snapshots)
         assert all(ended.is_set() for ended in snapshots._threads)
@@ -278,18 +278,17 @@ def test_bad_arguments(tmp_path: Path) -> None:
     loop = Loop(None)
     for bad in ({"every": 0}, {"every": 1.5}, {"first_step": -1}):
         with pytest.raises((ValueError, TypeError), match="every|first_step"):
-            bw.Snapshots(loop.opt, **bad)
+            Snapshots(loop.opt, **bad)
     loop.opt.param_groups[0]["capturable"] = True
     with pytest.raises(ValueError, match="capturable"):
-        bw.Snapshots(loop.opt)
+        Snapshots(loop.opt)
 
 
 # ---- going back
 
 
-@pytest.mark.parametrize("world", [None, 1, 3])
-@pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("place", ["memory", "files"])
+@pytest.mark.parametrize("name, world", PAIRS)
 def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: str, tmp_path: Path) -> None:
     """As if nothing had happened."""
     dtype, options = PRECISIONS[name]
@@ -297,7 +296,7 @@ def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: 
 
     def body(comm: Communicator | None) -> None:
         loop = Loop(comm, dtype, **options)
-        snapshots = bw.Snapshots(loop.opt, every=2, directory=folder if place == "files" else None)
+        snapshots = Snapshots(loop.opt, every=2, directory=folder if place == "files" else None)
         loop.steps(*range(7))
         assert snapshots.verify() == 7
         loop.steps(7)
@@ -312,10 +311,10 @@ def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: 
         for p in fresh.params:
             p.data.zero_()
         if place == "files":
-            assert bw.Snapshots.load(folder, fresh.opt) == 8
+            assert Snapshots.load(folder, fresh.opt) == 8
         else:
-            assert bw.Snapshots.restore(fresh.opt, snapshots) == 8
-        with bw.Snapshots(fresh.opt, first_step=8) as again:
+            assert Snapshots.restore(fresh.opt, snapshots) == 8
+        with Snapshots(fresh.opt, first_step=8) as again:
             fresh.steps(8, 9)
             assert again.verify() == 10
         assert_bitwise_equal([p.detach() for p in fresh.params], expected[0])
@@ -331,3 +330,60 @@ def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: 
 
 def plain(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: getattr(value, "piece", value) for name, value in state.items()}
+
+
+# ---- a replay that is cut short
+
+
+@pytest.mark.parametrize("mirror", [0, 1])
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_a_torn_copy_is_known_as_such(mirror: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is killed in a replay leaves it: files have another one."""
+    loop, folder = Loop(None), tmp_path / "f" if place == "files" else None
+    snapshots = Snapshots(loop.opt, directory=folder)
+    loop.steps(0, 1, 2)
+    snapshots._flush()
+    replays = iter(range(10))
+
+    def tear(self: Any, slot: int) -> None:
+        if next(replays) == (mirror if folder else 0):
+            self.tensors["0.param"].fill_(7.0)
+            raise KeyboardInterrupt
+        replay(self, slot)
+
+    with monkeypatch.context() as patch:
+        replay = _Mirror.replay
+        patch.setattr(_Mirror, "replay", tear)
+        with pytest.warns(UserWarning, match="snapshots end"):
+            for seed in range(3, 200):
+                loop.steps(seed)
+                time.sleep(0.001)
+    snapshots.stop()
+    fresh = Loop(None)
+    if folder is None:
+        with pytest.raises(ValueError, match=r"nobody has the shards of ranks \[0\]"):
+            Snapshots.restore(fresh.opt, snapshots)
+        return
+    step = Snapshots.load(folder, fresh.opt)
+    assert 2 <= step <= 5
+    again = Loop(None)
+    again.steps(*range(step))
+    assert_bitwise_equal([p.detach() for p in fresh.params], [p.detach() for p in again.params])
+
+
+@pytest.mark.parametrize("shard, replicate", [(2, 2), (1, 2)])
+def test_replicas_keep_a_copy_each(shard: int, replicate: int) -> None:
+    def body(rank: int, shards: Communicator, replicas: Communicator) -> None:
+        params = make_params(BF16)
+        opt = ShardedAdamW(params, lr=0.01, process_group=shards, replicate_group=replicas, **TINY)
+        with Snapshots(opt, every=2) as snapshots:
+            assert (snapshots.rank, snapshots.world) == (rank, shard * replicate)
+            for seed in range(6):
+                loss_of(params, share(dyadic(params, seed), snapshots.rank, snapshots.world)).backward()
+                opt.clip_grad_norm_(0.25)
+                opt.step()
+                opt.zero_grad()
+            assert snapshots.verify() == 6
+        opt.close()
+
+    with_replicas(shard, replicate, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 import bucketwheel as bw
+from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.testing import assert_bitwise_equal, run_ranks
 from tests.conformance.optimizer.test_snapshots import BF16, EDITS, F32, Loop, eventful_step
+from tests.support.optim_twins import TINY, dyadic, loss_of, make_params
 
 
 class Apart(Loop):
@@ -29,7 +32,7 @@ class Apart(Loop):
 
 def followed(rank: int, world: int, backend: str | None) -> None:
     loop = Apart(BF16, state_dtype=BF16, amsgrad=True)
-    with bw.Snapshots(loop.opt, every=2) as snapshots:
+    with Snapshots(loop.opt, every=2) as snapshots:
         assert snapshots.world == world
         for seed in range(100):
             eventful_step(loop, seed)
@@ -55,7 +58,7 @@ def test_a_neighbour_has_the_bits_of_the_shard(world: int) -> None:
 
 def edited(rank: int, world: int, number: int) -> None:
     loop = Apart()
-    with bw.Snapshots(loop.opt, every=1) as snapshots:
+    with Snapshots(loop.opt, every=1) as snapshots:
         loop.steps(0, 1)
         EDITS[number](loop)
         loop.steps(2, 3, 4)
@@ -96,13 +99,13 @@ def join(store: str, rank: int, world: int) -> None:
 
 
 def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment: str) -> Any:
-    """Rank ``lost`` is killed; rank ``world`` of the runner, which waits meanwhile, takes its place."""
+    """Rank ``lost`` is killed; the last process, which waits meanwhile, takes its place."""
     steps = 12
     kept = None
     if rank < world - 1:
         join(f"{folder}/first", rank, world - 1)
         loop = Apart(BF16, timeout_s=20)
-        snapshots = bw.Snapshots(loop.opt, every=2)
+        snapshots = Snapshots(loop.opt, every=2)
         with contextlib.suppress(bw.Error):
             train(loop, range(dies_at))
             if rank == lost:
@@ -123,12 +126,14 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
         while len(list(Path(folder).glob("lost-*"))) < world - 2 and time.monotonic() < until:
             time.sleep(0.02)
     place = lost if rank == world - 1 else rank
+    if moment == "renumbered":  # each rank takes the shard of another one
+        place = (place + 1) % (world - 1)
     join(f"{folder}/second", place, world - 1)
     fresh = Apart(BF16)
     for p in fresh.params:
         p.data.fill_(float(place))
-    step = bw.Snapshots.restore(fresh.opt, kept)
-    with bw.Snapshots(fresh.opt, every=1, first_step=step) as again:
+    step = Snapshots.restore(fresh.opt, kept)
+    with Snapshots(fresh.opt, every=1, first_step=step) as again:
         train(fresh, range(step, steps))
         assert again.verify() == steps
     if kept is not None:
@@ -138,7 +143,7 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
 
 
 @pytest.mark.parametrize(
-    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (3, 2, "backward")]
+    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (3, 2, "renumbered")]
 )
 def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, tmp_path: Path) -> None:
     results = run_ranks(
@@ -158,7 +163,7 @@ def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, 
 
 def killed(rank: int, world: int, folder: str) -> None:
     loop = Apart(BF16)
-    bw.Snapshots(loop.opt, every=2, directory=folder)
+    Snapshots(loop.opt, every=2, directory=folder)
     until = 7 if rank == world - 1 else 30
     with contextlib.suppress(bw.Error):  # of the last one's death
         train(loop, range(until))
@@ -167,10 +172,10 @@ def killed(rank: int, world: int, folder: str) -> None:
 
 def resumed(rank: int, world: int, folder: str, steps: int) -> Any:
     loop = Apart(BF16)
-    step = bw.Snapshots.load(folder, loop.opt)
-    snapshots = bw.Snapshots(loop.opt, directory=folder, first_step=step)
+    step = Snapshots.load(folder, loop.opt)
+    snapshots = Snapshots(loop.opt, directory=folder, first_step=step)
     train(loop, range(step, steps))
-    assert snapshots.verify() == steps
+    assert snapshots.verify() == max(step, steps)
     assert len({name.split("-")[0] for name in os.listdir(folder)}) == 1, "those of the run before are gone"
     snapshots.close()
     loop.opt.close()
@@ -188,3 +193,61 @@ def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) ->
     for _, mine in results:
         assert_bitwise_equal(mine, expected[0])
     assert not list(folder.iterdir()), "close() has removed them"
+
+
+def killed_at_random(rank: int, world: int, folder: str, resumes: bool, after_s: float) -> None:
+    loop = Apart(BF16)
+    first = Snapshots.load(folder, loop.opt) if resumes else 0
+    Snapshots(loop.opt, every=3, directory=folder, first_step=first)
+    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train(loop, range(first, 10_000))
+
+
+def test_a_job_that_is_killed_again_and_again_goes_on_from_files(tmp_path: Path) -> None:
+    """Whatever it is at: in a replay, or in a copy."""
+    folder = str(tmp_path / "f")
+    for number, after_s in enumerate((0.5, 0.73, 0.61)):
+        run_ranks(killed_at_random, 2, folder, number > 0, after_s, timeout_s=60, expect_dead=[0, 1], forked=True)
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in Path(folder).iterdir())
+    results = run_ranks(resumed, 2, folder, 0, timeout_s=60, forked=True)
+    steps = results[0][0]
+    assert steps > 3
+    for mine in run_ranks(reference, 2, steps, timeout_s=60, forked=True):
+        assert_bitwise_equal(results[0][1], mine)
+
+
+def of_a_group(rank: int, world: int) -> None:
+    """The optimizer is of some of the ranks alone."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    params = make_params()
+    opt = bw.ShardedAdamW(params, process_group=groups[min(rank, 1)], **TINY)
+    with Snapshots(opt) as snapshots:
+        assert (snapshots.rank, snapshots.world) == ((0, 1) if rank == 0 else (rank - 1, 2))
+        for seed in range(5):
+            loss_of(params, dyadic(params, seed)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert snapshots.verify() == 5
+        assert len(snapshots._copies) == snapshots.world
+    opt.close()
+
+
+def test_the_ranks_of_a_group_are_each_others_neighbours() -> None:
+    run_ranks(of_a_group, 3, timeout_s=60, forked=True)
+
+
+def left_open(rank: int, world: int) -> None:
+    loop = Apart()
+    snapshots = Snapshots(loop.opt)
+    train(loop, range(3))
+    assert snapshots.verify() == 3
+    for step in (4, 5):
+        train(loop, range(step, step + 1))
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_process_ends_with_its_snapshots_open(forked: bool) -> None:
+    """The runner fails for a rank that does not exit, or not with code 0."""
+    began = time.monotonic()
+    run_ranks(left_open, 2, timeout_s=60, forked=forked)
+    assert time.monotonic() - began < 60
