@@ -10,10 +10,16 @@ from typing import Any
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["Reader", "TensorShard", "Writer", "save_safetensors"]
+__all__ = ["Reader", "TensorShard", "Writer", "load", "save", "save_safetensors"]
 
 # What is imported when it is asked for, and from where.
-_LATER = {"Reader": "reader", "Writer": "writer", "save_safetensors": "safetensors_export"}
+_LATER: dict[str, str] = {
+    "Reader": "reader",
+    "Writer": "writer",
+    "load": "loading",
+    "save": "saving",
+    "save_safetensors": "safetensors_export",
+}
 
 
 def __getattr__(name: str) -> Any:

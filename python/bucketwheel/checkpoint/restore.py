@@ -112,6 +112,7 @@ def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]], timeou
             neighbours.receive(shard, holder)
     if neighbours is not None:
         neighbours.release()
+    engine.announce_write()
     write_shard(memory, layout.mirror.tensors(shard))
     engine.share_params()
     return plan.step

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # it takes a second, and who calls the methods below has impo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["TensorShard"]
+__all__ = ["StoredState", "TensorShard"]
 
 _aten = torch.ops.aten
 
@@ -191,6 +192,14 @@ class TensorShard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         given = (self.piece, tuple(self.shape), tuple(self.stride()), self.ranges, self.part, self.param_name)
         return _rebuild, given
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A state in a checkpoint, of which ``load`` writes this rank's part to where it lies."""
+
+    shape: torch.Size
+    load: Callable[[], None]
 
 
 def _flat(values: Any) -> Any:

@@ -263,6 +263,11 @@ class Communicator:
             return int(self._native.register_pool())
 
     @property
+    def timeout_s(self) -> float:
+        """How long an operation waits for its peers, in seconds."""
+        return self._ranks.timeout_s
+
+    @property
     def stream(self) -> Any:
         """The native stream that operations run on unless told otherwise."""
         return self._native.stream

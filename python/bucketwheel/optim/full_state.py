@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import boxes_of
 from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
+from bucketwheel.checkpoint.param_numbers import numbers_of
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, join_master, load_master
 from bucketwheel.optim import state_dict as states
@@ -183,7 +184,7 @@ def _expect_arguments(rank: int | None, size: int, chunk_bytes: int) -> None:
 def _skeleton(optimizer: ShardedAdamW, masters: bool, model: torch.nn.Module | None) -> dict[str, Any]:
     """The dict, on the CPU, with states of which nothing is written yet: those of `engine.infos`, in order."""
     engine = optimizer._engine
-    key_of: dict[Tensor, Any] = dict(states.numbers_of(optimizer.param_groups))
+    key_of: dict[Tensor, Any] = dict(numbers_of(optimizer.param_groups))
     if model is not None:
         key_of = _names_in(model, key_of)
     steps = engine.steps.to("cpu", torch.float32)
@@ -273,6 +274,7 @@ class FullLoad:
 
     def carry_out(self) -> None:
         """Collective. Nothing is left to fail but communication."""
+        self._engine.announce_write()
         infos = self._engine.infos
         found, groups = pickle.loads(self._from_src(self._header))
         for info, of_param in zip(infos, found, strict=False):

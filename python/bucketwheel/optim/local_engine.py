@@ -8,7 +8,7 @@ measure, clip and step anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ class LocalEngine:
     world = 1
     part = (0, 1)
     ranks = (0, 1)
+    timeout_s = 0.0  # there is nobody to wait for
 
     def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
         self.precision = options.precision
@@ -53,6 +54,7 @@ class LocalEngine:
         self.infos: list[ParamInfo] = []
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
+        self.write_observers: list[Callable[[Collection[int] | None], None]] = []  # as of `ShardedEngine`
         self._factors = GradFactors(0, self._device)
         self.step_observers: list[Callable[[StepInputs], None]] = []  # as in `ShardedEngine`
         # Which gradients were clipped: the tensor and its version then; by what says `_factors`. An entry goes with its
@@ -69,6 +71,7 @@ class LocalEngine:
         self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = ""
     ) -> None:
         """Trains these from now on: ``kept`` of those so far, and ``new``."""
+        self.announce_write()
         before = {info.param: info.index for info in self.infos}
         indices = [before[info.param] for info in kept]
         self.infos = [*kept, *new]
@@ -121,6 +124,7 @@ class LocalEngine:
         factors = self._factors.vector() if self._clips else None
         for observe in self.step_observers:
             observe(StepInputs(param_groups, used, factors, 1.0, grads))
+        self.announce_write([index for index, is_used in enumerate(used) if is_used])
         self._rows.begin_step(param_groups, used, factors)
         self._rows.step()
         self._rows.table.clear_grads()  # zero_grad() is to free their memory
@@ -159,8 +163,23 @@ class LocalEngine:
         return grad.detach()
 
     def _follow_edits(self) -> None:
-        """Parameters that were moved are bound again, with the strides of their states, as over ranks; masters that were
-        loaded are read again where the kernel does not."""
+        """Parameters that were moved are bound again; masters that were loaded are read again where the kernel does not."""
+        self.bind_moved()
+        edits = self._edits.find()
+        refused = edits.refused
+        if refused < 0 and edits.compares and not core.is_capturing(self._device):
+            refused = self._first_written()
+        if refused >= 0:
+            raise ExternalEdits.refusal(self.infos[refused])
+        if edits.follows:
+            self.announce_write()
+        for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
+            follow_param(info.param.detach(), state)
+        if edits.moved:
+            self._bind()
+
+    def bind_moved(self) -> None:
+        """Gives parameters that were moved the strides of their states, as over ranks."""
         for info, state in zip(self.infos, self.states, strict=True):
             expect_same_memory_kind(info, state["exp_avg"].shape)
             if (stride := state["exp_avg"].stride()) != info.param.stride():
@@ -170,16 +189,6 @@ class LocalEngine:
                     )
                 own = torch.empty_strided(info.param.shape, stride, dtype=info.dtype, device=info.device)
                 info.param.data = own.copy_(info.param.data)
-        edits = self._edits.find()
-        refused = edits.refused
-        if refused < 0 and edits.compares and not core.is_capturing(self._device):
-            refused = self._first_written()
-        if refused >= 0:
-            raise ExternalEdits.refusal(self.infos[refused])
-        for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
-            follow_param(info.param.detach(), state)
-        if edits.moved:
-            self._bind()
 
     def _first_written(self) -> int:
         """The first parameter that is not what its master rounds to, or -1. Waits for the device."""
@@ -187,7 +196,15 @@ class LocalEngine:
         found = first_written([(self.infos[i].param.detach(), self.states[i]["master_param"]) for i in with_master])
         return with_master[found] if found >= 0 else -1
 
+    def announce_write(self, indices: Collection[int] | None = None) -> None:
+        for observe in tuple(self.write_observers):
+            observe(indices)
+
+    def write_order(self) -> list[int]:
+        return self._order
+
     def reload_masters(self) -> None:
+        self.announce_write()
         for info, state in zip(self.infos, self.states, strict=True):
             take_param(info.param.detach(), state)
         if self._edits.find().moved:
@@ -396,6 +413,7 @@ class LocalEngine:
         """There is nobody to tell."""
 
     def close(self) -> None:
+        self.announce_write()
         self._clips.clear()
 
 

@@ -452,17 +452,26 @@ class ShardedAdamW(Optimizer):
         parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
         RuntimeError while gradients are pending (call `step` or `zero_grad` first).
         """
+        self._load("load_state_dict", lambda: state_dict)
+
+    def _load(
+        self, what: str, find: Callable[[], dict[str, Any]], load_model: Callable[[], None] | None = None
+    ) -> None:
+        """Loads what ``find`` returns. ``load_model`` loads this rank's part of the parameters before. Collective."""
         self._follow_groups()
         error, load = None, lambda: None
         try:
-            state_dict = dict(state_dict)  # hooks may write to it
+            state_dict = dict(find())  # hooks may write to it
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
             load = states.plan_load(self, state_dict)
         except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
             error = found
-        self._engine.expect_done_by_all("load_state_dict", error)
-        load()
+        self._engine.expect_done_by_all(what, error)
+        if load_model is None:
+            load()
+        else:
+            states.load_with_model(self._engine, what, load_model, load)
         self._note_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -129,6 +129,8 @@ class ShardedEngine:
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
         # Called in each step on what the kernel is about to get, before it runs: gradients do not change until they return.
         self.step_observers: list[Callable[[StepInputs], None]] = []
+        # Called before the optimizer writes to states, masters or its part of parameters: of these indices; None: of any.
+        self.write_observers: list[Callable[[Collection[int] | None], None]] = []
         _claim([*self._comms, *_named(infos)], self)
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
@@ -241,6 +243,7 @@ class ShardedEngine:
         RuntimeError on all ranks, and nothing has changed, if they are not the same there.
         """
         old = self._assembly
+        self.announce_write()  # indices are others afterwards
         old.grads.close(why, is_the_last=True)
         self.param_sync()
         expect_equal_layout(self.reducer, [*kept, *new], groups, self._options_text())
@@ -304,6 +307,7 @@ class ShardedEngine:
                 rows.begin_step(param_groups, used, factors, reduced.average)
                 for bucket in (self._assembly.buckets[number] for number in order):
                     if any(used[index] for index in bucket.grads.parts):
+                        self.announce_write(bucket.grads.parts)
                         rows.step(bucket.first_row, bucket.last_row)
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
             torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
@@ -333,6 +337,8 @@ class ShardedEngine:
             rank, index = self._first_of_any_rank(refused)
             if index >= 0:
                 raise ExternalEdits.refusal(self.infos[index], rank)
+        if edits.moved or edits.follows:
+            self.announce_write()
         for space in self.spaces if edits.moved else ():
             space.flat.rebind(edits.moved)
         for space in self.spaces if edits.follows else ():
@@ -380,10 +386,38 @@ class ShardedEngine:
     def reload_masters(self) -> None:
         self.param_sync()
         edits = self._find_edits()
+        self.announce_write()
         for space in self.spaces:
             space.flat.rebind(edits.moved)
             space.read_masters(whole=True)
         self._edits.note_written()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def announce_write(self, indices: Collection[int] | None = None) -> None:
+        for observe in tuple(self.write_observers):
+            observe(indices)
+
+    def bind_moved(self) -> None:
+        """Binds parameters again that were moved, so that the flat memory has their values. RuntimeError where
+        ``on_external_update="error"`` refuses that."""
+        edits = self._find_edits()
+        if not edits.moved:
+            return
+        if self.options.on_external_update == "error":
+            raise ExternalEdits.refusal(self.infos[min(edits.moved)])
+        self.announce_write()
+        for space in self.spaces:
+            space.flat.rebind(edits.moved)
+
+    def write_order(self) -> list[int]:
+        """The parameters in the order in which a step writes to them, where forward does not ask for another."""
+        parts = (bucket.grads.parts for bucket in self._assembly.buckets)
+        return list(dict.fromkeys(index for of_bucket in parts for index in of_bucket))
+
+    @property
+    def timeout_s(self) -> float:
+        return self.comm.timeout_s
 
     def expect_loaded_model(self) -> None:
         self._edits.expect_loaded_model()
@@ -496,6 +530,7 @@ class ShardedEngine:
         self.reducer.abort(reason)
 
     def close(self) -> None:
+        self.announce_write()
         try:
             self.grads.discard()
             self.param_sync()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.tensor_shard import TensorShard
+from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
+from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, load_master, master_of
@@ -36,7 +37,7 @@ __all__ = [
     "expect_shape",
     "kept_groups",
     "load_taken_in",
-    "numbers_of",
+    "load_with_model",
     "own_entry",
     "plan_load",
     "reset",
@@ -69,11 +70,7 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     for param, index in number.items():  # new ones, whose state was assigned
         if param not in optimizer._trained.index_of and optimizer.state.get(param):
             state[index] = deepcopy(dict(optimizer.state[param]))
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
 def saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
@@ -155,6 +152,22 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     return load
 
 
+def load_with_model(
+    engine: LocalEngine | ShardedEngine, what: str, load_model: Callable[[], None], load: Callable[[], None]
+) -> None:
+    """``load`` is what `plan_load` returned; ``load_model`` writes this rank's part of the parameters. Collective."""
+    error = None
+    engine.announce_write()
+    try:
+        load_model()  # remainders are made for its values
+        load()
+    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+        error = found
+    engine.expect_done_by_all(what, error)
+    engine.share_params()
+    engine.expect_loaded_model()
+
+
 def load_taken_in(optimizer: ShardedAdamW) -> None:
     """Loads what `load` found for parameters that were frozen then, into those that have been taken in since."""
     engine, loaded = optimizer._engine, optimizer._trained.loaded
@@ -184,18 +197,24 @@ def _states_of_frozen(
     return found
 
 
-def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Tensor]) -> None:
+def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Any]) -> None:
+    engine.announce_write()
     if "master_param" not in loaded:
         forget_master(engine.values_of(info.index), engine.states[info.index])
     assign(engine, info, {"step": step, **loaded})
 
 
 def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping[str, Any]) -> None:
-    """Copies this rank's part (1-D, in memory order) of states of a parameter into the engine's; others stay."""
+    """Copies this rank's part (1-D, in memory order) of states of a parameter into the engine's; others stay. A
+    `StoredState` is read."""
+    engine.announce_write()
     state = engine.states[info.index]
     for name, value in values.items():
         if name == "step":
             engine.steps[info.index] = value
+            continue
+        if isinstance(value, StoredState):
+            value.load()
             continue
         like = state["exp_avg"]
         laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
@@ -207,6 +226,7 @@ def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping
 
 def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None) -> None:
     """Zeroes the moments, of ``rows`` (what indexes the first dimension) alone where they are given, else the step too."""
+    engine.announce_write()
     moments = [
         tensor for name, tensor in engine.states[info.index].items() if name not in ("master_param", "remainder")
     ]
@@ -274,31 +294,26 @@ def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any
     expect_uniform_flags(after)
 
 
-def numbers_of(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
-    """As torch numbers parameters: through all groups, frozen ones counted."""
-    grouped = (p for group in param_groups for p in group["params"])
-    numbers: dict[Tensor, int] = {}
-    for i, p in enumerate(grouped):
-        numbers.setdefault(p, i)
-    return numbers
-
-
 def _plan(
     engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str, Any] | None
-) -> tuple[ParamInfo, int, dict[str, Tensor]]:
+) -> tuple[ParamInfo, int, dict[str, Any]]:
     """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
     tensors, ranges = engine.states[info.index], engine.owned_ranges(info.index)
     if not entry:  # torch saves nothing for a parameter that was never stepped
         names = [name for name in saved_names(tensors) if name != "master_param"]
         return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
     expect_entry(entry, saved_names(tensors), repr(info.name))
-    loaded = {}
+    loaded: dict[str, Any] = {}
     for name in saved_names(tensors):
         value = entry.get(name)
         if value is None:
             continue
         expect_shape(value, info.param, name, repr(info.name))
-        loaded[name] = _own_part(engine, info, value) if isinstance(value, TensorShard) else cut(value, info, ranges)
+        if isinstance(value, StoredState):
+            loaded[name] = value
+        else:
+            is_part = isinstance(value, TensorShard)
+            loaded[name] = _own_part(engine, info, value) if is_part else cut(value, info, ranges)
     return info, int(entry["step"]), loaded
 
 

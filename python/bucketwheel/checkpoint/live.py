@@ -1,0 +1,107 @@
+"""Live boxes: a parameter's part on this rank, and its states, as boxes of its shape: views of the memory that training uses.
+
+Saves read them and loads write to them, so that neither holds a copy of the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bucketwheel.checkpoint.boxes import Box, boxes_of
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.masters import join_master
+
+__all__ = ["PARAM", "Engine", "LiveBox", "live_boxes", "split_views", "value_of"]
+
+PARAM = "param"  # beside the names of the states
+
+
+class Engine(Protocol):
+    """What a checkpoint asks of an optimizer's engine; see `ShardedEngine`."""
+
+    infos: list[ParamInfo]
+    states: Any
+    steps: Tensor
+    write_observers: list[Any]
+
+    @property
+    def part(self) -> tuple[int, int]: ...
+    @property
+    def ranks(self) -> tuple[int, int]: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def owned_ranges(self, index: int) -> list[tuple[int, int]]: ...
+    def value_parts(self, index: int) -> list[Tensor]: ...
+    def write_order(self) -> list[int]: ...
+    def param_sync(self) -> None: ...
+    def bind_moved(self) -> None: ...
+    def share_params(self) -> None: ...
+    def announce_write(self, indices: Collection[int] | None = None) -> None: ...
+    def expect_done_by_all(self, what: str, error: Exception | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class LiveBox:
+    """``views``: of the parameter (`PARAM`) and of each state, all of the box's sizes."""
+
+    box: Box
+    views: dict[str, Tensor]
+
+    def of(self, name: str) -> tuple[Tensor, ...]:
+        """What a state is made of, as it is saved: itself, or the parameter and the remainder of its master."""
+        if name == "master_param" and "remainder" in self.views:
+            return self.views[PARAM], self.views["remainder"]
+        return (self.views[name],)
+
+
+def live_boxes(engine: Engine, info: ParamInfo) -> list[LiveBox]:
+    """What this rank owns of a parameter; together, the ranks that states are sharded over have each element once."""
+    shape, states = info.param.shape, engine.states[info.index]
+    if info.param.numel() == 0:  # one rank must say that there is such a tensor
+        (box,) = boxes_of(shape, info.stride, [(0, 0)])
+        empty = {PARAM: info.param.detach(), **states}
+        views = {name: like.new_empty(box.sizes) for name, like in empty.items()}
+        return [LiveBox(box, views)] if engine.part[0] == 0 else []
+    flat = {name: state.as_strided((state.numel(),), (1,)) for name, state in states.items()}
+    found = []
+    at = 0
+    for values, (begin, end) in zip(engine.value_parts(info.index), engine.owned_ranges(info.index), strict=True):
+        for box in boxes_of(shape, info.stride, [(begin, end)]):
+            views = {name: _view(state, box, at) for name, state in flat.items()}
+            found.append(LiveBox(box, {PARAM: _view(values, box, 0), **views}))
+        at += end - begin
+    return found
+
+
+def _view(flat: Tensor, box: Box, at: int) -> Tensor:
+    """The box of a range whose elements begin at ``at``."""
+    return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + at + box.begin)
+
+
+def value_of(views: Sequence[Tensor]) -> Tensor:
+    """What `LiveBox.of` stands for."""
+    return views[0] if len(views) == 1 else join_master(*views)
+
+
+def split_views(views: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, ...]]:
+    """Cuts views of one shape into parts of at most ``most`` elements (at least one), in row-major order."""
+    first = views[0]
+    if first.numel() <= most or first.numel() <= 1:
+        yield tuple(views)
+        return
+    if all(view.is_contiguous() for view in views):
+        yield from zip(*(view.view(-1).split(max(most, 1)) for view in views), strict=True)
+        return
+    rows = most // (first.numel() // len(first))
+    blocks = (view.split(rows) if rows else view.unbind() for view in views)
+    for block in zip(*blocks, strict=True):
+        yield from [block] if rows else split_views(block, most)
+
+
+def nbytes_of(dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel() * dtype.itemsize

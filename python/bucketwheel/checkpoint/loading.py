@@ -1,0 +1,317 @@
+"""load: a checkpoint into a model and an optimizer, whatever world size and buckets it was saved with; all of it or nothing.
+
+Each rank reads what it owns of sharded parameters and states, straight to where it lies, and the parameters are gathered
+afterwards. Nothing is written before all ranks have checked names, shapes and checksums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.nn import Module
+
+from bucketwheel.checkpoint.boxes import Box
+from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
+from bucketwheel.checkpoint.reader import Reader
+from bucketwheel.checkpoint.saving import engine_of, everyone_of, finish_before, model_tensors
+from bucketwheel.checkpoint.tensor_shard import StoredState
+from bucketwheel.checkpoint.writer import CHUNK_BYTES
+from bucketwheel.layout.flat_params import ParamInfo, is_plain
+from bucketwheel.layout.masters import load_master
+
+__all__ = ["load"]
+
+_NAMED = 5  # of missing names, in a message
+_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")  # whose names torch's get_state_dict leaves out
+
+
+def load(directory: str | os.PathLike[str], model: Module | None = None, optimizer: Any = None) -> Any:
+    """Loads a checkpoint and returns its ``extra`` (None if it has none). Collective, over the ranks of `save`.
+
+    It may have been saved by any number of ranks, by `save` or by stock `torch.distributed.checkpoint` of ``{"model": ...,
+    "optim": ...}`` where ``"optim"`` is ``optimizer.state_dict()`` of a `ShardedAdamW` or of `torch.optim.AdamW`, or what
+    `get_optimizer_state_dict` returns. States keep their dtype and the kind of their masters, as `load_state_dict` does; a
+    model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
+    checkpoint of another writer one box.
+
+    Raises, on all ranks, before anything is written anywhere:
+        CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.
+        ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
+    """
+    engine = engine_of(optimizer)
+    everyone = everyone_of(engine)
+    finish_before(engine, everyone)
+    checkpoint = _Checkpoint(Path(directory), engine)
+    try:
+        if engine is not None:
+            optimizer._load("bw.checkpoint.load", lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)
+        else:
+            error: Exception | None = None
+            try:
+                checkpoint.plan(model, None)
+            except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+                error = found
+            everyone.agree("bw.checkpoint.load", error)
+            checkpoint.load_model()
+        return checkpoint.extra
+    finally:
+        checkpoint.reader.close()
+
+
+class _Into:
+    """What `Reader.read_data` asks where to put things."""
+
+    def __init__(self) -> None:
+        self._views: dict[MetadataIndex, Sequence[Tensor]] = {}
+
+    def add(self, index: MetadataIndex, views: Sequence[Tensor]) -> None:
+        self._views[index] = views
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        views = self._views[item.dest_index]
+        return views[0] if len(views) == 1 else torch.empty_like(views[0], dtype=torch.float32)
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        views = self._views[item.dest_index]
+        if len(views) > 1:  # the parameter and its remainder
+            load_master(views[0], {"remainder": views[1]}, tensor)
+        else:  # bytes are read into memory that torch does not see written
+            torch.autograd.graph.increment_version(views[0])
+
+
+class _Checkpoint:
+    """One that is being loaded on this rank."""
+
+    def __init__(self, folder: Path, engine: Engine | None) -> None:
+        self.reader = Reader(folder)
+        self.extra: Any = None
+        self._folder = folder
+        self._engine = engine
+        self._into = _Into()
+        self._items: list[ReadItem] = []  # all that will be read
+        self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
+
+    @property
+    def _entries(self) -> Mapping[str, Any]:
+        return self.reader.description.metadata.state_dict_metadata
+
+    def plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
+        """Checks everything, and returns what the optimizer is to load. Writes nothing."""
+        if self._engine is not None:
+            self._engine.bind_moved()
+        if model is not None:
+            self._plan_model(model)
+        found = {} if optimizer is None else self._optimizer_state(model, optimizer)
+        self.reader.prepare_local_plan(LoadPlan(self._items))
+        if "extra" in self._entries:
+            self.extra = self._object("extra")
+        return found
+
+    def load_model(self) -> None:
+        items, objects = self._model
+        self._read(items)
+        for module, value in objects:
+            module.set_extra_state(value)
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def _plan_model(self, model: Module) -> None:
+        wanted = {f"model.{key}": value for key, value in model_tensors(model).items()}
+        self._expect_names(wanted)
+        known: dict[Tensor, ParamInfo] = {info.param: info for info in self._engine.infos} if self._engine else {}
+        items, objects = self._model
+        last = {id(value): key for key, value in wanted.items()}  # of tied weights, as load_state_dict does
+        for key, value in wanted.items():
+            if not isinstance(value, Tensor):
+                module, _, name = key.removeprefix("model.").rpartition(".")
+                if name != "_extra_state":
+                    raise TypeError(
+                        f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor a module's extra state"
+                    )
+                objects.append((model.get_submodule(module), self._object(key)))
+                continue
+            self._expect_shape(key, value.shape)
+            if last[id(value)] != key:
+                continue
+            if self._engine is not None and value in known:
+                items += self._items_of(
+                    key, ((live.box, live.of(PARAM)) for live in live_boxes(self._engine, known[value]))
+                )
+            elif not is_plain(value):
+                raise TypeError(
+                    f"{key!r} is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint loads"
+                )
+            else:
+                items += self._items_of(key, [_whole(value.detach())])
+
+    def _expect_names(self, wanted: Mapping[str, Any]) -> None:
+        there = [key for key in self._entries if key.startswith("model.")]
+        missing = [key for key in wanted if key not in self._entries]
+        unexpected = [key for key in there if key not in wanted]
+        if missing or unexpected:
+            raise ValueError(
+                f"{self._folder} does not fit the model: {_some(missing)} missing in the checkpoint, {_some(unexpected)} not "
+                "in the model"
+            )
+
+    def _expect_shape(self, key: str, shape: torch.Size) -> None:
+        entry = self._entries[key]
+        found = None if isinstance(entry, BytesStorageMetadata) else tuple(entry.size)
+        if found != tuple(shape):
+            raise ValueError(f"{key!r} has shape {found} in {self._folder} and {tuple(shape)} here")
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _optimizer_state(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
+        assert self._engine is not None
+        names: dict[Tensor, list[str]] = {}  # several of tied weights
+        for name, p in () if model is None else model.named_parameters(remove_duplicate=False):
+            names.setdefault(p, []).append(name)
+        ours: list[dict[str, Any]] = optimizer.param_groups
+        groups = self._groups(ours, names)
+        of_param: dict[str, dict[str, str]] = {}
+        for key in self._entries:
+            if key.startswith("optim.state."):
+                saved, _, name = key.removeprefix("optim.state.").rpartition(".")
+                of_param.setdefault(saved, {})[name] = key
+        infos = {info.param: info for info in self._engine.infos}
+        state = {}
+        for group, theirs in zip(ours, groups, strict=False):
+            for p, saved in zip(group["params"], theirs["params"], strict=False):
+                if str(saved) in of_param:
+                    state[saved] = self._entry(infos.get(p), of_param[str(saved)])
+        return {"state": state, "param_groups": groups}
+
+    def _entry(self, info: ParamInfo | None, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Of a parameter; one that is frozen (None) has whole tensors, which wait until it is trained."""
+        if info is None:
+            return {name: self._value(key) for name, key in keys.items()}
+        assert self._engine is not None
+        boxes = live_boxes(self._engine, info)
+        entry: dict[str, Any] = {"step": self._value(keys["step"])} if "step" in keys else {}
+        for kept in self._engine.states[info.index]:
+            name = "master_param" if kept == "remainder" else kept
+            if name in keys:
+                self._expect_shape(keys[name], info.param.shape)
+                items = self._items_of(keys[name], ((live.box, live.of(name)) for live in boxes))
+                entry[name] = StoredState(info.param.shape, partial(self._read, items))
+        return entry
+
+    def _groups(self, ours: Sequence[Mapping[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
+        """``param_groups``, of numbered groups, or of one for each parameter's name ("flattened" by torch)."""
+        table: dict[str, dict[str, Any]] = {}
+        for key in self._entries:
+            if key.startswith("optim.param_groups."):
+                which, _, name = key.removeprefix("optim.param_groups.").rpartition(".")
+                table.setdefault(which, {})[name] = self._value(key)
+        if not table:
+            raise ValueError(f"{self._folder} holds no optimizer: it has no 'optim.param_groups'")
+        if all(which.isdigit() for which in table):
+            groups = [table[which] for which in sorted(table, key=int)]
+            by_name = {name for group in groups for name in group["params"] if isinstance(name, str)}
+        else:
+            groups, by_name = [], set(table)
+        if not by_name:
+            return groups
+        if not names:
+            raise ValueError(f"{self._folder} names the optimizer's parameters as the model does: load it with model=")
+        ordered = []
+        for number, group in enumerate(ours):
+            of_group = [_name_in(by_name, names.get(p, ())) for p in group["params"]]
+            theirs = groups[number] if number < len(groups) else table.get(of_group[0], {}) if of_group else {}
+            if groups and set(of_group) != set(theirs.get("params", ())):
+                raise ValueError(f"parameter group {number} has other parameters in {self._folder}, or is not there")
+            ordered.append({**theirs, "params": of_group})
+        return ordered if len(ordered) >= len(groups) else groups
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def _items_of(self, key: str, boxes: Iterable[tuple[Box, Sequence[Tensor]]]) -> list[ReadItem]:
+        """What is to be read of a tensor into views of boxes of it."""
+        items: list[ReadItem] = []
+        for box, views in boxes:
+            for number, chunk in enumerate(self._entries[key].chunks):
+                for begin, sizes in _overlaps(box, chunk, CHUNK_BYTES // 4 if len(views) > 1 else None):
+                    here = [at - offset for at, offset in zip(begin, box.offsets, strict=True)]
+                    there = [at - offset for at, offset in zip(begin, chunk.offsets, strict=True)]
+                    item = ReadItem(
+                        LoadItemType.TENSOR,
+                        dest_index=MetadataIndex(f"{key} {len(self._items) + len(items)}"),
+                        dest_offsets=torch.Size(here),
+                        storage_index=MetadataIndex(key, chunk.offsets, number),
+                        storage_offsets=torch.Size(there),
+                        lengths=torch.Size(sizes),
+                    )
+                    self._into.add(item.dest_index, [_part(view, here, sizes) for view in views])
+                    items.append(item)
+        self._items += items
+        return items
+
+    def _read(self, items: list[ReadItem]) -> None:
+        self.reader.read_data(LoadPlan(items), self._into)  # type: ignore[arg-type]
+
+    def _value(self, key: str) -> Any:
+        """A tensor that is small, or not divided here; or another object."""
+        if isinstance(entry := self._entries[key], BytesStorageMetadata):
+            return self._object(key)
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        items = self._items_of(key, [_whole(whole)])
+        self.reader.prepare_local_plan(LoadPlan(items))
+        self._read(items)
+        return whole
+
+    def _object(self, key: str) -> Any:
+        self.reader.verify([MetadataIndex(key)])
+        return self.reader.read_object(key)
+
+
+def _whole(tensor: Tensor) -> tuple[Box, Sequence[Tensor]]:
+    return Box((0,) * tensor.dim(), tuple(tensor.shape), 0, tensor.stride()), [tensor]
+
+
+def _part(view: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        view = view.narrow(dim, offset, size)
+    return view
+
+
+def _overlaps(box: Box, chunk: ChunkStorageMetadata, most: int | None) -> Iterator[tuple[list[int], list[int]]]:
+    """Offsets and sizes of what both have, in parts of at most ``most`` elements."""
+    begin = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
+    ends = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)]
+    sizes = [end - at for at, end in zip(begin, ends, strict=True)]
+    if all(size > 0 for size in sizes):
+        yield from [(begin, sizes)] if most is None else _cut(begin, sizes, most)
+
+
+def _cut(begin: list[int], sizes: list[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
+    if torch.Size(sizes).numel() <= most:
+        yield begin, sizes
+        return
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(most // torch.Size(sizes[dim + 1 :]).numel(), 1)
+    for at in range(0, sizes[dim], step):
+        taken = min(step, sizes[dim] - at)
+        moved = [*begin[:dim], begin[dim] + at, *begin[dim + 1 :]]
+        yield from _cut(moved, [*sizes[:dim], taken, *sizes[dim + 1 :]], most)
+
+
+def _name_in(there: Collection[str], names: Sequence[str]) -> str:
+    """A parameter's name as the checkpoint has it: as it is, or without the names of wrappers; empty if it has none."""
+    plain = list(names)
+    for wrapper in _WRAPPERS:
+        plain = [name.replace(wrapper, "") for name in plain]
+    return next((name for name in (*names, *plain) if name in there), "")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(map(repr, names[:_NAMED]))}{more}" if names else "nothing"

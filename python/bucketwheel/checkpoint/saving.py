@@ -1,0 +1,617 @@
+"""save and async_save: the states, parameters and other tensors of a training job, from where they lie, in one file a rank.
+
+Names and format are those of stock `torch.distributed.checkpoint` for ``{"model": model.state_dict(), "optim":
+optimizer.state_dict(), "extra": extra}``. Who writes what follows from the layout, without communication. What follows the
+call goes through the folder, since training uses the communicators:
+
+| file in ``.saving`` | says |
+|---|---|
+| ``__<rank>_0.distcp`` | the rank is at work; gone without the next: it has failed |
+| ``__<rank>.done`` | what it has written, as JSON |
+| ``__<rank>.failed`` | why it has failed |
+
+Rank 0 waits for the others and commits ([Note: the commit] in writer.py); they wait for another ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn import Module, Parameter
+
+from bucketwheel.checkpoint.format import METADATA, Stored, Sums
+from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
+from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
+from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
+from bucketwheel.checkpoint.writer import CHUNK_BYTES, SAVING, DataFile, publish, start
+from bucketwheel.errors import CheckpointError, expect_int
+from bucketwheel.layout.flat_params import ParamInfo, is_plain
+from bucketwheel.torch_internals import timeout_of
+
+__all__ = [
+    "STAGING_BYTES",
+    "Everyone",
+    "PendingSave",
+    "async_save",
+    "engine_of",
+    "everyone_of",
+    "finish_before",
+    "model_tensors",
+    "save",
+]
+
+STAGING_BYTES = 256 << 20
+_LEAST_STAGING = 16 << 10
+_POLL_S = (0.005, 0.25)  # the first pause between two looks at the folder, and the longest
+_USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
+_EXIT_S = 60.0  # how long the end of the process waits for a save
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: Module | None = None,
+    optimizer: Any = None,
+    extra: Any = None,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Saves a training job into ``directory``; it is on disk when this returns. Collective over the optimizer's ranks, of
+    replicas too; without one over those of `torch.distributed`, or of this process alone.
+
+    The folder, which all ranks see, may hold an earlier checkpoint: that stays whole until the new one is.
+
+    Args:
+        model: its ``state_dict()``, under the names that it gives: of a compiled model they begin with ``_orig_mod.``, of one
+            in `DistributedDataParallel` with ``module.``, so give the module inside. Each rank writes its part of what the
+            optimizer shards, frozen parameters are spread over the ranks, and buffers are those of rank 0.
+        optimizer: a `ShardedAdamW`.
+        extra: what else a resume needs: tensors, numbers, strings, in lists, tuples and dicts (a scheduler's state, the
+            position in the data, the state of a random generator). Rank 0's counts; what differs between ranks gather first.
+        staging_bytes: memory that this takes beside the job's own, at least 16 KiB.
+
+    Raises:
+        CheckpointError: it could not be saved; on all ranks, with the reason of the first that has failed.
+        TypeError: an ``extra`` that ``torch.load(weights_only=True)`` would refuse, a tensor without plain memory.
+    """
+    async_save(directory, model, optimizer, extra, staging_bytes=staging_bytes).wait()
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    model: Module | None = None,
+    optimizer: Any = None,
+    extra: Any = None,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+) -> PendingSave:
+    """`save` that returns at once, while a thread writes. What is saved is what there was at the call.
+
+    `ShardedAdamW.step`, and what else of it writes to parameters and states, first copies what has not been written yet
+    into staging memory, and waits where more than ``staging_bytes`` would be needed: `PendingSave.stats` counts. Buffers are
+    copied at the call as far as they fit. A write by others to a tensor that is not saved yet fails the save, naming it, if
+    it raises the tensor's version; writes through ``p.data`` do not and may be saved in part. An optimizer made with
+    ``capturable=True`` may be replayed without a word, so for that the call waits until this rank's data is written.
+
+    A save that is still running is waited for. At the end of the process a save is waited for up to a minute.
+    """
+    limit = expect_int(staging_bytes, "staging_bytes")
+    if limit < _LEAST_STAGING:
+        raise ValueError(f"staging_bytes is {limit}, expected at least {_LEAST_STAGING}")
+    engine = engine_of(optimizer)
+    everyone = everyone_of(engine)
+    finish_before(engine, everyone)
+    if engine is not None:
+        optimizer._follow_groups()
+        engine.param_sync()
+    folder, pending, error = Path(directory), None, None
+    try:
+        plan = _Plan(model, optimizer, engine, extra, everyone, limit)
+        if everyone.rank == 0:
+            start(folder)
+    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+        error = found
+    everyone.agree("bw.checkpoint.save", error)
+    try:
+        pending = PendingSave(folder, plan, engine, everyone)
+    except OSError as found:
+        error = found
+    everyone.agree("bw.checkpoint.save", error)
+    assert pending is not None
+    pending._start()
+    groups = optimizer.param_groups if optimizer is not None else ()
+    if any(group["capturable"] for group in groups):
+        pending._written.wait()
+    return pending
+
+
+# --- which ranks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """All ranks of a checkpoint. ``agree(what, error)`` raises ``error``, or another rank's; collective."""
+
+    rank: int
+    size: int
+    timeout_s: float
+    agree: Callable[[str, Exception | None], None]
+
+
+def engine_of(optimizer: Any) -> Engine | None:
+    if optimizer is not None and not hasattr(optimizer, "_engine"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, expected a ShardedAdamW; others: see torch.distributed.checkpoint"
+        )
+    return None if optimizer is None else optimizer._engine
+
+
+def everyone_of(engine: Engine | None) -> Everyone:
+    if engine is not None:
+        return Everyone(*engine.ranks, engine.timeout_s, engine.expect_done_by_all)
+    if dist.is_available() and dist.is_initialized():
+        limit_s = timeout_of(None, torch.device("cpu"))
+        limit_s = _USUAL_LIMIT_S if limit_s is None else limit_s
+        return Everyone(dist.get_rank(), dist.get_world_size(), limit_s, _agree_in_world)
+    return Everyone(0, 1, 0.0, _agree_alone)
+
+
+def _agree_alone(what: str, error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _agree_in_world(what: str, error: Exception | None) -> None:
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+    _agree_alone(what, error)
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
+
+
+# --- what is saved, and by whom ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A parameter (`PARAM`) or a state, of which each rank has boxes."""
+
+    info: ParamInfo
+    name: str
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A leaf that is no tensor, as torch.save writes it."""
+
+    content: bytes
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One box, or the bytes of another object (``shape`` is None)."""
+
+    index: MetadataIndex
+    shape: tuple[int, ...] | None
+    data: Any
+    nbytes: int
+    watched: Watched | None = None  # to be looked at when it has been written
+
+
+class _Plan:
+    """What this rank writes. Takes copies of what is small."""
+
+    def __init__(
+        self, model: Module | None, optimizer: Any, engine: Engine | None, extra: Any, everyone: Everyone, limit: int
+    ) -> None:
+        self.everyone = everyone
+        chunk_bytes = min(CHUNK_BYTES, max(limit // 4, 4096))
+        device = next((info.device for info in engine.infos), torch.device("cpu")) if engine else torch.device("cpu")
+        self.staging = Staging(limit, chunk_bytes, device)
+        self.items: list[_Item] = []
+        self.same: dict[str, str] = {}  # tied weights: a name, and that under which it is written
+        self._engine = engine
+        tree: dict[str, Any] = {}
+        if model is not None:
+            tree["model"] = self._of_model(model)
+        if engine is not None:
+            engine.bind_moved()
+            tree["optim"] = _of_optimizer(optimizer, engine)
+        if extra is not None:
+            tree["extra"] = _Object(_saved("extra", extra))
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(tree, is_coordinator=True)
+        self.paths = dict(planner.mappings)
+        self._add_sharded({key: leaf for key, leaf in planner.state_dict.items() if isinstance(leaf, _Sharded)})
+        self._add_others({key: leaf for key, leaf in planner.state_dict.items() if not isinstance(leaf, _Sharded)})
+        self.nbytes = sum(item.nbytes for item in self.items)
+
+    def _of_model(self, model: Module) -> dict[str, Any]:
+        known: dict[Tensor, ParamInfo] = {info.param: info for info in self._engine.infos} if self._engine else {}
+        found: dict[str, Any] = {}
+        first: dict[Tensor, str] = {}
+        for key, value in model_tensors(model).items():
+            if isinstance(value, Tensor) and value in first:
+                self.same[f"model.{key}"] = f"model.{first[value]}"
+            if isinstance(value, Tensor):
+                first.setdefault(value, key)
+            found[key] = _Sharded(known[value], PARAM) if isinstance(value, Tensor) and value in known else value
+        return found
+
+    def _add_sharded(self, leaves: Mapping[str, _Sharded]) -> None:
+        """In the order in which a step will write to them. Replicas share the boxes of their shard out among them."""
+        if self._engine is None:
+            return
+        world = self._engine.part[1]
+        turns = _Turns(self.everyone.size // world, self.everyone.rank // world)
+        of_param: dict[int, list[tuple[str, _Sharded]]] = {}
+        for key, leaf in leaves.items():
+            if key not in self.same:
+                of_param.setdefault(leaf.info.index, []).append((key, leaf))
+        for index in dict.fromkeys([*self._engine.write_order(), *of_param]):  # those without elements are in no bucket
+            for key, leaf in of_param.get(index, ()):
+                self._add_boxes(key, leaf, turns)
+
+    def _add_boxes(self, key: str, leaf: _Sharded, turns: _Turns) -> None:
+        assert self._engine is not None
+        info, states = leaf.info, self._engine.states[leaf.info.index]
+        what = "parameter" if leaf.name == PARAM else f"the state {leaf.name!r} of parameter"
+        source = info.param if leaf.name == PARAM else states.get(leaf.name, states.get("remainder"))
+        others = (
+            ", or of another whose states lie beside it," if leaf.name != PARAM and self._engine.part[1] > 1 else ""
+        )
+        watched = Watched(f"{what} {info.name!r}{others}", source)
+        for live in live_boxes(self._engine, info):
+            views = live.of(leaf.name)
+            dtype = torch.float32 if len(views) > 1 else views[0].dtype
+            nbytes = live.box.numel * dtype.itemsize
+            if turns.is_mine(nbytes):
+                data = LiveTensor(self.staging, info.index, views, dtype, watched)
+                index = MetadataIndex(key, torch.Size(live.box.offsets))
+                self.items.append(_Item(index, tuple(info.param.shape), data, nbytes))
+
+    def _add_others(self, leaves: Mapping[str, Any]) -> None:
+        """Frozen parameters and steps are the same on all ranks, so each writes some; the rest is rank 0's."""
+        turns = _Turns(self.everyone.size, self.everyone.rank)
+        for key, leaf in leaves.items():
+            if key in self.same:
+                continue
+            is_spread = isinstance(leaf, Parameter) or key.startswith("optim.state.")
+            if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
+                continue
+            if not isinstance(leaf, Tensor):
+                content = leaf.content if isinstance(leaf, _Object) else _saved(key, leaf)
+                self.items.append(_Item(MetadataIndex(key), None, BytesIO(content), len(content)))
+                continue
+            if not is_plain(leaf):
+                raise TypeError(
+                    f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
+                )
+            data, watched = leaf.detach(), None
+            if not isinstance(leaf, Parameter) and self.staging.reserve(leaf.nbytes):
+                data = data.to("cpu", copy=True)
+            else:
+                watched = Watched(repr(key), leaf)
+            index = MetadataIndex(key, torch.Size([0] * data.dim()))
+            self.items.append(_Item(index, tuple(data.shape), data, data.nbytes, watched))
+
+
+class _Turns:
+    """Deals bytes out to ``count``, each time to the one with the fewest. The same on all of them."""
+
+    def __init__(self, count: int, mine: int) -> None:
+        self._dealt = [0] * count
+        self._mine = mine
+
+    def is_mine(self, nbytes: int) -> bool:
+        turn = self._dealt.index(min(self._dealt))
+        self._dealt[turn] += max(nbytes, 1)
+        return turn == self._mine
+
+
+def model_tensors(model: Module) -> dict[str, Any]:
+    """``model.state_dict()``, with the parameters themselves."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
+    optimizer._follow_state()
+    numbers = numbers_of(optimizer.param_groups)
+    steps = engine.steps.to("cpu", torch.float32)
+    state = {
+        numbers[info.param]: {
+            "step": steps[info.index].clone(),
+            **{
+                name: _Sharded(info, name)
+                for name in ("master_param" if n == "remainder" else n for n in engine.states[info.index])
+            },
+        }
+        for info in engine.infos
+    }
+    return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
+
+
+def _saved(key: str, value: Any) -> bytes:
+    """As torch.save writes it. TypeError for what would not be loaded again."""
+    content = BytesIO()
+    try:
+        torch.save(value, content)
+        torch.load(BytesIO(content.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{key!r} holds more than tensors, numbers and strings in lists, tuples and dicts, which a load would refuse: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return content.getvalue()
+
+
+# --- the save while it runs -------------------------------------------------------------------------------------------
+
+_running: set[PendingSave] = set()  # of this process; until each has ended
+
+
+class PendingSave:
+    """A save that a thread carries out; see `async_save`. All methods are local."""
+
+    def __init__(self, folder: Path, plan: _Plan, engine: Engine | None, everyone: Everyone) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._everyone = everyone
+        self._engine = engine
+        self._owner = None if engine is None else weakref.ref(engine)
+        self._staging = plan.staging
+        self._bytes = plan.nbytes
+        self._written_others = 0  # bytes beside those of the optimizer
+        self._before = _stamp(folder / METADATA)
+        self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.staging.chunk_bytes)
+        self._written = threading.Event()  # this rank's data
+        self._ended = threading.Event()
+        self._error: CheckpointError | None = None
+        self._thread = threading.Thread(target=self._run, name="bucketwheel checkpoint", daemon=True)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when the checkpoint is complete, on disk. `CheckpointError` if it has failed: the one before stays.
+        TimeoutError after ``timeout`` seconds; it goes on then."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save into {self._folder} has not ended after {timeout} s")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._ended.is_set()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written, and all that it writes."""
+        return self._staging.written_bytes + self._written_others, self._bytes
+
+    @property
+    def stats(self) -> SaveStats:
+        """What it has cost training so far."""
+        return self._staging.stats
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._engine is not None:
+            self._engine.write_observers.append(self._staging.before_write)
+        _running.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            if self._everyone.rank == 0:
+                reports = self._collect()
+                publish(self._folder, *_joined(reports, self._plan), chunk_bytes=self._staging.chunk_bytes)
+            else:
+                self._await_commit()
+        except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
+            self._fail(error)
+        finally:
+            self._let_go(self._error)
+            self._written.set()
+            self._ended.set()
+            _running.discard(self)
+
+    def _write(self) -> None:
+        results = []
+        for item in self._plan.items:
+            results.append((item, self._file.add(item.index, item.data).storage_data))
+            if item.watched is not None:
+                item.watched.expect_unedited()
+            if not isinstance(item.data, LiveTensor):
+                self._written_others += item.nbytes
+        self._staging.expect_good()
+        self._let_go(None)
+        self._file.close()
+        self._say("done", json.dumps([_row(*result) for result in results]))
+        if not results:
+            self._file.discard()
+        self._written.set()
+
+    def _let_go(self, error: BaseException | None) -> None:
+        """The live memory is not needed any more."""
+        self._staging.end(error)
+        self._plan.items = []
+        if self._engine is not None and self._staging.before_write in self._engine.write_observers:
+            self._engine.write_observers.remove(self._staging.before_write)
+        self._engine = None
+
+    def _fail(self, error: BaseException) -> None:
+        rank = self._everyone.rank
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, _OfOther):
+            text = f"the save into {self._folder} has failed on rank {rank}, so the checkpoint there stays what it was: {text}"
+        self._error = CheckpointError(text)
+        self._error.__cause__ = error
+        try:  # what cannot be said is seen from the file that is gone
+            if rank == 0:
+                (self._folder / SAVING).mkdir(exist_ok=True)
+            self._say("failed", text)
+        except OSError:
+            pass
+        self._file.discard()
+
+    # --- through the folder ------------------------------------------------------------------------------------------
+
+    def _path(self, suffix: str, rank: int | None = None) -> Path:
+        return self._folder / SAVING / f"__{self._everyone.rank if rank is None else rank}{suffix}"
+
+    def _say(self, what: str, text: str) -> None:
+        new = self._path(f".{what}.new")
+        new.write_text(text)
+        new.rename(self._path(f".{what}"))
+
+    def _collect(self) -> list[Any]:
+        """Of each rank what it has written, when all have."""
+        reports: dict[int, Any] = {}
+        for _ in self._looks("the other ranks' data"):
+            for rank in range(self._everyone.size):
+                if rank in reports:
+                    continue
+                is_gone = not self._path("_0.distcp", rank).exists()  # looked at first
+                text = _read(self._path(".done", rank))
+                if text is not None:
+                    reports[rank] = json.loads(text)
+                    self._path(".done", rank).unlink()
+                else:
+                    self._expect_at_work(rank, is_gone)
+            if len(reports) == self._everyone.size:
+                break
+        return [reports[rank] for rank in range(self._everyone.size)]
+
+    def _await_commit(self) -> None:
+        saving = self._folder / SAVING
+        for _ in self._looks("rank 0's commit"):
+            if _stamp(self._folder / METADATA) != self._before:
+                return
+            is_gone = not self._path("_0.distcp", 0).exists()
+            if saving.exists():  # else it is being renamed
+                self._expect_at_work(0, is_gone)
+
+    def _expect_at_work(self, rank: int, is_gone: bool) -> None:
+        text = _read(self._path(".failed", rank))
+        if text is not None:
+            raise _OfOther(text)
+        if is_gone:
+            raise _OfOther(
+                f"the save into {self._folder} has failed on rank {rank}, which could not say why; see its error"
+            )
+
+    def _looks(self, what: str) -> Iterator[None]:
+        """Again and again, until nothing has changed in the folder for as long as ranks wait for each other."""
+        pause, seen, since = _POLL_S[0], None, time.monotonic()
+        while True:
+            yield
+            now = _sizes(self._folder / SAVING)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._everyone.timeout_s:
+                raise CheckpointError(
+                    f"waited {self._everyone.timeout_s:g} s for {what}, and nothing was written in that time"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_S[1])
+
+
+class _OfOther(CheckpointError):
+    """What another rank says."""
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    try:
+        with os.scandir(folder) as found:
+            return {entry.name: entry.stat().st_size for entry in found}
+    except FileNotFoundError:
+        return {}
+
+
+def _row(item: _Item, stored: Stored) -> list[Any]:
+    assert stored.sums is not None
+    dtype = None if item.shape is None else str(item.data.dtype).removeprefix("torch.")
+    sizes = None if item.shape is None else list(item.data.shape)
+    offset = None if item.index.offset is None else list(item.index.offset)
+    sums = (stored.sums.begin, stored.sums.nbytes, stored.sums.envelope, stored.sums.chunks.hex())
+    return [item.index.fqn, item.shape, dtype, offset, sizes, stored.path, stored.offset, stored.length, sums]
+
+
+def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[WriteResult]]]:
+    """The metadata of a checkpoint, and where what is, from the rows of all ranks."""
+    also: dict[str, list[str]] = {}
+    for name, written in plan.same.items():
+        also.setdefault(written, []).append(name)
+    entries: dict[str, Any] = {}
+    results: list[list[WriteResult]] = [[] for _ in reports]
+    for rank, rows in enumerate(reports):
+        for fqn, shape, dtype, offset, sizes, path, begin, length, sums in rows:
+            before, nbytes, envelope, chunks = sums
+            stored = Stored(path, begin, length, Sums(before, nbytes, envelope, bytes.fromhex(chunks)))
+            for name in (fqn, *also.get(fqn, ())):
+                index = MetadataIndex(name, None if offset is None else torch.Size(offset))
+                results[rank].append(WriteResult(index, length, stored))
+                if shape is None:
+                    entries[name] = BytesStorageMetadata()
+                    continue
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+    return Metadata(entries, planner_data=plan.paths), results
+
+
+def finish_before(engine: Engine | None, everyone: Everyone) -> None:
+    """Waits for what this rank still saves."""
+    for pending in list(_running):
+        owner = None if pending._owner is None else pending._owner()
+        if owner is engine and pending._everyone.rank == everyone.rank:
+            pending._ended.wait()
+            if pending._error is not None:
+                warnings.warn(f"{pending._error}; another save follows it", RuntimeWarning, stacklevel=4)
+
+
+def _finish_at_exit() -> None:
+    until = time.monotonic() + _EXIT_S
+    for pending in list(_running):
+        pending._ended.wait(max(until - time.monotonic(), 0.0))
+
+
+atexit.register(_finish_at_exit)

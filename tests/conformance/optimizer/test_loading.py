@@ -1,0 +1,310 @@
+"""bw.checkpoint.load: what any number of ranks has saved, on any other, bitwise; all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from bucketwheel import CheckpointError, checkpoint
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support import checkpoint_jobs as jobs
+from tests.support.checkpoint_jobs import CUTS, KINDS, Job, Model
+from tests.support.optim_twins import on_ranks
+from tests.support.replica_ranks import with_replicas
+
+EXTRA = {"epoch": 3, "order": [2, 0, 1], "rng": torch.arange(4), "name": "run", "rates": (0.1, None)}
+
+
+def world_of(count: int) -> int | None:
+    return None if count == 1 else count
+
+
+def save_after_two(job: Job, folder: Path) -> dict[str, Any]:
+    job.steps(1, 2)
+    checkpoint.save(folder, job.model, job.opt, EXTRA)
+    return job.values()
+
+
+def three_more(job: Job) -> dict[str, Any]:
+    job.steps(3, 4, 5)
+    return job.values()
+
+
+def saved_by(world: int | None, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """What was saved, and the same after three steps more."""
+
+    def train(comm: Any) -> tuple[Any, Any]:
+        job = jobs.of(comm, **options)
+        found = save_after_two(job, folder), three_more(job)
+        job.opt.close()
+        return found
+
+    return on_ranks(world, train)[0]
+
+
+def loaded_by(world: int | None, folder: Path, then: Callable[[Job], Any] = three_more, **options: Any) -> list[Any]:
+    """By a job that has values of its own, and states, of every rank."""
+
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm, seed=9, **options)
+        job.steps(7)
+        extra = checkpoint.load(folder, job.model, job.opt)
+        loaded = job.values()
+        found = extra, loaded, then(job)
+        job.opt.close()
+        return found
+
+    return on_ranks(world, train)
+
+
+PAIRS = [(a, b) for a in range(1, 5) for b in range(1, 5)]
+ALL = [(a, b, kind, cut) for a, b in PAIRS for kind in KINDS for cut in CUTS]
+SMALL = [(a, b) for a, b in PAIRS if max(a, b) < 4]
+CHOSEN = {(*pair, list(KINDS)[i % 5], CUTS[i // 2 % 2]) for i, pair in enumerate([*SMALL, *SMALL])}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "kind", "cut"),
+    [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow) for case in ALL],
+)
+def test_any_world_loads_what_any_other_saved(saving: int, loading: int, kind: str, cut: Any, tmp_path: Path) -> None:
+    options = KINDS[kind]
+    saved, went_on = saved_by(world_of(saving), tmp_path, cut=cut, **options)
+    other = "row" if cut == 1 else 1
+    for extra, loaded, then in loaded_by(world_of(loading), tmp_path, cut=other, bucket_cap_mb=1e-3, **options):
+        assert_bitwise_equal(extra, EXTRA)
+        assert_bitwise_equal(loaded, saved)
+        assert_bitwise_equal(then, went_on)
+
+
+def test_replicas_write_once_and_load_anywhere(tmp_path: Path) -> None:
+    def train(rank: int, shard: Any, replicate: Any) -> Any:
+        job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4)
+        found = save_after_two(job, tmp_path), three_more(job)
+        other = Job({"process_group": None}, seed=3)  # alone
+        other.opt.close()
+        job.opt.close()
+        return found
+
+    saved, went_on = with_replicas(2, 2, train)[0]
+    sizes = jobs.sizes_of(tmp_path)
+    assert len(sizes) == 4 and min(sizes) > 10_000, sizes  # spread over the replicas too
+    for _, loaded, then in loaded_by(3, tmp_path):
+        assert_bitwise_equal(loaded, saved)
+        assert_bitwise_equal(then, went_on)
+
+    def load(rank: int, shard: Any, replicate: Any) -> Any:
+        job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4, seed=9)
+        checkpoint.load(tmp_path, job.model, job.opt)
+        found = job.values()
+        job.opt.close()
+        return found
+
+    for loaded in with_replicas(2, 2, load):
+        assert_bitwise_equal(loaded, saved)
+
+
+def test_ranks_that_are_processes(rank_pool: Any, tmp_path: Path) -> None:
+    saved = rank_pool(2).run(_save_in_process, str(tmp_path))
+    for loaded in rank_pool(3).run(_load_in_process, str(tmp_path)):
+        assert_bitwise_equal(loaded, saved[0])
+
+
+def _save_in_process(rank: int, world: int, folder: str) -> Any:
+    job = Job({}, rank, world)
+    found = save_after_two(job, Path(folder))
+    job.opt.close()
+    return found
+
+
+def _load_in_process(rank: int, world: int, folder: str) -> Any:
+    job = Job({}, rank, world, seed=9)
+    checkpoint.load(folder, job.model, job.opt)
+    found = job.values()
+    job.opt.close()
+    return found
+
+
+# ---- from and to stock torch
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16, master"])
+def test_stock_loads_what_was_saved(kind: str, tmp_path: Path) -> None:
+    saved, _ = saved_by(3, tmp_path, **KINDS[kind])
+    job = jobs.of(None, seed=9, **KINDS[kind])
+    job.steps(7)
+    state = {"model": job.model.state_dict(), "optim": job.opt.state_dict(), "extra": None}
+    dcp.load(state, checkpoint_id=tmp_path)
+    job.model.load_state_dict(state["model"])
+    job.opt.load_state_dict(state["optim"])
+    assert_bitwise_equal(job.values(), saved)
+    assert_bitwise_equal(state["extra"], EXTRA)
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_loads_what_stock_saved(world: int | None, tmp_path: Path) -> None:
+    job = jobs.of(None)
+    job.steps(1, 2)
+    dcp.save({"model": job.model.state_dict(), "optim": job.opt.state_dict()}, checkpoint_id=tmp_path)
+    saved, went_on = job.values(), three_more(job)
+    for extra, loaded, then in loaded_by(world, tmp_path):
+        assert extra is None
+        assert_bitwise_equal(loaded, saved)
+        assert_bitwise_equal(then, went_on)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None:
+    model = Model()
+    named = [p for p in model.parameters() if p.requires_grad]
+    twin = torch.optim.AdamW([{"params": named[:5]}, {"params": named[5:], "lr": 0.05}], lr=0.2)
+    for p in named:
+        p.grad = torch.full_like(p, 0.5)
+    twin.step()
+    found = get_optimizer_state_dict(model, twin, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    dcp.save({"model": model.state_dict(), "optim": found}, checkpoint_id=tmp_path)
+
+    def load(comm: Any) -> Any:
+        other = Model(seed=5)
+        trained = [p for p in other.parameters() if p.requires_grad]
+        groups = [{"params": trained[:5][::-1]}, {"params": trained[5:], "lr": 0.01}]  # names count, and not the order
+        opt = jobs.ShardedAdamW(groups, process_group=comm)
+        checkpoint.load(tmp_path, other, opt)
+        states = [opt.full_state(p) for p in trained]
+        return other.state_dict(), states, [group["lr"] for group in opt.param_groups]
+
+    for tensors, states, rates in on_ranks(2, load):
+        assert_bitwise_equal(dict(tensors), dict(model.state_dict()))
+        assert_bitwise_equal(states, [dict(twin.state[p]) for p in named])
+        assert rates == [0.2, 0.05]
+
+
+# ---- parts, and what does not fit
+
+
+def test_tied_weights_are_written_once_and_load_untied(tmp_path: Path) -> None:
+    job = jobs.of(None)
+    checkpoint.save(tmp_path, job.model)
+    state = {"tied": torch.zeros(5, 7), "weights.0": torch.zeros(5, 7)}
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
+    assert_bitwise_equal(list(state.values()), [job.params[0].detach()] * 2)
+    items = checkpoint.Reader(tmp_path).description.items
+    places = {index.fqn: (stored.path, stored.offset) for index, stored in items.items()}
+    assert places["model.tied"] == places["model.weights.0"] != places["model.weights.1"]
+    untied = Model(seed=4)
+    untied.tied = nn.Parameter(torch.zeros(5, 7))
+    checkpoint.load(tmp_path, untied)
+    assert_bitwise_equal(dict(untied.state_dict()), dict(job.model.state_dict()))
+
+
+def test_a_model_alone_is_saved_and_loaded_by_all_of_torchs_ranks(rank_pool: Any, tmp_path: Path) -> None:
+    for loaded in rank_pool(2).run(_model_alone, str(tmp_path)):
+        assert_bitwise_equal(loaded, dict(Model().state_dict()))
+    assert len(jobs.sizes_of(tmp_path)) == 2
+
+
+def _model_alone(rank: int, world: int, folder: str) -> Any:
+    checkpoint.save(folder, Model())
+    other = Model(seed=2)
+    checkpoint.load(folder, other)
+    return dict(other.state_dict())
+
+
+def test_dtypes_and_masters_are_those_of_the_loading_job(tmp_path: Path) -> None:
+    saved, _ = saved_by(2, tmp_path, **KINDS["bf16, master"])
+    for _, loaded, _ in loaded_by(2, tmp_path, lambda job: None, **KINDS["bf16, remainder"]):
+        assert_bitwise_equal(loaded, saved)  # shown as a master
+    for _, loaded, _ in loaded_by(3, tmp_path, lambda job: None):  # fp32, which is its own weight
+        for i, state in saved["states"].items():
+            state.pop("master_param", None)
+            assert_bitwise_equal(loaded["states"][i], state)
+        assert_bitwise_equal(loaded["model"]["weights.3"], saved["model"]["weights.3"].float())
+
+
+def other_shape(model: Model) -> None:
+    model.mean = torch.zeros(6)
+
+
+def more_names(model: Model) -> None:
+    model.register_buffer("new", torch.zeros(1))
+    del model.batches
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error"),
+    [
+        (other_shape, {}, r"'model\.mean' has shape \(5,\) in .* and \(6,\) here"),
+        (more_names, {}, r"'model\.new' missing in the checkpoint, 'model\.batches' not in the model"),
+        (None, {"amsgrad": True}, "amsgrad=False"),
+    ],
+)
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_does_not_fit_changes_nothing(
+    change: Any, options: dict[str, Any], error: str, world: int | None, tmp_path: Path
+) -> None:
+    saved_by(2, tmp_path)
+
+    def load(comm: Any) -> None:
+        job = jobs.of(comm, seed=9, **options)
+        job.steps(7)
+        if change and job.rank == job.world - 1:  # one rank alone
+            change(job.model)
+        before = job.values()
+        with pytest.raises(ValueError, match=error):
+            checkpoint.load(tmp_path, job.model, job.opt)
+        assert_bitwise_equal(job.values(), before)
+        job.opt.close()
+
+    on_ranks(world, load)
+
+
+@pytest.mark.parametrize("item", ["optim.state.3.exp_avg", "model.weights.3", "model.frozen", "extra"])
+def test_a_damaged_file_changes_nothing_on_any_rank(item: str, tmp_path: Path) -> None:
+    saved_by(2, tmp_path)
+    stored = [s for index, s in checkpoint.Reader(tmp_path).description.items.items() if index.fqn == item]
+    with open(tmp_path / stored[0].path, "r+b") as file:
+        file.seek(stored[0].offset + stored[0].sums.begin + stored[0].sums.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+    def load(comm: Any) -> str:
+        job = jobs.of(comm, seed=9)
+        job.steps(7)
+        before = job.values()
+        with pytest.raises((CheckpointError, ValueError), match="damaged") as raised:
+            checkpoint.load(tmp_path, job.model, job.opt)
+        assert_bitwise_equal(job.values(), before)
+        job.opt.close()
+        return str(raised.value)
+
+    assert all(item in text for text in on_ranks(3, load))
+
+
+def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
+    job = jobs.of(None)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        checkpoint.load(tmp_path, job.model, job.opt)
+    checkpoint.save(tmp_path, job.model)
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        checkpoint.load(tmp_path, job.model, job.opt)
+    with pytest.raises(TypeError, match="expected a ShardedAdamW"):
+        checkpoint.load(tmp_path, job.model, torch.optim.AdamW(job.params))
+    saved_by(2, tmp_path)
+
+    def load(comm: Any) -> None:
+        other = jobs.of(comm)
+        other.backward(1)
+        with pytest.raises(RuntimeError, match="gradients are pending"):
+            checkpoint.load(tmp_path, other.model, other.opt)
+        other.opt.zero_grad()
+        other.opt.close()
+
+    on_ranks(2, load)
