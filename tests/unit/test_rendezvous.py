@@ -217,6 +217,21 @@ def test_restarted_processes_do_not_meet_those_that_were_ended(monkeypatch: pyte
     assert found["0", 1].store.get("who") == b"0 1"
 
 
+def test_processes_that_were_restarted_meet_those_of_an_agent_that_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun counts restarts for each agent, and gives all a new Store where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    found = []
+    for rank, restarts in enumerate("20"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        found.append(Rendezvous.of_group(object(), 20))  # type: ignore[arg-type]
+    found[0].store.set("who", "rank 0")
+    assert found[1].store.get("who") == b"rank 0"
+
+
 def comes(group: Any, timeout_s: float) -> str:
     try:
         return f"met {Rendezvous.of_group(group, timeout_s).exchange(group.rank)}"

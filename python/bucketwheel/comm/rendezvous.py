@@ -56,8 +56,10 @@ class Rendezvous:
         """The next one of a process group. Each rank counts its own, in the Store: ranks that make the same calls come to
         the same one. A rank that comes when the others have given up is told so by the first round, as they were."""
         rank, store = dist.get_rank(group), store_of(group)
-        # torchrun may give restarted processes the Store of those that it ended, with what is in it.
-        prefix = f"bucketwheel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # torchrun may give restarted processes the Store of those that it ended, with what is in it. Where it does not, an
+        # agent that joined later has restarted its processes less often than the others.
+        is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+        prefix = f"bucketwheel/{'0' if is_new else os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         rendezvous = cls(store, rank, dist.get_world_size(group), timeout_s)
         number = rendezvous.ask(lambda _: store.add(f"{prefix}/rank {rank}", 1))
         return cls(store, rank, rendezvous.size, timeout_s, f"{prefix}/{number}")
