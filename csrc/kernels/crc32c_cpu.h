@@ -54,6 +54,8 @@ BW_FORCE_INLINE uint32_t steps(uint32_t state, const unsigned char* from, size_t
   return state;
 }
 
+constexpr size_t kThreeBlocks = 3 * kCrc32cShiftBytes;
+
 // The states that three blocks make of `state`, 0 and 0, as one. `to` is aligned to 64 bytes where something is copied.
 template <bool kCopies>
 BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, unsigned char* to, const unsigned char* from) {
@@ -61,14 +63,12 @@ BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, unsigned char* to, const u
   static_assert(kBlock % kLine == 0);
   uint32_t a = state, b = 0, c = 0;
   for (size_t i = 0; i < kBlock; i += kLine) {
-    // The processor's own prefetcher sees three short streams: without this, memory gives half of what it has.
-    __builtin_prefetch(from + 3 * kBlock + i);
-    __builtin_prefetch(from + 4 * kBlock + i);
-    __builtin_prefetch(from + 5 * kBlock + i);
-    if constexpr (kCopies) {
-      store_line_past_cache(to + i, from + i);
-      store_line_past_cache(to + kBlock + i, from + kBlock + i);
-      store_line_past_cache(to + 2 * kBlock + i, from + 2 * kBlock + i);
+    for (size_t line = 3 * i; line < 3 * (i + kLine); line += kLine) {
+      // The processor's own prefetcher does not follow three short streams, nor does a copy of three.
+      __builtin_prefetch(from + 2 * kThreeBlocks + line);
+      if constexpr (kCopies) {
+        store_line_past_cache(to + line, from + line);
+      }
     }
     for (size_t j = i; j < i + kLine; j += 8) {
       a = step(a, word_at(from + j));
@@ -78,8 +78,6 @@ BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, unsigned char* to, const u
   }
   return shift(shift(a) ^ b) ^ c;
 }
-
-constexpr size_t kThreeBlocks = 3 * kCrc32cShiftBytes;
 
 uint32_t crc32c(const void* data, size_t bytes, uint32_t initial) {
   const auto* from = static_cast<const unsigned char*>(data);

@@ -32,7 +32,7 @@ consteval Crc32cByteTables crc32c_byte_tables() {
 inline constexpr Crc32cByteTables kCrc32cBytes = crc32c_byte_tables();
 
 // What kCrc32cShiftBytes bytes of zero make of a state: the sum of at[k][byte k of it], since it is linear.
-inline constexpr int kCrc32cShiftLog2 = 10;
+inline constexpr int kCrc32cShiftLog2 = 9;
 inline constexpr size_t kCrc32cShiftBytes = size_t{1} << kCrc32cShiftLog2;
 struct Crc32cShiftTables {
   uint32_t at[4][256];
