@@ -106,6 +106,7 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         test("optim", 75.0),
         test("ordering", 60.0, BW_POOL_POISON="1"),
         test("graphs", 40.0),
+        test("checkpoint", 60.0),
         # The NCCL that torch brings, whatever BW_NCCL_LIB names.
         replace(test("nccl", 60.0, BW_NCCL_LIB=""), name="nccl one"),
         ranks("nccl two", "not conformance", variables=(("BW_GPU_RANKS", "hosts"),)),

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import bench_checkpoint  # noqa: E402
 import bench_comm  # noqa: E402
 import bench_peer_reads  # noqa: E402
 from harness import Rank, run_ranks  # noqa: E402
@@ -62,6 +64,67 @@ def notices(rank: Rank, module_name: str, collective: str, place: int) -> str:
 )
 def test_a_collective_that_does_nothing_is_noticed(module: str, collective: str, place: int, says: str) -> None:
     assert run_ranks(2, notices, module, collective, place, timeout_s=120).values == [says, says]
+
+
+class Files:
+    """A checkpoint in memory, and what trains."""
+
+    def __init__(self, trains: bool = True, loads: bool = True) -> None:
+        self.trains, self.loads = trains, loads
+        self.live = torch.zeros(3)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.live]
+
+    def save(self) -> None:
+        self.saved = self.live.clone()
+
+    def load(self) -> None:
+        self.live[: 3 if self.loads else 2] = self.saved[: 3 if self.loads else 2]
+
+    def zero_grad(self) -> None:
+        pass
+
+    def train_step(self, tokens: torch.Tensor) -> None:
+        self.live += tokens if self.trains else 0
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (Files(), ""),
+        (Files(loads=False), "x: tensor 0 of 1 is not what was saved"),
+        (Files(trains=False), "x: a training step has changed nothing"),
+    ],
+)
+def test_a_load_that_does_not_restore_is_noticed(files: Files, says: str) -> None:
+    found = ""
+    try:
+        bench_checkpoint.expect_restored("x", files, files, torch.ones(()))
+    except RuntimeError as error:
+        found = str(error)
+    assert found == says
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+def test_checkpoints_have_a_line_for_every_case_and_peer(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/bench_checkpoint.py", "--quick", "--mib", "8", "--dir", str(tmp_path)]
+    command += ["--json", str(tmp_path / "lines")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {(line["case"], line["peer"]): line for line in map(json.loads, (tmp_path / "lines").open())}
+    assert list(found) == [
+        *((what, peer) for what in ("save", "load") for peer in ("bare", "fsdp2")),
+        ("async_save: stall", "save"),
+        ("stock dcp.async_save: call", "memcpy"),
+        ("snapshots: in step, 1 x 64 tokens", "memcpy"),
+        ("snapshots: step of 1 x 64 tokens", "without"),
+    ]
+    for (case, peer), line in found.items():
+        assert line["peer_s"] > 0 and (line["ours_s"] > 0 or peer == "save"), line  # a stall may be lost in noise
+        assert case.startswith(("stock", "snapshots")) or line["ours_extra_mib"] < 64
+    assert [path.name for path in tmp_path.iterdir()] == ["lines"]
 
 
 @pytest.mark.slow
