@@ -27,7 +27,7 @@ __all__ = ["ShardCopy", "ShardLayout", "digests", "fill_record", "read_shard", "
 
 _ALIGN = 64
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
-_STEP, _AVERAGE, _GROUPS = 0, 1, 2  # of a record's scalars
+_AVERAGE, _GROUPS = 0, 1  # of a record's scalars
 
 
 class _Regions:
@@ -118,12 +118,10 @@ def write_shard(memory: ShardMemory, mirror: dict[str, Tensor]) -> None:
             piece.copy_(place)
 
 
-def fill_record(
-    record: dict[str, Tensor], parts: list[Tensor], memory: ShardMemory, step: int, given: StepInputs
-) -> None:
-    """Copies what the kernel gets in ``step``; does not wait for the device if ``record`` is in pinned memory. ``parts``:
+def fill_record(record: dict[str, Tensor], parts: list[Tensor], memory: ShardMemory, given: StepInputs) -> None:
+    """Copies what the kernel gets in a step; does not wait for the device if ``record`` is in pinned memory. ``parts``:
     `grads_in` it."""
-    scalars: list[float] = [float(step), given.average]
+    scalars: list[float] = [given.average]
     on_device = []
     for number, group in enumerate(given.param_groups):
         lr = group["lr"]

@@ -27,6 +27,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +103,16 @@ class Snapshots:
         first_step: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        if expect_int(every, "every") < 1 or expect_int(first_step, "first_step") < 0:
-            raise ValueError(f"every must be at least 1 and first_step at least 0, got {every} and {first_step}")
-        if any(group["capturable"] for group in optimizer.param_groups):
-            raise ValueError("Snapshots cannot follow capturable=True: replays of a CUDA graph do not pass step()")
         self._optimizer, self._engine = optimizer, optimizer._engine
         self._every, self._timeout_s = every, timeout_s
-        self._folder = None if directory is None else private_folder(directory)
+        self._folder: Path | None = None
+        with _failing_together(self._engine, "Snapshots"):
+            if expect_int(every, "every") < 1 or expect_int(first_step, "first_step") < 0:
+                raise ValueError(f"every must be at least 1 and first_step at least 0, got {every} and {first_step}")
+            if any(group["capturable"] for group in optimizer.param_groups):
+                raise ValueError("Snapshots cannot follow capturable=True: replays of a CUDA graph do not pass step()")
+            if directory is not None:
+                self._folder = private_folder(directory)
         reducer = self._reducer = getattr(self._engine, "reducer", None)
         self.rank: int = 0 if reducer is None else reducer.rank
         self.world: int = 1 if reducer is None else reducer.size
@@ -130,12 +134,17 @@ class Snapshots:
         self._layout: ShardLayout | None = None  # None: of no base yet
         self._free: list[_Buffer] = []  # shared too
         self._has_warned = False
-        self._send_base()
+        self._hook: Any = None
         self._threads = [threading.Event(), threading.Event()] if is_apart else [threading.Event()]
         for run, ended in zip((self._send_all, self._receive_all), self._threads, strict=False):
             background.start(self._running, run, ended)
         _live.add(self)
-        self._remove_older_files()
+        try:
+            self._send_base()
+            self._remove_older_files()
+        except BaseException:
+            self.stop()
+            raise
         self._note_versions()
         self._engine.step_observers.append(self._observe)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._note_versions())
@@ -149,7 +158,12 @@ class Snapshots:
                 self._warn()
                 return
         if self._versions is None or self._versions != self._versions_now():
-            self.rebase()
+            try:
+                self.rebase()
+            except (RuntimeError, CommTimeout) as error:
+                self._fail(error)
+                self._warn()
+                return
         self._versions = None
         buffer = self._free_buffer()
         if buffer is None:
@@ -157,7 +171,7 @@ class Snapshots:
         assert self._layout is not None
         try:
             with torch.no_grad():
-                fill_record(buffer.record, buffer.grads, self._memory, self._step + 1, given)
+                fill_record(buffer.record, buffer.grads, self._memory, given)
         except BaseException:  # of hyperparameters that the kernel would not take either
             self._free.append(buffer)
             raise
@@ -413,7 +427,8 @@ class Snapshots:
                 return
             self._ended = True
             self._changed.notify_all()
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         with contextlib.suppress(ValueError):
             self._engine.step_observers.remove(self._observe)
         if self._neighbours is not None:
@@ -442,11 +457,13 @@ class Snapshots:
         """Sets a new optimizer and its parameters to the newest step that all shards are kept of; returns the step.
         Collective for the ranks of ``optimizer``, as many as there were.
 
-        ``kept``: what a survivor has, after `stop`; None on a rank that takes a lost one's place. Learning rates are those of
+        ``kept``: what a survivor has, which is stopped; None on a rank that takes a lost one's place. Learning rates are those of
         the new optimizer: set schedulers, and the order of the data, to the step.
 
         ValueError on all ranks, and nothing has changed, if a shard is kept by nobody: two neighbours were lost.
         """
+        if kept is not None:
+            kept.stop()
         copies = [] if kept is None else [(kept._run, copy) for copy in kept._copies.values()]
         return restore_from(optimizer, copies, timeout_s)
 
@@ -456,12 +473,11 @@ class Snapshots:
 
         ValueError on all ranks that says which shard is missing; PermissionError for a folder or file of somebody else.
         """
-        folder = Path(directory)
-        files = open_snapshots(folder) if folder.exists() else []
-        copies = [
-            (about["run"], ShardCopy(ShardLayout(about["layout"]), memory, about["mirrors"], about["slots"]))
-            for _, about, memory in files
-        ]
+        folder, copies = Path(directory), []
+        with _failing_together(optimizer._engine, "Snapshots.load"):
+            for _, about, memory in open_snapshots(folder) if folder.exists() else ():
+                copy = ShardCopy(ShardLayout(about["layout"]), memory, about["mirrors"], about["slots"])
+                copies.append((about["run"], copy))
         return restore_from(optimizer, copies, timeout_s)
 
     def _remove_older_files(self) -> None:
@@ -478,6 +494,17 @@ class Snapshots:
             named = FILE_NAME.fullmatch(path.name)
             if named and named["run"] != self._run and int(named["keeper"]) % self.world == self.rank:
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _failing_together(engine: Any, what: str) -> Iterator[None]:
+    """What fails here on one rank fails on all. Collective."""
+    error = None
+    try:
+        yield
+    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+        error = found
+    engine.expect_done_by_all(what, error)
 
 
 @atexit.register

@@ -284,6 +284,41 @@ def test_bad_arguments(tmp_path: Path) -> None:
         Snapshots(loop.opt)
 
 
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        loop, folder = Loop(comm), tmp_path / str(comm.rank)
+        folder.mkdir(0o755 if comm.rank else 0o700)
+        kind = PermissionError if comm.rank else ValueError
+        with pytest.raises(kind, match="must be a folder of this user"):
+            Snapshots(loop.opt, directory=folder)
+        with pytest.raises(kind, match="must be a folder of this user"):
+            Snapshots.load(folder, loop.opt)
+        with pytest.raises(ValueError, match="no rank has a snapshot. Load a checkpoint instead"):
+            Snapshots.load(folder / "none", loop.opt)
+        assert not loop.opt._engine.step_observers
+        with Snapshots(loop.opt) as snapshots:
+            loop.steps(0, 1)
+            assert snapshots.verify() == 2
+
+    on_ranks(2, body)
+
+
+def test_groups_that_change_after_a_failure_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(None)
+    with Snapshots(loop.opt, timeout_s=0.2) as snapshots:
+        take, gate = ShardCopy.take, threading.Event()
+        monkeypatch.setattr(ShardCopy, "take", lambda self, step, fill: (gate.wait(20), take(self, step, fill)))
+        loop.steps(0)
+        add_group(loop)
+        with pytest.warns(
+            UserWarning, match="snapshots end at step 1: the neighbour has not taken the snapshot within"
+        ):
+            loop.steps(1)
+        gate.set()
+        loop.steps(2)
+        assert snapshots.stats["steps"] == 1
+
+
 # ---- going back
 
 
