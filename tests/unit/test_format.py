@@ -256,6 +256,7 @@ def resized(by: int) -> Callable[[Path, Metadata], None]:
     return change
 
 
+INFO = torch_internals.storage_info
 SUMS = (0, 12, 0, b"1234")
 CHANGES: list[tuple[Callable[[Path, Metadata], Any], str]] = [
     (change_path("/etc/passwd"), "'/etc/passwd' is not a path inside the checkpoint"),
@@ -292,6 +293,14 @@ CHANGES: list[tuple[Callable[[Path, Metadata], Any], str]] = [
     (lambda _, m: m.state_dict_metadata.update(y=StorageMeta()), "StorageMeta stands where"),
     (lambda _, m: m.storage_data.update({"k": StorageMeta()}), "StorageMeta stands where a _StorageInfo"),
     (lambda _, m: setattr(m, "planner_data", [{"a": (1, StorageMeta())}]), "planner_data holds StorageMeta"),
+    (
+        lambda _, m: m.storage_data.update(dict.fromkeys(m.storage_data, Calls(type(INFO("", 0, 0)), "p", 0, 1))),
+        "_StorageInfo stands",
+    ),
+    (lambda _, m: m.storage_data.update({Calls(MetadataIndex, "x"): 1}), "a int stands where a _StorageInfo"),
+    (lambda _, m: m.storage_data.update({Calls(MetadataIndex, "x"): INFO("p", 0, 1)}), "MetadataIndex stands where"),
+    (of_entry(chunks=[Calls(ChunkStorageMetadata, (0,), (3,))]), "ChunkStorageMetadata stands where"),
+    (of_entry(properties=Calls(TensorProperties)), "TensorProperties stands where"),
     (lambda _, m: delattr(m, ATTRIBUTE), "it has no checksums, but a trailer"),
     (lambda _, m: setattr(m, ATTRIBUTE, 3), "a format that this bucketwheel does not know"),
     (of_facts(lambda facts: facts.update(version=2)), "a format that this bucketwheel does not know"),
@@ -341,6 +350,18 @@ def test_the_trailer(tmp_path: Path) -> None:
             describe(tmp_path)
     path.write_bytes(content)
     assert PurePosixPath(next(iter(describe(tmp_path).items.values())).path).name == "__0_0.distcp"
+
+
+def test_containers_in_containers(tmp_path: Path) -> None:
+    described(tmp_path, [4], [box([0], [4])])
+    metadata = pickled(tmp_path)
+    metadata.planner_data = "deep"
+    content = pickle.dumps(metadata, protocol=3)
+    deep = b"X\x04\0\0\0deep"
+    assert content.count(deep) == 1
+    (tmp_path / METADATA).write_bytes(content.replace(deep, b"(" * 100_000 + b"l" * 100_000))
+    with pytest.raises(CheckpointError, match="recursion"):
+        describe(tmp_path)
 
 
 def test_two_items_of_one_name(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def describe(folder: Path) -> Description:
         items = {index: Stored(*info, facts.sums.get(index)) for index, info in infos.items()}
         _expect_items(metadata, items, is_ours)
         _expect_files(folder, items, facts.files, is_ours)
-    except CheckpointError as error:
+    except (CheckpointError, RecursionError) as error:  # a recursion: names in containers in containers
         raise CheckpointError(f"{path}: {error}") from error.__cause__
     return Description(metadata, items, facts.world, facts.chunk_bytes)
 
@@ -201,14 +201,14 @@ def _loaded(body: bytes) -> _Record:
     return _expect_record(pickled, "Metadata")
 
 
-def _expect_record(value: Any, name: str) -> _Record:
-    if not isinstance(value, _Record) or value.name != name or not isinstance(value.state, (dict, tuple, type(None))):
+def _expect_record(value: Any, name: str, state: type = dict) -> _Record:
+    if not isinstance(value, _Record) or value.name != name or not isinstance(value.state, state):
         _refuse(f"{_short(value)} stands where a {name} belongs")
     return value
 
 
-def _field(record: _Record, name: str, kind: type, default: Any = None) -> Any:
-    value = record.state.get(name, default) if isinstance(record.state, dict) else None
+def _field(record: _Record, name: str, kind: type) -> Any:
+    value = record.state.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         _refuse(f"{record.name}.{name} is {_short(value)}")
     return value
@@ -239,8 +239,7 @@ def _metadata(pickled: _Record) -> Metadata:
         entries[fqn] = BytesStorageMetadata() if is_bytes else _tensor(fqn, value)
     planner_data = pickled.state.get("planner_data")
     _expect_plain(planner_data)
-    version = pickled.state.get("version")
-    return Metadata(entries, planner_data=planner_data, storage_meta=StorageMeta(), version=version)
+    return Metadata(entries, planner_data=planner_data, storage_meta=StorageMeta())
 
 
 def _tensor(fqn: str, value: Any) -> TensorStorageMetadata:
@@ -248,7 +247,7 @@ def _tensor(fqn: str, value: Any) -> TensorStorageMetadata:
     size = _size(record.state.get("size"), f"the shape of {fqn!r}")
     chunks = []
     for chunk in _field(record, "chunks", list):
-        state = _expect_record(chunk, "ChunkStorageMetadata").state or {}
+        state = _expect_record(chunk, "ChunkStorageMetadata").state
         chunks.append(
             ChunkStorageMetadata(*(_size(state.get(name), f"a box of {fqn!r}") for name in ("offsets", "sizes")))
         )
@@ -258,8 +257,8 @@ def _tensor(fqn: str, value: Any) -> TensorStorageMetadata:
 
 def _properties(value: Any) -> TensorProperties:
     """Of dtype, layout, requires_grad, memory format, pin_memory; strides, which torch 2.15 adds, are not needed."""
-    state = _expect_record(value, "TensorProperties").state
-    if not isinstance(state, tuple) or len(state) < 5 or not isinstance(state[0], torch.dtype):
+    state = _expect_record(value, "TensorProperties", tuple).state
+    if len(state) < 5 or not isinstance(state[0], torch.dtype):
         _refuse("the properties of a tensor have no dtype")
     return TensorProperties(dtype=state[0], requires_grad=state[2] is True)
 
