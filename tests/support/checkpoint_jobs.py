@@ -28,7 +28,9 @@ class Model(nn.Module):
 
     def __init__(self, dtype: torch.dtype = FP32, seed: int = 0) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(make_params(dtype, seed))
+        generator = torch.Generator().manual_seed(seed)
+        large = Parameter(torch.randn(96, 65, generator=generator).to(dtype))
+        self.weights = nn.ParameterList([*make_params(dtype, seed), large])
         self.frozen = Parameter(torch.full((6, 2), 3.0 + seed, dtype=dtype), requires_grad=False)
         self.tied = self.weights[0]
         self.register_buffer("mean", torch.arange(5.0) + seed)

@@ -10,12 +10,13 @@ from typing import Any
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["Reader", "TensorShard", "Writer", "load", "save", "save_safetensors"]
+__all__ = ["Reader", "TensorShard", "Writer", "async_save", "load", "save", "save_safetensors"]
 
 # What is imported when it is asked for, and from where.
 _LATER: dict[str, str] = {
     "Reader": "reader",
     "Writer": "writer",
+    "async_save": "saving",
     "load": "loading",
     "save": "saving",
     "save_safetensors": "safetensors_export",

@@ -243,6 +243,8 @@ class _Plan:
             tree["optim"] = _of_optimizer(optimizer, engine)
         if extra is not None:
             tree["extra"] = _Object(_saved("extra", extra))
+        if not tree:
+            raise ValueError("nothing to save: give a model, an optimizer or extra")
         planner = DefaultSavePlanner()
         planner.set_up_planner(tree, is_coordinator=True)
         self.paths = dict(planner.mappings)
@@ -300,6 +302,10 @@ class _Plan:
         for key, leaf in leaves.items():
             if key in self.same:
                 continue
+            if isinstance(leaf, Tensor) and not is_plain(leaf):
+                raise TypeError(
+                    f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
+                )
             is_spread = isinstance(leaf, Parameter) or key.startswith("optim.state.")
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
                 continue
@@ -307,10 +313,6 @@ class _Plan:
                 content = leaf.content if isinstance(leaf, _Object) else _saved(key, leaf)
                 self.items.append(_Item(MetadataIndex(key), None, BytesIO(content), len(content)))
                 continue
-            if not is_plain(leaf):
-                raise TypeError(
-                    f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
-                )
             data, watched = leaf.detach(), None
             if not isinstance(leaf, Parameter) and self.staging.reserve(leaf.nbytes):
                 data = data.to("cpu", copy=True)

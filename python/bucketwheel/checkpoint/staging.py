@@ -47,7 +47,7 @@ class Watched:
 
     def expect_unedited(self) -> None:
         """CheckpointError naming it if somebody has written to it since."""
-        if self._tensor._version != self._version:
+        if self._tensor.numel() and self._tensor._version != self._version:
             raise CheckpointError(
                 f"{self.name} was written to, by others than the optimizer, while the checkpoint was being saved; wait() for "
                 "the save before that"

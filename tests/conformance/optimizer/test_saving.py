@@ -1,0 +1,452 @@
+"""bw.checkpoint.save and async_save: the values of the call, within a bound; a save that fails leaves the one before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketwheel import CheckpointError, checkpoint
+from bucketwheel.checkpoint import saving
+from bucketwheel.checkpoint.writer import DataFile
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support import checkpoint_jobs as jobs
+from tests.support.checkpoint_jobs import KINDS, Job, Model
+from tests.support.optim_twins import on_ranks, run_local
+
+LEAST = 16 << 10  # bytes of staging memory
+LIMIT_S = 60
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = DataFile._write
+
+    def slowly(self: DataFile, data: memoryview) -> None:
+        time.sleep(0.002)
+        write(self, data)
+
+    monkeypatch.setattr(DataFile, "_write", slowly)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written until it is set."""
+    event = threading.Event()
+    write = DataFile._write
+
+    def when_open(self: DataFile, data: memoryview) -> None:
+        assert event.wait(LIMIT_S)
+        write(self, data)
+
+    monkeypatch.setattr(DataFile, "_write", when_open)
+    yield event
+    event.set()
+
+
+def loaded(folder: Path, **options: Any) -> Job:
+    job = jobs.of(None, seed=9, **options)
+    checkpoint.load(folder, job.model, job.opt)
+    return job
+
+
+def ends(pending: saving.PendingSave) -> saving.SaveStats:
+    pending.wait(LIMIT_S)
+    written, of = pending.progress()
+    assert pending.done() and written == of > 0
+    return pending.stats
+
+
+# ---- the values of the call
+
+
+@pytest.mark.parametrize("world", [None, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_right_after_the_call_do_not_change_what_is_saved(
+    kind: str, world: int | None, slow_disk: None, tmp_path: Path
+) -> None:
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm, **KINDS[kind])
+        job.steps(1, 2)
+        saved = job.values()
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt, staging_bytes=LEAST)
+        assert not pending.done()
+        job.steps(3)
+        job.model.mean += 1  # as BatchNorm does
+        job.steps(4)
+        stats = ends(pending)
+        job.model.mean -= 1
+        after = job.values()
+        job.opt.close()
+        return saved, after, stats
+
+    ranks = on_ranks(world, train)
+    saved, after, _ = ranks[0]
+    job = loaded(tmp_path, **KINDS[kind])
+    assert_bitwise_equal(job.values(), saved)
+    job.steps(3, 4)
+    assert_bitwise_equal(job.values(), after)
+    for _, _, stats in ranks:
+        assert 0 < stats.peak_staging_bytes <= LEAST and stats.staged_bytes > 0
+    assert any(stats.waits and stats.waited_s > 0 for _, _, stats in ranks)
+
+
+def test_nothing_is_staged_that_was_written_in_time(tmp_path: Path) -> None:
+    job = jobs.of(None)
+    job.steps(1)
+    pending = checkpoint.async_save(tmp_path, job.model, job.opt)
+    pending.wait(LIMIT_S)
+    job.steps(2)
+    assert pending.stats.waits == pending.stats.staged_bytes == 0
+    assert not job.opt._engine.write_observers
+
+
+def new_group(job: Job) -> None:
+    job.opt.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
+
+
+def load_other(job: Job) -> None:
+    state = job.opt.state_dict()
+    for entry in state["state"].values():
+        for value in entry.values():
+            getattr(value, "piece", value).zero_()
+    job.opt.load_state_dict(state)
+
+
+def load_whole(job: Job) -> None:
+    whole = job.opt.full_state_dict(None)
+    for entry in whole["state"].values():
+        entry["exp_avg"].zero_()
+    job.opt.load_full_state_dict(whole, None)
+
+
+def move(job: Job) -> None:
+    for p in job.params:
+        p.data = torch.zeros_like(p)
+    job.steps(3)
+
+
+def assign(job: Job) -> None:
+    for p in job.params:
+        job.opt.state[p]["exp_avg"] = torch.zeros_like(p)
+    job.steps(3)
+
+
+OTHERS: dict[str, Callable[[Job], Any]] = {
+    "add_param_group": new_group,
+    "load_state_dict": load_other,
+    "load_full_state_dict": load_whole,
+    "reset_state": lambda job: job.opt.reset_state(),
+    "moved parameters": move,
+    "assigned states": assign,
+    "close": lambda job: job.opt.close(),
+}
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_writes_of_the_optimizer_stage_too(
+    what: str, world: int | None, gate: threading.Event, tmp_path: Path
+) -> None:
+    everyone = threading.Barrier(world or 1)
+
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm)
+        job.steps(1, 2)
+        saved = job.values()
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt)
+        OTHERS[what](job)
+        everyone.wait(LIMIT_S)
+        gate.set()
+        assert ends(pending).staged_bytes > 0
+        job.opt.close()
+        return saved
+
+    saved = on_ranks(world, train)[0]
+    assert_bitwise_equal(loaded(tmp_path).values(), saved)
+
+
+def test_a_load_waits_for_the_save(slow_disk: None, tmp_path: Path) -> None:
+    def train(comm: Any) -> None:
+        job = jobs.of(comm)
+        job.steps(1)
+        saved = job.values()
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt)
+        job.steps(2)
+        checkpoint.load(tmp_path, job.model, job.opt)
+        assert pending.done()
+        assert_bitwise_equal(job.values(), saved)
+        job.opt.close()
+
+    on_ranks(2, train)
+
+
+@pytest.mark.parametrize("world", [None, 3])
+def test_a_second_save_waits_for_the_first(world: int | None, slow_disk: None, tmp_path: Path) -> None:
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm)
+        job.steps(1)
+        first = checkpoint.async_save(tmp_path, job.model, job.opt)
+        job.steps(2)
+        saved = job.values()
+        second = checkpoint.async_save(tmp_path, job.model, job.opt)
+        assert first.done()
+        job.steps(3)
+        ends(second)
+        job.opt.close()
+        return saved
+
+    saved = on_ranks(world, train)[0]
+    assert_bitwise_equal(loaded(tmp_path).values(), saved)
+
+
+def test_stock_async_save_has_the_values_of_the_call(rank_pool: Any, tmp_path: Path) -> None:
+    saved = rank_pool(2).run(_stock_async_save, str(tmp_path))[0]
+    assert_bitwise_equal(loaded(tmp_path).values(), saved)
+
+
+def _stock_async_save(rank: int, world: int, folder: str) -> Any:
+    job = Job({}, rank, world)
+    job.steps(1, 2)
+    saved = job.values()
+    state = {"model": job.model.state_dict(), "optim": job.opt.state_dict()}
+    pending: Any = dcp.async_save(state, storage_writer=checkpoint.Writer(folder))
+    job.steps(3, 4)
+    pending.result(timeout=LIMIT_S)
+    job.opt.close()
+    return saved
+
+
+# ---- writes by others
+
+
+@torch.no_grad()
+def edit_param(job: Job) -> None:
+    job.params[3].add_(1)
+
+
+@torch.no_grad()
+def edit_frozen(job: Job) -> None:
+    job.model.frozen.fill_(0)
+
+
+def edit_state(job: Job) -> None:
+    job.opt.state[job.params[3]]["exp_avg"].zero_()
+
+
+EDITS = {
+    "parameter 'weights.3'": edit_param,
+    "'model.frozen'": edit_frozen,
+    "the state 'exp_avg' of parameter 'weights": edit_state,
+}
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("name", EDITS)
+def test_a_write_by_others_fails_the_save_by_name(
+    name: str, world: int | None, gate: threading.Event, tmp_path: Path
+) -> None:
+    everyone = threading.Barrier(world or 1)
+
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm)
+        gate.set()
+        checkpoint.save(tmp_path, job.model, job.opt)
+        saved = job.values()
+        everyone.wait(LIMIT_S)
+        gate.clear()
+        job.steps(1)
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt, staging_bytes=LEAST)
+        EDITS[name](job)
+        everyone.wait(LIMIT_S)
+        gate.set()
+        with pytest.raises(CheckpointError, match=f"{name}.* written to, by others than the optimizer"):
+            pending.wait(LIMIT_S)
+        job.steps(2)
+        job.opt.close()
+        return saved
+
+    ranks = run_local(2, train) if world else [train(None)]
+    assert_bitwise_equal(loaded(tmp_path).values(), ranks[0])
+
+
+def test_a_buffer_that_does_not_fit_must_not_be_edited(gate: threading.Event, tmp_path: Path) -> None:
+    model = Model()
+    model.register_buffer("table", torch.zeros(LEAST))
+    pending = checkpoint.async_save(tmp_path, model, staging_bytes=LEAST)
+    model.table += 1
+    gate.set()
+    with pytest.raises(CheckpointError, match="'model.table'"):
+        pending.wait(LIMIT_S)
+
+
+# ---- failures
+
+
+def fail_on(rank: int, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, when: Callable[..., bool]) -> None:
+    found = getattr(owner, method)
+
+    def failing(self: Any, *args: Any, **options: Any) -> Any:
+        if when(self, rank, *args):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return found(self, *args, **options)
+
+    monkeypatch.setattr(owner, method, failing)
+
+
+def of_file(self: DataFile, rank: int, *_: Any) -> bool:
+    return self.path.name == f"__{rank}_0.distcp" and self.size > 8000
+
+
+def of_rank(self: Any, rank: int, *_: Any) -> bool:
+    return self._everyone.rank == rank
+
+
+def save_fails(folder: Path, error: str, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+    """On all ranks, in time; the checkpoint before stays, and the next save works."""
+    ready = threading.Barrier(2)
+
+    def train(comm: Any) -> None:
+        job = jobs.of(comm)
+        checkpoint.save(folder, job.model, job.opt)
+        saved = job.values()
+        job.steps(1)
+        if ready.wait(LIMIT_S) == 0:
+            fail()
+        ready.wait(LIMIT_S)
+        pending = checkpoint.async_save(folder, job.model, job.opt, staging_bytes=LEAST)
+        job.steps(2)  # which does not wait for what will never be written
+        with pytest.raises(CheckpointError, match=error):
+            pending.wait(LIMIT_S)
+        if ready.wait(LIMIT_S) == 0:
+            assert_bitwise_equal(loaded(folder).values(), saved)
+            monkeypatch.undo()
+        ready.wait(LIMIT_S)
+        checkpoint.save(folder, job.model, job.opt)
+        now = job.values()
+        if ready.wait(LIMIT_S) == 0:
+            assert_bitwise_equal(loaded(folder).values(), now)
+        job.opt.close()
+
+    run_local(2, train, timeout_s=2 * LIMIT_S)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_fails_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = lambda: fail_on(rank, monkeypatch, DataFile, "_write", of_file)  # noqa: E731
+    save_fails(tmp_path, f"has failed on rank {rank}.*No space left", monkeypatch, fail)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_too_full_to_say_so_fails_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = lambda: fail_on(rank, monkeypatch, saving.PendingSave, "_say", of_rank)  # noqa: E731
+    save_fails(tmp_path, f"has failed on rank {rank}", monkeypatch, fail)
+
+
+def test_a_commit_that_fails_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def failing(self: Path, target: Any) -> Any:
+        if self.name == ".metadata.tmp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return replace(self, target)
+
+    save_fails(
+        tmp_path,
+        "has failed on rank 0.*Input/output",
+        monkeypatch,
+        lambda: monkeypatch.setattr(Path, "replace", failing),
+    )
+
+
+def test_a_file_that_cannot_be_made_is_an_error_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = DataFile.__init__
+
+    def failing(self: DataFile, path: Path, **options: Any) -> None:
+        if path.name == "__1_0.distcp":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        make(self, path, **options)
+
+    monkeypatch.setattr(DataFile, "__init__", failing)
+
+    def train(comm: Any) -> None:
+        job = jobs.of(comm)
+        with pytest.raises(PermissionError if comm.rank == 1 else ValueError, match="Permission denied"):
+            checkpoint.async_save(tmp_path, job.model, job.opt)
+        job.steps(1)
+        job.opt.close()
+
+    run_local(2, train)
+
+
+def test_a_rank_that_writes_nothing_for_the_time_limit_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, free = DataFile._write, threading.Event()
+
+    def stuck(self: DataFile, data: memoryview) -> None:
+        assert "__1_" not in self.path.name or free.wait(LIMIT_S)
+        write(self, data)
+
+    monkeypatch.setattr(DataFile, "_write", stuck)
+
+    def train(comm: Any) -> None:
+        job = jobs.of(comm)
+        began = time.monotonic()
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt)
+        if comm.rank == 0:
+            with pytest.raises(CheckpointError, match="waited .* s for the other ranks' data"):
+                pending.wait(LIMIT_S)
+            assert time.monotonic() - began < 20
+            free.set()
+        else:
+            with pytest.raises(CheckpointError, match="waited .* s for the other ranks' data"):
+                pending.wait(LIMIT_S)
+        job.opt.close()
+
+    run_local(2, train, timeout_s=10)  # of which ranks wait half
+
+
+# ---- arguments, and the end of the process
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    job = jobs.of(None)
+    with pytest.raises(ValueError, match="staging_bytes is 100"):
+        checkpoint.save(tmp_path, job.model, job.opt, staging_bytes=100)
+    with pytest.raises(TypeError, match="'extra' holds more than tensors"):
+        checkpoint.save(tmp_path, job.model, job.opt, {"object": Job})
+    with pytest.raises(TypeError, match="expected a ShardedAdamW"):
+        checkpoint.save(tmp_path, job.model, torch.optim.AdamW(job.params))
+    with pytest.raises(ValueError, match="nothing to save"):
+        checkpoint.save(tmp_path)
+    job.model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    with pytest.raises(TypeError, match=r"'model\.sparse'"):
+        checkpoint.save(tmp_path, job.model, job.opt)
+    assert not (tmp_path / ".metadata").exists() and not saving._running
+
+
+def test_the_end_of_the_process_waits_for_the_save(tmp_path: Path) -> None:
+    code = f"""
+import time
+from bucketwheel import checkpoint
+from bucketwheel.checkpoint.writer import DataFile
+from tests.support import checkpoint_jobs as jobs
+write = DataFile._write
+DataFile._write = lambda self, data: (time.sleep(0.01), write(self, data))
+job = jobs.of(None)
+checkpoint.async_save({str(tmp_path)!r}, job.model, job.opt)
+job.steps(1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=2 * LIMIT_S)
+    assert_bitwise_equal(loaded(tmp_path).values(), jobs.of(None).values())

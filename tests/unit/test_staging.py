@@ -1,0 +1,126 @@
+"""Staging: one thread reads chunks in their order while another is about to write to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketwheel import CheckpointError
+from bucketwheel.checkpoint.staging import LiveTensor, Staging, Watched
+
+CHUNK = 64  # bytes: 16 float32
+LIMIT_S = 30
+
+
+def make(chunks: int, held: int, params: int = 1) -> tuple[Staging, list[LiveTensor], list[Tensor]]:
+    """``params`` of ``chunks`` each; memory for ``held`` chunks beside the reader's."""
+    staging = Staging((held + 1) * CHUNK, CHUNK, torch.device("cpu"))
+    tensors = [torch.arange(16.0 * chunks) + 1000 * i for i in range(params)]
+    live = [LiveTensor(staging, i, [t], t.dtype, Watched(f"tensor {i}", t)) for i, t in enumerate(tensors)]
+    return staging, live, tensors
+
+
+def values(pieces: Iterator[Tensor]) -> list[float]:
+    return [x for piece in pieces for x in piece.view(torch.float32).tolist()]
+
+
+def overwrite(tensor: Tensor) -> None:
+    tensor.data.fill_(-1.0)  # without a new version, as the kernel does
+
+
+def test_chunks_are_read_from_where_they_lie() -> None:
+    staging, (live,), (tensor,) = make(3, 1)
+    pieces = list(live.chunks(CHUNK))
+    assert [piece.data_ptr() for piece in pieces] == [tensor.data_ptr() + CHUNK * i for i in range(3)]
+    assert staging.written_bytes == tensor.nbytes and staging.stats.peak_staging_bytes == 0
+    staging.before_write(None)
+    assert staging.stats.staged_bytes == 0
+
+
+def test_what_is_about_to_be_written_is_staged_and_nothing_else() -> None:
+    staging, live, tensors = make(3, 6, params=2)
+    before = [t.tolist() for t in tensors]
+    first = live[0].chunks(CHUNK)
+    assert next(first).view(torch.float32).tolist() == before[0][:16]
+    next(first)  # so the first is in the file, and the second is being read
+    third = threading.Thread(target=staging.before_write, args=([0],))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()  # it waits for the second, and has staged the third
+    assert next(first).view(torch.float32).tolist() == before[0][32:]
+    third.join(LIMIT_S)
+    assert not third.is_alive()
+    overwrite(tensors[0])
+    assert list(first) == []
+    assert staging.stats.staged_bytes == CHUNK and staging.stats.waits == 1 and staging.stats.waited_s > 0.1
+    staging.before_write([1])
+    overwrite(tensors[1])
+    assert values(live[1].chunks(CHUNK)) == before[1]
+    assert staging.stats.staged_bytes == 4 * CHUNK
+
+
+@pytest.mark.parametrize("held", [1, 2, 5])
+def test_memory_is_bounded_and_used_again(held: int) -> None:
+    staging, live, tensors = make(7, held, params=3)
+    before = [t.tolist() for t in tensors]
+    found: list[list[float]] = []
+    reader = threading.Thread(target=lambda: found.extend(values(one.chunks(CHUNK)) for one in live))
+    trainer = threading.Thread(target=lambda: [(staging.before_write([i]), overwrite(tensors[i])) for i in (1, 0, 2)])
+    trainer.start()
+    trainer.join(0.1)
+    assert trainer.is_alive() and staging.stats.waits == 1
+    reader.start()
+    for thread in (reader, trainer):
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert found == before
+    assert staging.stats.peak_staging_bytes == held * CHUNK
+    assert staging.stats.staged_bytes >= held * CHUNK
+
+
+def test_a_strided_tensor_takes_the_readers_chunk() -> None:
+    staging = Staging(4 * CHUNK, CHUNK, torch.device("cpu"))
+    tensor = torch.arange(96.0).view(8, 12).t()
+    live = LiveTensor(staging, 0, [tensor], tensor.dtype, Watched("tensor", tensor))
+    assert values(live.chunks(CHUNK)) == tensor.reshape(-1).tolist()
+    assert staging.stats.peak_staging_bytes == CHUNK
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> None:
+    staging, live, tensors = make(3, 6)
+    first = live[0].chunks(CHUNK)
+    next(first)
+    if is_staged:
+        list(first)  # no chunk is being read
+        staging, live, tensors = make(3, 6)
+        first = live[0].chunks(CHUNK)
+    tensors[0].add_(1)
+    if is_staged:
+        staging.before_write(None)
+    with pytest.raises(CheckpointError, match="tensor 0 was written to"):
+        list(first)
+
+
+def test_a_save_that_has_ended_holds_nobody_up() -> None:
+    staging, live, _ = make(5, 1)
+    waiting = threading.Thread(target=staging.before_write, args=(None,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    staging.end(OSError("disk full"))
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    staging.before_write([0])
+    with pytest.raises(OSError, match="disk full"):
+        list(live[0].chunks(CHUNK))
+
+
+def test_copies_that_last_are_counted() -> None:
+    staging, _, _ = make(2, 3)
+    assert staging.reserve(CHUNK) and staging.reserve(CHUNK) and not staging.reserve(1)
+    assert staging.stats.peak_staging_bytes == 2 * CHUNK
