@@ -20,6 +20,7 @@
 
 #if defined(__aarch64__)
 #define BW_AARCH64 1
+#include <arm_acle.h>
 #else
 #define BW_AARCH64 0
 #endif
@@ -107,8 +108,8 @@ BW_FORCE_INLINE uint32_t crc32c_word(uint32_t crc, uint64_t word) {
 BW_FORCE_INLINE uint32_t crc32c_byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 #elif defined(__ARM_FEATURE_CRC32)
 #define BW_HAS_CRC32C 1
-BW_FORCE_INLINE uint32_t crc32c_word(uint32_t crc, uint64_t word) { return __builtin_aarch64_crc32cx(crc, word); }
-BW_FORCE_INLINE uint32_t crc32c_byte(uint32_t crc, uint8_t byte) { return __builtin_aarch64_crc32cb(crc, byte); }
+BW_FORCE_INLINE uint32_t crc32c_word(uint32_t crc, uint64_t word) { return __crc32cd(crc, word); }
+BW_FORCE_INLINE uint32_t crc32c_byte(uint32_t crc, uint8_t byte) { return __crc32cb(crc, byte); }
 #else
 #define BW_HAS_CRC32C 0
 #endif
