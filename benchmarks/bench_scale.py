@@ -46,10 +46,12 @@ LIMIT_GROWTH = 1.5
 LAYERS, WIDTH, INNER, VOCABULARY = 32, 4096, 11008, 32000
 
 
-def llama_7b() -> list[int]:
-    """Elements of every parameter, in the order in which the model registers them."""
-    layer = [WIDTH * WIDTH] * 4 + [WIDTH * INNER] * 3 + [WIDTH] * 2
-    return [VOCABULARY * WIDTH, *layer * LAYERS, WIDTH, VOCABULARY * WIDTH]
+def llama_7b() -> list[PackItem]:
+    """The parameters in the order in which the model registers them, with row cuts where they do, as by default."""
+    square, wide = PackItem(WIDTH * WIDTH, None, WIDTH), PackItem(INNER * WIDTH, None, WIDTH)
+    embedding, vector = PackItem(VOCABULARY * WIDTH, None, WIDTH), PackItem(WIDTH, None)
+    layer = [square] * 4 + [wide] * 2 + [PackItem(WIDTH * INNER, None, INNER)] + [vector] * 2
+    return [embedding, *layer * LAYERS, vector, embedding]
 
 
 @dataclass
@@ -79,10 +81,9 @@ def make_shares(numel: int, make: Any) -> Shares:
     return Shares(make(numel, dtype=torch.bfloat16), *(make(numel, dtype=torch.float32) for _ in range(4)))
 
 
-def make_plan(numels: list[int], world: int, rank: int) -> tuple[Packing, list[BucketPlan]]:
-    items = [PackItem(numel) for numel in reversed(numels)]
-    packing = pack(items, world=world, bucket_numel=BUCKET_BYTES // ELEMENT_BYTES)
-    return packing, plan_buckets([packing], [list(reversed(range(len(numels))))], rank)
+def make_plan(params: list[PackItem], world: int, rank: int) -> tuple[Packing, list[BucketPlan]]:
+    packing = pack(params[::-1], world=world, bucket_numel=BUCKET_BYTES // ELEMENT_BYTES)
+    return packing, plan_buckets([packing], [list(reversed(range(len(params))))], rank)
 
 
 def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps: Tensor, rank: int) -> Kept:
@@ -135,22 +136,22 @@ def seconds(call: Any) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def measure_rank(numels: list[int], world: int, rank: int, repeats: int) -> dict[str, Any]:
+def measure_rank(params: list[PackItem], world: int, rank: int, repeats: int) -> dict[str, Any]:
     """Samples of the three parts, in seconds, and what a rank keeps."""
-    shard_numel = make_plan(numels, world, rank)[0].shard_numel
+    shard_numel = make_plan(params, world, rank)[0].shard_numel
     shares = make_shares(shard_numel, torch.empty)  # not written to, so it takes address space only
-    steps = torch.zeros(len(numels), dtype=torch.int64)
+    steps = torch.zeros(len(params), dtype=torch.int64)
     fits = shard_numel * STATE_BYTES <= 1 << 30
     samples: dict[str, list[float]] = {"plan": [], "tables": [], "state": []}
     for _ in range(repeats):
-        plan_s, (packing, plans) = seconds(lambda: make_plan(numels, world, rank))
+        plan_s, (packing, plans) = seconds(lambda: make_plan(params, world, rank))
         tables_s, kept = seconds(partial(make_tables, packing, plans, shares, steps, rank))
         samples["plan"].append(plan_s)
         samples["tables"].append(tables_s)
         if fits:
             samples["state"].append(seconds(lambda: make_shares(shard_numel, torch.zeros))[0])
     sizes = {
-        "params": len(numels),
+        "params": len(params),
         "buckets": len(kept.buckets),
         "segments": kept.segments,
         "shard_numel": shard_numel,
@@ -159,7 +160,7 @@ def measure_rank(numels: list[int], world: int, rank: int, repeats: int) -> dict
     del packing, plans, kept
 
     def build() -> Kept:
-        return make_tables(*make_plan(numels, world, rank), shares, steps, rank)
+        return make_tables(*make_plan(params, world, rank), shares, steps, rank)
 
     gc.collect()
     before = malloc_bytes()
@@ -182,17 +183,17 @@ def measure_rank(numels: list[int], world: int, rank: int, repeats: int) -> dict
 def main() -> int:
     args = parse_args(__doc__)
     results = Results("scale", args.json)
-    numels = llama_7b()
-    assert len(numels) == 291 and sum(numels) == 6_738_415_616
+    params = llama_7b()
+    assert len(params) == 291 and sum(param.numel for param in params) == 6_738_415_616
     worlds = (WORLDS[0], WORLDS[-1]) if args.quick else WORLDS
     repeats = 3 if args.quick else 7
-    measure_rank(numels[:10], 8, 0, 1)  # builds and loads the native module
+    measure_rank(params[:10], 8, 0, 1)  # builds and loads the native module
     failures: list[str] = []
     kept: dict[int, int] = {}
     rows: list[str] = []
     for world in worlds:
         for rank in (0, world // 2, world - 1):
-            found = measure_rank(numels, world, rank, repeats)
+            found = measure_rank(params, world, rank, repeats)
             samples = found.pop("samples")
             total = Timing(tuple(map(sum, zip(*(s for s in samples.values() if s), strict=True))))
             for part, values in samples.items():

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
 from bucketwheel.errors import expect_int
-from bucketwheel.layout.row_cuts import cut_by_rows, round_up, splits_rows
+from bucketwheel.layout.row_cuts import Piece, cut_by_rows, round_up, splits_rows
 
 __all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
 
@@ -222,15 +222,11 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
             raise ValueError(f"item {i}: numel must be >= 0, granularity and row >= 1, got {item}")
     begins: list[int] = []
     shards: list[int] = []
-    for is_free, run in itertools.groupby(items, key=lambda item: item.granularity is None):
-        at, chosen = world * sum(shards), list(run)
-        if is_free:
-            numels, rows = [item.numel for item in chosen], [item.row for item in chosen]
-            found, cut = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
-        else:
-            found, cut = _cut_by_granularity(chosen, world, bucket_numel, align)
-        begins += [at + begin for begin in found]
-        shards += cut
+    at = 0
+    for piece in _pieces(items, world, bucket_numel, align):
+        begins += [at + begin for begin in piece.begins]
+        shards += piece.shards
+        at += world * sum(piece.shards)
     shard_begins = [0, *itertools.accumulate(shards)]
     buckets = [Bucket(i, world * shard_begins[i], shard, shard_begins[i], True) for i, shard in enumerate(shards)]
     packing = Packing(tuple(items), tuple(begins), tuple(buckets), world)
@@ -241,11 +237,24 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     return replace(packing, buckets=tuple(buckets))
 
 
-def _cut_by_granularity(
-    items: Sequence[PackItem], world: int, bucket_numel: int, align: int
-) -> tuple[list[int], list[int]]:
-    """(where each of ``items`` begins, the shards of the buckets): buckets end without regard to parameters, but for those
-    with a granularity above 1."""
+def _pieces(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Iterator[Piece]:
+    """All items, in pieces with shards."""
+    done = 0
+    for is_free, run in itertools.groupby(items, key=lambda item: item.granularity is None):
+        chosen = list(run)
+        pieces: Iterable[Piece] = [Piece([0] * len(chosen), [])]
+        if is_free:
+            numels, rows = [item.numel for item in chosen], [item.row for item in chosen]
+            pieces = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
+        for has_rows, some in itertools.groupby(pieces, key=lambda piece: bool(piece.shards)):
+            found = list(some)
+            count = sum(len(piece.begins) for piece in found)
+            yield from found if has_rows else [_cut(items[done : done + count], world, bucket_numel, align)]
+            done += count
+
+
+def _cut(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Piece:
+    """Element cuts: buckets end without regard to parameters, but for those with a granularity above 1."""
     begins: list[int] = [0] * len(items)
     shards: list[int] = []
     at = 0  # where the next bucket begins
@@ -253,7 +262,7 @@ def _cut_by_granularity(
     covered = 0  # its elements that are
     while first < len(items):
         window = _lay_out(items, first, at, covered, bucket_numel, align)
-        shard, taken = _cut(window, at, world, bucket_numel, align)
+        shard, taken = _shard_of(window, at, world, bucket_numel, align)
         end = at + world * shard
         covered = 0
         for slot in window[:taken]:
@@ -265,7 +274,7 @@ def _cut_by_granularity(
         if shard:
             shards.append(shard)
         at = end
-    return begins, shards
+    return Piece(begins, shards)
 
 
 @dataclass(frozen=True)
@@ -290,7 +299,7 @@ def _lay_out(
     return window
 
 
-def _cut(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int) -> tuple[int, int]:
+def _shard_of(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int) -> tuple[int, int]:
     """(shard elements, how many slots of the window may go into the bucket) of the bucket that begins at ``at``."""
     shard = round_up(-(-min(bucket_numel, window[-1].end - at) // world), align)
     strict = next((i for i, slot in enumerate(window) if slot.granularity > 1), None)
@@ -302,7 +311,7 @@ def _cut(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int
             return candidate, _slots_before(window, at + world * candidate)
         candidate -= align
     if strict > 0:  # end before the first parameter that resists
-        return _cut(window[:strict], at, world, window[strict - 1].end - at, align)
+        return _shard_of(window[:strict], at, world, window[strict - 1].end - at, align)
     # Alone, from its own boundary: multiples of its granularity are legal cuts, and behind its end is padding.
     slot = window[0]
     step = align * slot.granularity // gcd(align, slot.granularity)

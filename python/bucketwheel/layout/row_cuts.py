@@ -9,7 +9,7 @@ parameters:
     | vector | gap | matrix ...................... |   the matrix begins so that a row begins at s1; its rows divide a shard
 
 A bucket of row cuts ends where a parameter ends. It may be `GROWTH` times as large as asked for, and 1 % of it may be
-padding, or of the size asked for if it is smaller. Where that does not do (few rows, fewer rows than ranks, long rows at
+padding; more only in a small one whose rows need no larger shards than its elements. Where that does not do (few rows, fewer rows than ranks, long rows at
 large worlds) parameters have *element cuts*: they are cut without regard to rows, as with granularity 1. Of all ways to
 end buckets the cheapest is taken: few parameters cut inside rows, then few buckets, near the size asked for
 (`_cut_together`). A parameter that no bucket can hold has buckets of its own, of whole rows where they fit (`_cut_alone`).
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-__all__ = ["GROWTH", "cut_by_rows", "round_up", "splits_rows"]
+__all__ = ["GROWTH", "Piece", "cut_by_rows", "round_up", "splits_rows"]
 
 GROWTH = 4
 _PADDING_PERCENT = 1
@@ -44,25 +44,29 @@ def splits_rows(begin: int, numel: int, row: int, shard: int, before: int = 0) -
     return edge < end and ((before + edge - begin) % row != 0 or (edge + shard < end and shard % row != 0))
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some parameters, one behind the other: where they begin, and the shards of their buckets, which hold no others; both
+    in elements. Without shards: row cuts will not do, and only the number of ``begins`` counts."""
+
+    begins: list[int]
+    shards: list[int]
+
+
 def cut_by_rows(
     numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
-) -> tuple[list[int], list[int]]:
-    """(where each parameter begins, the shards of the buckets), in elements, for parameters of ``numels`` and ``rows``."""
+) -> Iterator[Piece]:
+    """All parameters, of ``numels`` elements and with ``rows`` of so many, in pieces."""
     grid = _Grid(world, align, world * round_up(-(-bucket_numel // world), align))
-    begins: list[int] = []
-    shards: list[int] = []
-    at = 0
-    for has_rows, run in itertools.groupby(_pieces(numels, rows, grid), key=lambda piece: bool(piece.shards)):
-        pieces, first = list(run), len(begins)
-        if not has_rows:
-            pieces = [
-                _cut_anywhere(numels[first : first + sum(len(piece.begins) for piece in pieces)], bucket_numel, grid)
-            ]
-        for piece in pieces:
-            begins += [at + begin for begin in piece.begins]
-            shards += piece.shards
-            at += world * sum(piece.shards)
-    return begins, shards
+    first = 0
+    while first < len(numels):
+        last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
+        if first == last:
+            last += 1
+            yield Piece([0], _cut_alone(numels[first], rows[first], grid))
+        else:
+            yield from _cut_together(numels[first:last], rows[first:last], grid)
+        first = last
 
 
 @dataclass(frozen=True)
@@ -80,41 +84,11 @@ class _Grid:
         """The shard of element cuts."""
         return round_up(-(-numel // self.world), self.align)
 
-    def pads_little(self, numel: int, size: int) -> bool:
-        """Whether a bucket of ``size`` elements may hold ``numel``."""
-        return size <= self.most and (size - numel) * 100 <= _PADDING_PERCENT * max(size, self.usual)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some of the parameters, one behind the other: where they begin, and the shards of their buckets, which hold no
-    others. Without shards: row cuts would not do, and only the number of ``begins`` counts."""
-
-    begins: list[int]
-    shards: list[int]
-
-
-def _pieces(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> Iterator[_Piece]:
-    first = 0
-    while first < len(numels):
-        last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
-        if first == last:
-            last += 1
-            yield _Piece([0], _cut_alone(numels[first], rows[first], grid))
-        else:
-            yield from _cut_together(numels[first:last], rows[first:last], grid)
-        first = last
-
-
-def _cut_anywhere(numels: Sequence[int], bucket_numel: int, grid: _Grid) -> _Piece:
-    """Element cuts: buckets and shards end without regard to parameters."""
-    offsets = _offsets(numels, grid.align)
-    shards: list[int] = []
-    rest = max(offset + numel for offset, numel in zip(offsets, numels, strict=False))
-    while rest > 0:
-        shards.append(grid.plain_shard(min(bucket_numel, rest)))
-        rest -= grid.world * shards[-1]
-    return _Piece(offsets[:-1], shards)
+    def pads_little(self, numel: int, shard: int, plain_shard: int) -> bool:
+        """Whether a bucket of such shards may hold ``numel`` elements, of which element cuts make a ``plain_shard``."""
+        size = self.world * shard
+        of = self.usual if shard == plain_shard else 0
+        return size <= self.most and (size - numel) * 100 <= _PADDING_PERCENT * max(size, of)
 
 
 def _offsets(numels: Sequence[int], align: int) -> list[int]:
@@ -132,7 +106,7 @@ def _cut_alone(numel: int, row: int, grid: _Grid) -> list[int]:
     return shards if fits and (units * unit * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
 
 
-def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[_Piece]:
+def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[Piece]:
     """The buckets of parameters of which each fits into one.
 
     A bucket of T elements costs usual^2 + T^2, which is least for a sum of elements where T is usual, and `_PRICE` x usual^2
@@ -141,7 +115,7 @@ def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> li
     offsets = _offsets(numels, grid.align)
     stops = _stops(numels, max(1, grid.usual // 16))
     costs = [0] * len(stops)
-    chosen = [(0, _Piece([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
+    chosen = [(0, Piece([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
     for i in reversed(range(len(stops) - 1)):
         first = stops[i]
         options = []  # (the least that it can cost, where the bucket ends, its elements), the cheapest first
@@ -157,7 +131,7 @@ def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> li
             part = slice(first, stops[-j])
             piece = _on_rows(numels[part], rows[part], size, grid)
             if piece is None:
-                piece, shard = _Piece(offsets[part], []), grid.plain_shard(size)
+                piece, shard = Piece(offsets[part], []), grid.plain_shard(size)
                 split = sum(
                     1 < rows[k] <= numels[k] and splits_rows(offsets[k] - offsets[first], numels[k], rows[k], shard)
                     for k in range(first, stops[-j])
@@ -183,11 +157,12 @@ def _stops(numels: Sequence[int], small: int) -> list[int]:
     return [*found, len(numels)]
 
 
-def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> _Piece | None:
+def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> Piece | None:
     """The bucket of these parameters with row cuts; None where these will not do. ``size``: their elements, packed."""
-    shard, multiple, numel = grid.plain_shard(size), grid.align, sum(numels)
+    multiple, numel, plain_shard = grid.align, sum(numels), grid.plain_shard(size)
+    shard = plain_shard
     for _ in range(_TRIES if numel else 0):
-        if not grid.pads_little(numel, grid.world * shard):
+        if not grid.pads_little(numel, shard, plain_shard):
             break
         begins, end, needed = _place(numels, rows, shard, grid.align)
         if needed:
@@ -196,7 +171,7 @@ def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid)
         elif end > grid.world * shard:
             shard += round_up(-(-end // grid.world) - shard, multiple)
         else:
-            return _Piece(begins, [shard])
+            return Piece(begins, [shard])
     return None
 
 

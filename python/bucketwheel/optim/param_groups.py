@@ -16,7 +16,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
-from bucketwheel.layout.flat_params import ParamInfo, expect_apart
+from bucketwheel.layout.flat_params import ParamInfo, expect_apart, row_numel
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
 from bucketwheel.optim.given_modules import GivenModules
 
@@ -112,11 +112,13 @@ class OptimizerOptions:
             )
 
 
-def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int:
-    asked = group.get("granularity", 1)
-    value = (param.stride(0) if param.dim() > 1 and param.is_contiguous() else 1) if asked == "row" else asked
+def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int | None:
+    asked = group.get("granularity")
+    if asked is None:
+        return None
+    value = row_numel(param) if asked == "row" else asked
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"granularity of the group of {name!r} must be 'row' or an int >= 1, got {asked!r}")
+        raise ValueError(f"granularity of the group of {name!r} must be 'row', an int >= 1 or None, got {asked!r}")
     return value
 
 

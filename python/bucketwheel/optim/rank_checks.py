@@ -24,7 +24,7 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     lines += [f"parameter group {g}: {text}" for g, text in enumerate(groups)]
     lines += [
         f"parameter {info.index}: {info.name!r} {tuple(info.param.shape)}, strides {info.stride}, {info.dtype}, group "
-        f"{info.group}, granularity {info.granularity}"
+        f"{info.group}, granularity {info.granularity or 'auto'}"
         for info in infos
     ]
     counts = struct.pack("<qq", len(groups), len(infos))

@@ -110,18 +110,22 @@ def describe(engine: ShardedEngine) -> str:
     said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(engine.bucket_cap_bytes)}"]
     if comm.is_registered:
         said.append("registered memory")
-    rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "shard bytes", "from, to")]
-    for bucket in engine.grads.buckets:
+    rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "cuts", "shard bytes", "from, to")]
+    for bucket, by_rows in ((each.grads, each.by_rows) for each in engine._assembly.buckets):
         mib, used = f"{bucket.nbytes / 2**20:.3f}", sum(part.numel for part in bucket.parts.values())
         numbers = (
             str(len(bucket.parts)),
             f"{100 * (1 - used / bucket.numel):.1f} %",
+            "rows" if by_rows else "elements",
             f"{bucket.nbytes // comm.size:,}",
         )
         names = _ends(engine.infos[index] for index in bucket.parts)
         rows.append((str(bucket.index), _name(bucket.dtype), mib, *numbers, names))
     numel = sum(space.packing.numel for space in engine.spaces)
     padding = sum(space.packing.padding for space in engine.spaces)
+    in_one_box = sum(
+        space.packing.has_one_box(space.packed_at(i)) for space in engine.spaces for i in space.indices if i >= 0
+    )
     peak = _expected_peak(engine)
     kinds = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in peak.items())
     lines = [
@@ -129,7 +133,7 @@ def describe(engine: ShardedEngine) -> str:
         _precision_line(engine.infos, options.precision),
         ", ".join(said),
         *_table(rows),
-        f"total: {len(engine.infos)} parameters, {numel - padding:,} elements, {100 * padding / max(numel, 1):.1f} % padding, "
+        f"total: {len(engine.infos)} parameters, {in_one_box} in one box a rank, {numel - padding:,} elements, {100 * padding / max(numel, 1):.1f} % padding, "
         f"{len(engine.grads.buckets)} buckets",
         f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds})",
     ]

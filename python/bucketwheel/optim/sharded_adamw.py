@@ -68,8 +68,11 @@ class ShardedAdamW(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
             and float64, also mixed, on the CPU or all on one CUDA device. Frozen ones (``requires_grad=False``) are left
-            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``, an int
-            or ``"row"``: shard boundaries then never split that many consecutive elements of a parameter (default 1).
+            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``: None
+            (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
+            and `describe` names the buckets where it does not; 1, they fall anywhere; ``"row"`` or an int, they never split
+            a row, or so many consecutive elements, whatever padding that takes. A row is a slice of the outermost
+            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
             in all groups; ``amsgrad`` stays what it is.
         decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
@@ -101,7 +104,8 @@ class ShardedAdamW(Optimizer):
         accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16.
 
     What overlaps, in how much memory:
-        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16.
+        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16. With row cuts buckets are near this size, and at
+            most 4 times as large; with ``"granularity": 1`` no larger.
         max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
             backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the
             communicator: how many buckets' worth of registered memory there is, all the time.

@@ -33,6 +33,7 @@ class StepBucket:
     own: Tensor  # this rank's part of them
     first_row: int
     last_row: int
+    by_rows: bool  # `packing.Bucket.by_rows`
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
         grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
         full = space.flat.flat.narrow(0, bucket.begin, numel)
         own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
-        cut.buckets.append(StepBucket(grads, full, own, first_row, first_row + len(segments)))
+        cut.buckets.append(StepBucket(grads, full, own, first_row, first_row + len(segments), bucket.by_rows))
     return cut
 
 

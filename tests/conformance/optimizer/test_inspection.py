@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -29,11 +30,11 @@ TABLE = """\
 sharded over 2 ranks (local)
 parameters: bfloat16, float32; reduce_dtype=float32; master_weights='bf16_remainder'; amsgrad
 overlap_param_sync=True, max_inflight_buckets=3, buckets of 128.00 KiB
-bucket     wire    MiB  params  padding  shard bytes  from, to
-     0  float32  0.125       8    0.0 %       65,536  layers.15.weight, layers.8.weight
-     1  float32  0.004      16    6.2 %        2,048  layers.15.norm, layers.0.norm
-     2  float32  0.125       8    0.0 %       65,536  layers.7.weight, layers.0.weight
-total: 32 parameters, 66,496 elements, 0.1 % padding, 3 buckets
+bucket     wire    MiB  params  padding  cuts  shard bytes  from, to
+     0  float32  0.125       8    0.0 %  rows       65,536  layers.15.weight, layers.8.weight
+     1  float32  0.004      16    6.2 %  rows        2,048  layers.15.norm, layers.0.norm
+     2  float32  0.125       8    0.0 %  rows       65,536  layers.7.weight, layers.0.weight
+total: 32 parameters, 32 in one box a rank, 66,496 elements, 0.1 % padding, 3 buckets
 expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB)"""
 
 
@@ -61,6 +62,27 @@ def test_the_table_of_a_sharded_optimizer() -> None:
 
     for text in run_local(2, body):
         assert text == TABLE
+
+
+@pytest.mark.parametrize("granularity, cuts", [(None, "rows"), (1, "elements"), (640, "elements")])
+def test_buckets_with_element_cuts_are_named(granularity: Any, cuts: str) -> None:
+    """Matrices with rows of 96, one of them transposed, and a vector that pushes them off the boundaries of four shards."""
+
+    def body(comm: Communicator) -> list[str]:
+        weights = [torch.zeros(40, 96), torch.zeros(100), torch.zeros(96, 40).t(), torch.zeros(400, 96)]
+        params = [(f"p{i}", Parameter(weight)) for i, weight in enumerate(weights)]
+        group = {"params": params} if granularity is None else {"params": params, "granularity": granularity}
+        opt = ShardedAdamW([group], process_group=comm, bucket_cap_mb=0.15)
+        lines = opt.describe().splitlines()
+        opt.close()
+        return lines
+
+    for lines in run_local(4, body):
+        head = next(i for i, line in enumerate(lines) if line.startswith("bucket"))
+        column = lines[head].split().index("cuts") + 1  # "0.0 %" is two
+        found = {line.split()[column] for line in lines[head + 1 : -2]}
+        in_one_box = int(re.findall(r"4 parameters, (\d) in one box a rank", lines[-2])[0])
+        assert (found == {"rows"}, in_one_box == 4) == (cuts == "rows", cuts == "rows") and cuts in found, lines
 
 
 def test_the_table_with_replicas_and_of_one_process() -> None:
