@@ -16,8 +16,9 @@ import torch.distributed as dist
 __all__ = [
     "all_gather",
     "another_connection",
+    "call_of_torch",
+    "calling_stager",
     "increment_version",
-    "is_writing_safetensors",
     "keep_out_of_graphs",
     "module_behind",
     "set_default_timeout",
@@ -95,15 +96,25 @@ def module_behind(params: Any) -> torch.nn.Module | None:
     return None
 
 
-def is_writing_safetensors() -> bool:
-    """Whether the caller was called by the writer of `torch.distributed.checkpoint` that keeps one box of each name in a file:
-    its variable ``serialization_format`` says so, and torch gives no other sign."""
+def calling_stager() -> tuple[Any, bool] | None:
+    """The `StateDictStager` of `torch.distributed.checkpoint` that has called the caller's ``__deepcopy__``, and whether its
+    copies need not be waited for; None where somebody else has. torch tells neither to what it copies."""
+    seen = sys._getframe(2).f_locals
+    stager = seen.get("self")
+    if hasattr(stager, "deepcopy_with_tensor_offload"):
+        return stager, bool(seen.get("non_blocking", False))
+    return None
+
+
+def call_of_torch(function: str) -> Any:
+    """The variables of a function of `torch.distributed.checkpoint` where it has called the caller; None where it has not.
+    torch tells an optimizer and a tensor nothing of what it was asked for."""
     frame = sys._getframe(1)
     while frame is not None:
-        if getattr(frame.f_locals.get("serialization_format"), "name", "") == "SAFETENSORS":
-            return True
+        if frame.f_code.co_name == function:
+            return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return None
 
 
 def keep_out_of_graphs() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
-from bucketwheel.torch_internals import is_writing_safetensors
+from bucketwheel.checkpoint.piece import Piece
+from bucketwheel.torch_internals import call_of_torch, calling_stager
 
 if TYPE_CHECKING:  # it takes a second, and who calls the methods below has imported it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -33,10 +33,7 @@ class TensorShard(Tensor):
     `torch.equal`, and saved and loaded by `torch.distributed.checkpoint`, which calls the three methods with underscores.
     """
 
-    piece: Tensor
-    ranges: tuple[tuple[int, int], ...]
-    part: tuple[int, int]
-    param_name: str
+    _held: Piece  # all there is in __dict__
 
     @staticmethod
     def __new__(
@@ -55,21 +52,36 @@ class TensorShard(Tensor):
             )
         make: Any = torch.Tensor._make_wrapper_subclass
         self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
-        self.piece = piece
-        self.ranges = tuple((int(begin), int(end)) for begin, end in ranges)
-        self.part = (int(part[0]), int(part[1]))
-        self.param_name = param_name
+        rank, world = part
+        self._held = Piece(piece, tuple((int(a), int(b)) for a, b in ranges), (int(rank), int(world)), param_name)
         return self
+
+    @property
+    def piece(self) -> Tensor:
+        return self._held.tensor
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return self._held.ranges
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self._held.part
+
+    @property
+    def param_name(self) -> str:
+        return self._held.name
 
     def _like(self, piece: Tensor) -> TensorShard:
         return TensorShard(piece, self.shape, self.stride(), self.ranges, self.part, self.param_name)
 
-    @cached_property
+    @property
     def boxes(self) -> tuple[Box, ...]:
-        ranges = self.ranges
-        if self.numel() == 0 and self.part[0] == 0:
-            ranges = ((0, 0),)  # somebody must say that there is such a tensor
-        return boxes_of(self.shape, self.stride(), ranges)
+        if self._held.boxes is None:
+            # Of a tensor without elements somebody must say that there is such a tensor.
+            ranges = ((0, 0),) if self.numel() == 0 and self.part[0] == 0 else self.ranges
+            self._held.boxes = boxes_of(self.shape, self.stride(), ranges)
+        return self._held.boxes
 
     def view_of(self, box: Box) -> Tensor:
         """The elements of one of `boxes`, of its sizes: a view of ``piece``."""
@@ -96,6 +108,7 @@ class TensorShard(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self._expect_kept_by_writer(fqn)
         properties = TensorProperties.create_from_tensor(self.piece)
         return [
             WriteItem(
@@ -116,14 +129,24 @@ class TensorShard(Tensor):
         hint = index.index if index.index is not None and index.index < len(self.boxes) else 0
         for box in (*self.boxes[hint:], *self.boxes[:hint]):
             if box.offsets == offset:
-                if len(self.boxes) > 1 and is_writing_safetensors():
-                    raise RuntimeError(
-                        f"torch's HuggingFaceStorageWriter keeps one box of each tensor of a rank, and rank {self.part[0]} "
-                        f"has {len(self.boxes)} of {index.fqn!r}: the others would be lost. Use dcp.save with another "
-                        "writer, or save optimizer.full_state_dict()"
-                    )
                 return self.view_of(box)
         raise ValueError(f"{index.fqn!r} has no box at {offset} on rank {self.part[0]}; it has {self.boxes}")
+
+    def _expect_kept_by_writer(self, fqn: str) -> None:
+        """RuntimeError for torch's `HuggingFaceStorageWriter` where it would lose something: it does not say so."""
+        call = call_of_torch("_save_state_dict") or {}
+        is_distributed = getattr(call.get("storage_writer"), "save_distributed", None)
+        if is_distributed is None or (is_distributed and len(self.boxes) <= 1):
+            return
+        (rank, world), count = self.part, len(self.boxes)
+        why = (
+            f"keeps one box of each tensor of a rank, and rank {rank} has {count} of {fqn!r}: the others would be lost"
+            if is_distributed
+            else f"with save_distributed=False has one file for all ranks, and this is rank {rank}'s part of {world} of {fqn!r}"
+        )
+        raise RuntimeError(
+            f"torch's HuggingFaceStorageWriter {why}. Use dcp.save with another writer, or save optimizer.full_state_dict()"
+        )
 
     # --- what torch may do with it -----------------------------------------------------------------------------------
 
@@ -144,15 +167,25 @@ class TensorShard(Tensor):
                 return self._like(func(self.piece, *args[1:], **kwargs))
             if packet is _aten.is_pinned:
                 return func(self.piece, *args[1:], **kwargs)
-            if packet in (_aten.new_empty, _aten.empty_like) and (len(args) < 2 or tuple(args[1]) == self.shape):
+            if packet is _aten.new_empty and self.is_cpu and calling_stager():
+                return self._like(self.piece)  # it gets a copy of `_held` next
+            if packet in (_aten.new_empty, _aten.empty_like, _aten.zeros_like) and (
+                len(args) < 2 or tuple(args[1]) == self.shape
+            ):
                 kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
-                return self._like(torch.empty_like(self.piece, **kept))
+                make = torch.zeros_like if packet is _aten.zeros_like else torch.empty_like
+                return self._like(make(self.piece, **kept))
             if packet is _aten.copy_:
                 self._take(args[1])
                 return self
             if packet is _aten.equal and isinstance(args[1], TensorShard):
                 other = args[1]
                 return (self.shape, self.ranges) == (other.shape, other.ranges) and torch.equal(self.piece, other.piece)
+        elif packet is _aten.copy_ and args[0].dim() == 0 and call_of_torch("_copy_state_dict"):
+            raise RuntimeError(
+                "torch's FileSystemWriter, where it stages by itself, makes a scalar of each rank's part of a scalar. Give async_save "
+                "async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id and no writer"
+            )
         next(arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, TensorShard))._refuse(func)
 
     def _take(self, other: Tensor) -> None:

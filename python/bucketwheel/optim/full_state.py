@@ -22,6 +22,7 @@ from bucketwheel.checkpoint.param_numbers import numbers_of
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, join_master, load_master
 from bucketwheel.optim import state_dict as states
+from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     Engine: TypeAlias = LocalEngine | ShardedEngine
 
-__all__ = ["CHUNK_BYTES", "FullLoad", "save", "whole_entry"]
+__all__ = ["CHUNK_BYTES", "FullLoad", "save", "save_for_torch", "whole_entry"]
 
 CHUNK_BYTES = 64 << 20
 
@@ -172,6 +173,15 @@ def save(
         return saved
     engine.expect_done_by_all("full_state_dict, writing the file", error)
     return {}
+
+
+def save_for_torch(optimizer: ShardedAdamW) -> dict[str, Any] | None:
+    """What `state_dict` is to return where torch's `get_optimizer_state_dict` has called it for whole states, and would take a
+    part for one: all on each rank, with ``cpu_offload`` on rank 0, which alone keeps it. Then it is collective. Else None."""
+    call = call_of_torch("_get_optim_state_dict") if optimizer._engine.world > 1 else None
+    if call is None or not call["info"].full_state_dict:
+        return None
+    return optimizer.full_state_dict(0 if call["info"].cpu_offload else None) or {"state": {}, "param_groups": []}
 
 
 def _expect_arguments(rank: int | None, size: int, chunk_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from bucketwheel.optim.given_modules import GivenModules
 
 __all__ = [
     "OptimizerOptions",
+    "close_all",
     "collect_params",
     "communicators_for",
     "expect_hyperparameters",
@@ -264,3 +266,11 @@ def _size_of(group: dist.ProcessGroup | Communicator | LocalRank | None) -> int:
     if isinstance(group, LocalRank):
         return group.world.size
     return group.size if isinstance(group, Communicator) else dist.get_world_size(group)
+
+
+def close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
+    """What `communicators_for` made: each, and the other of its pair."""
+    with contextlib.ExitStack() as stack:  # every one, whichever fails
+        for comm in reversed(comms):
+            stack.callback(comm.close, timeout)
+            stack.callback(comm.gathers.close, timeout)

@@ -30,6 +30,7 @@ from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
     OptimizerOptions,
+    close_all,
     communicators_for,
     expect_hyperparameters,
     group_texts,
@@ -185,6 +186,7 @@ class ShardedAdamW(Optimizer):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
+            granularity=None,  # torch's checkpoints look for the keys of one optimizer's groups in another's
         )
         given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
@@ -436,12 +438,14 @@ class ShardedAdamW(Optimizer):
         ``master_weights="none"``). Over several ranks they are `bucketwheel.checkpoint.TensorShard`, which
         `torch.distributed.checkpoint` saves from all ranks together and loads at any other number of ranks; at world
         size 1 plain tensors of the parameter's shape. All are copies.
+
+        For torch's ``get_optimizer_state_dict`` with ``full_state_dict=True``, which is collective, whole tensors.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.param_sync()
         self._follow_state()
-        saved = states.save(self)
+        saved = full_state.save_for_torch(self) or states.save(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved
@@ -637,7 +641,7 @@ class ShardedAdamW(Optimizer):
         try:
             self._made_engine.close()
         finally:
-            _close_all(self._owned)
+            close_all(self._owned)
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -690,13 +694,5 @@ def _make_engine(
             return LocalEngine(trained.infos, device=trained.device, options=options), owned
         return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others), owned
     except BaseException:
-        _close_all(owned, 0.0)
+        close_all(owned, 0.0)
         raise
-
-
-def _close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
-    """Each, and the other of its pair."""
-    with contextlib.ExitStack() as stack:  # every one, whichever fails
-        for comm in reversed(comms):
-            stack.callback(comm.close, timeout)
-            stack.callback(comm.gathers.close, timeout)

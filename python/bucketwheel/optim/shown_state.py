@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
+from bucketwheel.torch_internals import call_of_torch, calling_stager
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -93,9 +94,13 @@ class _Part(Tensor):
         given = [*args, *(kwargs or {}).values()]
         with torch._C.DisableTorchFunctionSubclass():
             part = given[0] if given and isinstance(given[0], _Part) else None
-            if part is None:
-                return func(*args, **(kwargs or {}))
             name = func.__name__
+            if part is None:
+                if name == "copy_" and call_of_torch("_copy_state_dict"):
+                    _Part.__create_write_items__(given[1])
+                return func(*args, **(kwargs or {}))
+            if name == "new_empty" and calling_stager():
+                part.__create_write_items__()
             is_write = name.endswith("_") and not name.endswith("__")
             if name.startswith(_OF_ROWS) or (is_write and name not in _WHOLE_WRITES):
                 raise part._refusal(f"what {name} takes")
@@ -111,6 +116,13 @@ class _Part(Tensor):
         return RuntimeError(
             f"optimizer.state shows {self.numel()} elements, this rank's part, so {what} is no row of the parameter: "
             "optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
+        )
+
+    def __create_write_items__(self, *_: Any) -> NoReturn:
+        """`torch.distributed.checkpoint` would save one rank's part as if it were all."""
+        raise RuntimeError(
+            f"optimizer.state shows {self.numel()} elements, this rank's part, and a checkpoint of it would lose those of the "
+            "others: save optimizer.state_dict()"
         )
 
     def _expect_all(self, index: Any) -> None:

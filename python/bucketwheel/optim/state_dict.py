@@ -21,6 +21,7 @@ from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, load_master, master_of
 from bucketwheel.optim.param_groups import expect_hyperparameters
+from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -137,10 +138,10 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     """What loads ``state_dict``. ValueError, KeyError or RuntimeError if it cannot be loaded; nothing is changed here."""
     engine = optimizer._engine
     expect_no_gradients(optimizer)
-    groups = state_dict["param_groups"]
+    groups, state = state_dict["param_groups"], _as_given_to_torch(state_dict["state"])
     saved_as = expect_groups(optimizer, groups)
-    plans = [_plan(engine, info, state_dict["state"].get(saved_as[info.param])) for info in engine.infos]
-    of_frozen = _states_of_frozen(optimizer, state_dict["state"], saved_as)
+    plans = [_plan(engine, info, state.get(saved_as[info.param])) for info in engine.infos]
+    of_frozen = _states_of_frozen(optimizer, state, saved_as)
     kept = kept_groups(groups)
 
     def load() -> None:
@@ -166,6 +167,25 @@ def load_with_model(
     engine.expect_done_by_all(what, error)
     engine.share_params()
     engine.expect_loaded_model()
+
+
+def _as_given_to_torch(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """``state``; where torch's `set_optimizer_state_dict` hands it over, without what that does to it. RuntimeError for what
+    cannot be undone."""
+    call = call_of_torch("_load_optim_state_dict")
+    if call is None:
+        return state
+    if call["info"].broadcast_from_rank0:  # it sends memory, to contiguous tensors of that shape
+        for key, name, value in ((key, name, value) for key, entry in state.items() for name, value in entry.items()):
+            if isinstance(value, Tensor) and not value.is_contiguous():
+                raise RuntimeError(
+                    f"set_optimizer_state_dict with broadcast_from_rank0=True: the state {name!r} of {key!r} has strides "
+                    f"{value.stride()}, which torch loses on the way to the other ranks. Give a contiguous tensor, or call "
+                    "optimizer.load_full_state_dict(state_dict), which keeps them"
+                )
+    # Of a flattened dict it takes what `optimizer.state` shows: a remainder, which is not there, and no master.
+    flat = {key: call["state_dict"].get(f"state.{key}.master_param") for key, e in state.items() if "remainder" in e}
+    return {**state, **{key: {**state[key], "master_param": master} for key, master in flat.items()}}
 
 
 def load_taken_in(optimizer: ShardedAdamW) -> None:

@@ -1,0 +1,227 @@
+"""What torch's own code does with the states: it is right, or refused by name. And when they may be saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict as torch_states
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.nn import Parameter
+
+from bucketwheel.checkpoint import TensorShard
+from bucketwheel.testing import assert_bitwise_equal
+from tests.support.checkpoint_routes import ROUTES, Training, both, set_both
+from tests.support.optim_twins import make_params
+
+
+def matrices() -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 33), (5, 7), (4, 3, 2))]
+
+
+def moments(run: Training) -> dict[str, Any]:
+    state = run.opt.state_dict()["state"]
+    return {f"{i}.{name}": entry[name] for i, entry in state.items() for name in ("exp_avg", "exp_avg_sq")}
+
+
+def expect_refusal(call: Callable[[], Any], *words: str) -> None:
+    """By all ranks, with the words of the one that refuses."""
+    with pytest.raises(BaseException) as found:  # torch's CheckpointException is no Exception
+        call()
+    for word in words:
+        assert word in str(found.value), found.value
+
+
+# --- writers and readers ------------------------------------------------------------------------------------------------
+
+
+def with_safetensors(rank: int, size: int, cut: str, is_distributed: bool, directory: str) -> dict[str, Any]:
+    whole_rows = lambda params: [{"params": params, "granularity": "row"}]  # noqa: E731 (whatever padding that takes)
+    run = Training("fp32", cut, group=dist.group.WORLD, params=matrices(), grouping=whole_rows, bucket_cap_mb=1.0)
+    run.steps(0, 1)
+    writer = HuggingFaceStorageWriter(directory, save_distributed=is_distributed, enable_consolidation=is_distributed)
+    save = lambda: dcp.save(moments(run), storage_writer=writer)  # noqa: E731
+    if cut == "rows" and is_distributed:
+        save()
+    elif is_distributed:
+        expect_refusal(save, "keeps one box of each tensor", "of '0.exp_avg'", "full_state_dict()")
+    else:
+        expect_refusal(save, "has one file for all ranks", "full_state_dict()")
+    return run.opt.full_state_dict()
+
+
+def test_a_hugging_face_writer_with_one_box_of_each_tensor(rank_pool: Any, tmp_path: Path) -> None:
+    expected = rank_pool(2).run(with_safetensors, "rows", True, str(tmp_path))[0]
+    (file,) = tmp_path.glob("*.safetensors")
+    saved = load_file(file)
+    for i, entry in expected["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert entry[name].any()
+            assert_bitwise_equal(saved[f"{i}.{name}"], entry[name], f"{name} of {i}")
+
+
+@pytest.mark.parametrize(("cut", "is_distributed"), [("elements", True), ("rows", False)])
+def test_a_hugging_face_writer_that_would_lose_some(
+    rank_pool: Any, cut: str, is_distributed: bool, tmp_path: Path
+) -> None:
+    rank_pool(2).run(with_safetensors, cut, is_distributed, str(tmp_path))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def with_shown_state(rank: int, size: int, directory: str) -> None:
+    run = Training("fp32", group=dist.group.WORLD, params=matrices())
+    shown = {f"{i}": run.opt.state[p]["exp_avg"] for i, p in enumerate(run.params)}
+    words = ("this rank's part", "save optimizer.state_dict()")
+    expect_refusal(lambda: dcp.save(shown, checkpoint_id=directory), *words)
+    expect_refusal(lambda: dcp.async_save(shown, checkpoint_id=directory), *words)
+    writer = dcp.FileSystemWriter(directory)
+    expect_refusal(lambda: dcp.async_save(shown, storage_writer=writer).result(), *words)
+
+
+def test_parts_that_are_shown_are_not_saved(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(with_shown_state, str(tmp_path))
+
+
+def with_the_stager_of_a_writer(rank: int, size: int, directory: str) -> None:
+    """torch makes a plain tensor for a scalar there, on all ranks."""
+    run = Training("fp32", group=dist.group.WORLD, params=matrices())
+    run.steps(0, 1)
+    state = both(run)
+    dcp.async_save(state, storage_writer=dcp.FileSystemWriter(directory)).result(timeout=60)
+    run.steps(2)
+    loaded = both(run)
+    dcp.load(loaded, checkpoint_id=directory)
+    assert_bitwise_equal(loaded, state)
+    scalar = Training("fp32", group=dist.group.WORLD, params=[Parameter(torch.ones(()))])
+    writer = dcp.FileSystemWriter(directory + "/scalar")
+    expect_refusal(lambda: dcp.async_save(both(scalar), storage_writer=writer), "DefaultStager")
+
+
+def test_a_writer_that_stages_by_itself(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(with_the_stager_of_a_writer, str(tmp_path))
+
+
+# --- whole states by torch's functions ----------------------------------------------------------------------------------
+
+
+def with_whole_states(rank: int, size: int) -> None:
+    run = Training("bf16, remainder", group=dist.group.WORLD)
+    run.steps(0, 1)
+    expected = run.opt.full_state_dict(None, model=run.model)
+    get = lambda **options: torch_states.get_optimizer_state_dict(  # noqa: E731
+        run.model, run.opt, options=StateDictOptions(full_state_dict=True, **options)
+    )
+    assert_bitwise_equal(get()["state"], expected["state"])
+    on_one = get(cpu_offload=True)
+    if rank == 0:
+        assert_bitwise_equal(on_one["state"], expected["state"])
+    else:
+        assert on_one == {}
+    flat = get(flatten_optimizer_state_dict=True)
+    assert_bitwise_equal(flat["state.p3.exp_avg"], expected["state"]["p3"]["exp_avg"])
+    # What torch sends of a transposed parameter is garbled there, whoever made it.
+    put = lambda state: torch_states.set_optimizer_state_dict(  # noqa: E731
+        run.model, run.opt, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
+    expect_refusal(lambda: put(on_one), "has strides", "load_full_state_dict")
+
+
+def test_whole_states(rank_pool: Any) -> None:
+    rank_pool(2).run(with_whole_states)
+
+
+# --- when, and of what --------------------------------------------------------------------------------------------------
+
+
+def by_one_alone(rank: int, size: int) -> list[str]:
+    run = Training("bf16, master", group=dist.group.WORLD)
+    run.steps(0)
+    found = []
+    if rank == 1:  # what had to wait for the other would wait for a barrier that it is in
+        parts = [run.opt.state_dict(), torch_states.get_optimizer_state_dict(run.model, run.opt)]
+        found = [type(entry["exp_avg"]).__name__ for part in parts for entry in part["state"].values()]
+    dist.barrier()
+    return found
+
+
+def test_a_state_dict_needs_no_other_rank(rank_pool: Any) -> None:
+    assert rank_pool(2).run(by_one_alone)[1] == [TensorShard.__name__] * 18
+
+
+def at_any_moment(rank: int, size: int, directory: str, route: str) -> None:
+    """Before the first step, after a step that was skipped, and while gradients add up, which are not saved."""
+    run = Training("fp32", group=dist.group.WORLD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def skipped() -> None:
+        scaler.scale(run.params[3].sum() * float("inf")).backward()
+        scaler.step(run.opt)
+        scaler.update()
+        run.opt.zero_grad()
+
+    def adding_up() -> None:
+        with run.opt.no_sync():
+            run.backward(3)
+
+    for moment, before in (("first", lambda: None), ("skipped", skipped), ("adding up", adding_up)):
+        before()
+        expected = copy.deepcopy(both(run))
+        save = ROUTES[route].save(run, Path(directory, moment))
+        if save is not None:
+            save.result(timeout=60)
+        if moment == "adding up":
+            expect_refusal(lambda: run.opt.load_state_dict(run.opt.state_dict()), "gradients are pending")
+        run.opt.zero_grad()
+        other = Training("fp32", group=dist.group.WORLD, seed=1)
+        other.steps(7)
+        ROUTES[route].load(other, Path(directory, moment))
+        assert_bitwise_equal(both(other), expected, moment)
+        run.steps(0)
+        other.steps(0)
+        assert_bitwise_equal(both(other), both(run), moment)
+        other.opt.close()
+
+
+@pytest.mark.parametrize("route", ["dcp.save", "get_state_dict", "async_save, thread"])
+def test_at_any_moment(rank_pool: Any, route: str, tmp_path: Path) -> None:
+    rank_pool(2).run(at_any_moment, str(tmp_path), route)
+
+
+def one_each(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)] + [{"params": []}]
+
+
+def from_world(rank: int, size: int, directory: str, is_save: bool) -> None:
+    """One parameter in each group, a group without any. What is given to be loaded stays as it is."""
+    given = {"params": make_params(seed=0 if is_save else 1), "grouping": one_each}
+    run = Training("fp32", group=dist.group.WORLD, **given)
+    if is_save:
+        run.steps(0, 1)
+        dcp.save(both(run), checkpoint_id=directory)
+    else:
+        state = both(run)
+        dcp.load(state, checkpoint_id=directory)
+        untouched = copy.deepcopy(state)
+        set_both(run, state)
+        assert_bitwise_equal(state["optim"]["state"], untouched["optim"]["state"])
+        assert state["optim"]["param_groups"] == untouched["optim"]["param_groups"]
+        run.steps(2)
+        alone = Training("fp32", params=make_params(), grouping=one_each)
+        alone.steps(0, 1, 2)
+        run.expect(alone.left(), "one each")
+    run.opt.close()
+
+
+@pytest.mark.parametrize(("a", "b"), [(4, 2), (2, 4)])
+def test_a_group_for_each_parameter(rank_pool: Any, a: int, b: int, tmp_path: Path) -> None:
+    rank_pool(a).run(from_world, str(tmp_path), True)
+    rank_pool(b).run(from_world, str(tmp_path), False)
