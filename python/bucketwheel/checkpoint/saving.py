@@ -66,7 +66,8 @@ __all__ = [
 
 STAGING_BYTES = 256 << 20
 _LEAST_STAGING = 16 << 10
-_POLL_S = (0.005, 0.25)  # the first pause between two looks at the folder, and the longest
+_POLL_S = (0.002, 0.5)  # the shortest pause between two looks at the folder, and the longest
+_POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far
 _USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
 _EXIT_S = 60.0  # how long the end of the process waits for a save
 
@@ -527,18 +528,18 @@ class PendingSave:
 
     def _looks(self, what: str) -> Iterator[None]:
         """Again and again, until nothing has changed in the folder for as long as ranks wait for each other."""
-        pause, seen, since = _POLL_S[0], None, time.monotonic()
+        began = since = time.monotonic()
+        seen: dict[str, int] = {}
         while True:
             yield
-            now = _sizes(self._folder / SAVING)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._everyone.timeout_s:
+            sizes, now = _sizes(self._folder / SAVING), time.monotonic()
+            if sizes != seen:
+                seen, since = sizes, now
+            elif now - since > self._everyone.timeout_s:
                 raise CheckpointError(
                     f"waited {self._everyone.timeout_s:g} s for {what}, and nothing was written in that time"
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_S[1])
+            time.sleep(min(max(_POLL_SHARE * (now - began), _POLL_S[0]), _POLL_S[1]))
 
 
 class _OfOther(CheckpointError):
