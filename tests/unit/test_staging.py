@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel import CheckpointError
+from bucketwheel.checkpoint import staging as module
 from bucketwheel.checkpoint.staging import LiveTensor, Staging, Watched
 
 CHUNK = 64  # bytes: 16 float32
@@ -124,3 +126,64 @@ def test_copies_that_last_are_counted() -> None:
     staging, _, _ = make(2, 3)
     assert staging.reserve(CHUNK) and staging.reserve(CHUNK) and not staging.reserve(1)
     assert staging.stats.peak_staging_bytes == 2 * CHUNK
+
+
+# ---- CUDA, by recording what is asked of the streams
+
+
+class FakeStream:
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said, self.events = name, said, 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.said.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.said.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> FakeEvent:
+        self.events += 1
+        self.said.append(f"copy {self.events} in {self.name}")
+        return FakeEvent(f"copy {self.events}", self.said)
+
+
+class FakeEvent:
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def synchronize(self) -> None:
+        self.said.append(f"the host waits for {self.name}")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked, in order, where tensors on the CPU pose as tensors on a device."""
+    said: list[str] = []
+    current = FakeStream("training", said)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    new = lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8)  # noqa: E731 (not pinned)
+    monkeypatch.setattr(Staging, "_new_memory", new)
+    monkeypatch.setattr(module._Chunk, "is_in_place", False)
+    return said
+
+
+def test_a_step_waits_in_its_stream_and_the_file_on_the_host(said: list[str]) -> None:
+    device = torch.device("cuda", 0)
+    on_device = Staging(6 * CHUNK, CHUNK, device)
+    tensor = torch.arange(48.0)
+    live = LiveTensor(on_device, 0, [tensor], tensor.dtype, Watched("tensor", tensor))
+    pieces = live.chunks(CHUNK)
+    found = next(pieces).view(torch.float32).tolist()
+    assert said == ["side waits for training", "copy 1 in side", "the host waits for copy 1"]
+    said.clear()
+    on_device.before_write([0])  # of the first nothing is needed but that its copy comes before the kernel
+    staged = ["side waits for training", "copy {0} in side", "training waits for copy {0}"]
+    ordered = [line.format(copy) for copy in (2, 3) for line in staged]
+    assert said == [*ordered, "training waits for copy 1"]
+    said.clear()
+    overwrite(tensor)
+    found += values(pieces)
+    assert said == ["the host waits for copy 3", "the host waits for copy 2"]
+    assert found == list(range(48))

@@ -130,6 +130,9 @@ def async_save(
         engine.param_sync()
     folder, pending, error = Path(directory), None, None
     try:
+        if engine is not None:
+            optimizer._follow_state()
+            engine.bind_moved()
         plan = _Plan(model, optimizer, engine, extra, everyone, limit)
         if everyone.rank == 0:
             start(folder)
@@ -240,7 +243,6 @@ class _Plan:
         if model is not None:
             tree["model"] = self._of_model(model)
         if engine is not None:
-            engine.bind_moved()
             tree["optim"] = _of_optimizer(optimizer, engine)
         if extra is not None:
             tree["extra"] = _Object(_saved("extra", extra))
@@ -342,7 +344,6 @@ def model_tensors(model: Module) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
-    optimizer._follow_state()
     numbers = numbers_of(optimizer.param_groups)
     steps = engine.steps.to("cpu", torch.float32)
     state = {
@@ -374,7 +375,7 @@ def _saved(key: str, value: Any) -> bytes:
 
 # --- the save while it runs -------------------------------------------------------------------------------------------
 
-_running: set[PendingSave] = set()  # of this process; until each has ended
+_running: set[PendingSave] = set()  # of this process; until each has ended, and its error has been shown
 
 
 class PendingSave:
@@ -402,6 +403,7 @@ class PendingSave:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self._folder} has not ended after {timeout} s")
         if self._error is not None:
+            _running.discard(self)
             raise self._error
 
     def done(self) -> bool:
@@ -416,6 +418,11 @@ class PendingSave:
     def stats(self) -> SaveStats:
         """What it has cost training so far."""
         return self._staging.stats
+
+    def _show_error(self) -> None:
+        if self._error is not None:
+            _running.discard(self)
+            warnings.warn(str(self._error), RuntimeWarning, stacklevel=4)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -437,9 +444,10 @@ class PendingSave:
             self._fail(error)
         finally:
             self._let_go(self._error)
+            if self._error is None:
+                _running.discard(self)
             self._written.set()
             self._ended.set()
-            _running.discard(self)
 
     def _write(self) -> None:
         results = []
@@ -602,19 +610,19 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
 
 
 def finish_before(engine: Engine | None, everyone: Everyone) -> None:
-    """Waits for what this rank still saves."""
+    """Waits for what this rank still saves. Warns of a save that has failed, of which nobody has asked."""
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
         if owner is engine and pending._everyone.rank == everyone.rank:
             pending._ended.wait()
-            if pending._error is not None:
-                warnings.warn(f"{pending._error}; another save follows it", RuntimeWarning, stacklevel=4)
+            pending._show_error()
 
 
 def _finish_at_exit() -> None:
     until = time.monotonic() + _EXIT_S
     for pending in list(_running):
         pending._ended.wait(max(until - time.monotonic(), 0.0))
+        pending._show_error()
 
 
 atexit.register(_finish_at_exit)

@@ -353,6 +353,16 @@ def test_a_disk_too_full_to_say_so_fails_all_ranks(rank: int, tmp_path: Path, mo
     save_fails(tmp_path, f"has failed on rank {rank}", monkeypatch, fail)
 
 
+def test_a_failure_that_nobody_asks_for_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = jobs.of(None)
+    fail_on(0, monkeypatch, DataFile, "_write", of_file)
+    assert checkpoint.async_save(tmp_path, job.model, job.opt)._ended.wait(LIMIT_S)
+    monkeypatch.undo()
+    with pytest.warns(RuntimeWarning, match="has failed on rank 0.*No space left"):
+        checkpoint.save(tmp_path, job.model, job.opt)
+    assert not saving._running
+
+
 def test_a_commit_that_fails_fails_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = Path.replace
 
