@@ -118,7 +118,7 @@ def uninterrupted(kind: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Route:
-    """``save`` may return a Future; until it is done the run goes on. ``where`` is a path that is not there yet."""
+    """``save`` may return what waits for it; until that is called the run goes on. ``where`` is a path that is not there yet."""
 
     save: Callable[[Training, Path], Any]
     load: Callable[[Training, Path], None]
@@ -137,10 +137,10 @@ def dcp_save(run: Training, where: Path) -> None:
     dcp.save(both(run), checkpoint_id=where, process_group=run.group, no_dist=run.group is None)
 
 
-def async_save(run: Training, where: Path, kind: AsyncCheckpointerType) -> Future:
+def async_save(run: Training, where: Path, kind: AsyncCheckpointerType) -> Callable[[], Any]:
     found = dcp.async_save(both(run), checkpoint_id=where, process_group=run.group, async_checkpointer_type=kind)
     assert isinstance(found, Future)
-    return found
+    return functools.partial(found.result, timeout=60)
 
 
 def dcp_load(run: Training, where: Path) -> None:
@@ -157,6 +157,18 @@ def load_by_reader(run: Training, where: Path) -> None:
     state = both(run)
     dcp.load(state, storage_reader=bw.checkpoint.Reader(where), process_group=run.group)
     set_both(run, state)
+
+
+def our_save(run: Training, where: Path) -> None:
+    bw.checkpoint.save(where, run.model, run.opt)
+
+
+def our_async_save(run: Training, where: Path) -> Callable[[], Any]:
+    return bw.checkpoint.async_save(where, run.model, run.opt).wait
+
+
+def our_load(run: Training, where: Path) -> None:
+    bw.checkpoint.load(where, run.model, run.opt)
 
 
 def get(run: Training, options: StateDictOptions) -> dict[str, Any]:
@@ -227,7 +239,9 @@ ROUTES = {
     "get_state_dict, whole": whole_by_names(False),
     "get_state_dict, whole on one": whole_by_names(True),
     "full_state_dict": Route(save_whole, load_whole),
-    # The last two, so that what they save is written while the run goes on.
+    "bw.checkpoint.save": Route(our_save, our_load),
+    # The last three, so that what they save is written while the run goes on.
     "async_save, process": Route(functools.partial(async_save, kind=AsyncCheckpointerType.PROCESS), dcp_load),
+    "bw.checkpoint.async_save": Route(our_async_save, our_load),
     "async_save, thread": Route(functools.partial(async_save, kind=AsyncCheckpointerType.THREAD), dcp_load),
 }

@@ -51,9 +51,9 @@ def saved(given: dict[str, Any], world: int | str, kind: str, cut: str, routes: 
     run.steps(*BEFORE)
     waiting = [ROUTES[route].save(run, where / route) for route in routes]
     run.steps(6)
-    for future in waiting:
-        if future is not None:
-            future.result(timeout=60)
+    for wait in waiting:
+        if wait is not None:
+            wait()
     run.opt.close()
 
 
