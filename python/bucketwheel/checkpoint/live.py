@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
@@ -101,7 +100,3 @@ def split_views(views: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, ..
     blocks = (view.split(rows) if rows else view.unbind() for view in views)
     for block in zip(*blocks, strict=True):
         yield from [block] if rows else split_views(block, most)
-
-
-def nbytes_of(dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel() * dtype.itemsize

@@ -23,6 +23,7 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
 from tests.support.checkpoint_jobs import KINDS, Job, Model
 from tests.support.optim_twins import on_ranks, run_local
+from tests.support.replica_ranks import with_replicas
 
 LEAST = 16 << 10  # bytes of staging memory
 LIMIT_S = 60
@@ -99,6 +100,43 @@ def test_steps_right_after_the_call_do_not_change_what_is_saved(
     for _, _, stats in ranks:
         assert 0 < stats.peak_staging_bytes <= LEAST and stats.staged_bytes > 0
     assert any(stats.waits and stats.waited_s > 0 for _, _, stats in ranks)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16, remainder"])
+def test_processes_train_on_while_their_gathers_run_too(kind: str, rank_pool: Any, tmp_path: Path) -> None:
+    ranks = rank_pool(3).run(_train_on_in_process, str(tmp_path), KINDS[kind])
+    for saved, after in ranks:
+        job = loaded(tmp_path, **KINDS[kind])
+        assert_bitwise_equal(job.values(), saved)
+        job.steps(3, 4, 5)
+        assert_bitwise_equal(job.values(), after)
+
+
+def _train_on_in_process(rank: int, world: int, folder: str, options: dict[str, Any]) -> Any:
+    job = Job({}, rank, world, overlap_param_sync=True, **options)
+    job.steps(1, 2)
+    saved = job.values()
+    pending = checkpoint.async_save(folder, job.model, job.opt, staging_bytes=LEAST)
+    job.steps(3, 4, 5)
+    after = job.values()
+    ends(pending)
+    job.opt.close()
+    return saved, after
+
+
+def test_replicas_train_on(slow_disk: None, tmp_path: Path) -> None:
+    def train(rank: int, shard: Any, replicate: Any) -> Any:
+        job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4)
+        job.steps(1, 2)
+        saved = job.values()
+        pending = checkpoint.async_save(tmp_path, job.model, job.opt, staging_bytes=LEAST)
+        job.steps(3)
+        ends(pending)
+        job.opt.close()
+        return saved
+
+    saved = with_replicas(2, 2, train)[0]
+    assert_bitwise_equal(loaded(tmp_path).values(), saved)
 
 
 def test_nothing_is_staged_that_was_written_in_time(tmp_path: Path) -> None:
