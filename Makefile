@@ -1,4 +1,4 @@
-# make demo        train a small GPT on two CPU ranks, beside DDP, FSDP2  make test     the tests, without the slow ones
+# make demo        a small GPT on two CPU ranks, with DDP, FSDP2, a save  make test     the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make tidy        clang-tidy over csrc and the native tests, up to 15 minutes; TIDY='pool.*' only where the path has this
@@ -35,7 +35,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The level: torch warns that one step's memory is profiled, and not the run's from its start.
 demo: setup
-	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --compare ddp,fsdp2
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
+	  --compare ddp,fsdp2 --save build/demo --every 32 --check-resume
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"

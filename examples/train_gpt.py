@@ -3,12 +3,18 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                        # two ranks on this machine
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare ddp,fsdp2    # beside DDP and FSDP2, each with AdamW
     python examples/train_gpt.py                                             # one rank, no process group
+    torchrun --nproc-per-node 2 examples/train_gpt.py --save DIR --every 32 --resume    # the same line again goes on
 
 The model is plain torch and carries no wrapper. What shards the training is the optimizer: `sharded_adamw` makes it and
-`train_step` uses it; the rest of the file is the model, the data and the peers. train_gpt_report.py measures and draws.
+`train_step` uses it; the rest of the file is the model and the data. train_gpt_checkpoint.py saves and resumes,
+train_gpt_peers.py wraps the peers, train_gpt_report.py measures and draws.
 
-The exit code is 1 when the validation loss does not fall or, with ``--compare`` in fp32, when a training loss differs
-from a peer's by more than 1e-5 relative.
+What is random in a step follows from the seed, the step and, for dropout, the rank. So a resumed training has the bits
+of one that was never stopped. A batch is divided over however many ranks there are: another number of ranks may resume,
+and its losses agree to 1e-5.
+
+The exit code is 1 when the validation loss does not fall, with ``--compare`` in fp32 when a training loss differs from
+a peer's by more than 1e-5 relative, and with ``--check-resume`` when a bit differs.
 """
 
 from __future__ import annotations
@@ -31,14 +37,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import bucketwheel as bw
 
 try:
     from tqdm import tqdm
+    from train_gpt_checkpoint import Checkpoints
+    from train_gpt_peers import PeerAdamW
     from train_gpt_report import draw, peak_of_step, table
 except ImportError as error:
     sys.exit(f"{error}: this example needs the 'demo' extra: pip install 'bucketwheel[demo]'")
@@ -57,7 +62,8 @@ class Config:
     width: int = option(256, "size of the residual stream")
     heads: int = option(4, "attention heads")
     context: int = option(128, "tokens (bytes) per sequence")
-    batch: int = option(4, "sequences per rank and micro-batch")
+    dropout: float = option(0.0, "share of what blocks add to the residual stream that is dropped")
+    batch: int = option(8, "sequences per micro-batch, over all ranks")
     accumulate: int = option(2, "micro-batches per step")
     steps: int = option(64, "optimizer steps")
     lr: float = option(6e-4, "peak learning rate")
@@ -65,13 +71,17 @@ class Config:
     weight_decay: float = option(0.1, "weight decay of the matrices")
     clip: float = option(1.0, "largest global gradient norm")
     evaluate_every: int = option(16, "steps between validations")
-    evaluate_batches: int = option(4, "batches per rank and validation")
+    evaluate_batches: int = option(4, "batches per validation")
     text_bytes: int = option(8_000_000, "upper bound of the text")
     dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
     threads: int = option(1, "compute threads per rank")
     seed: int = option(0, "seed of weights and batches")
     compare: str = option("", "train the same model with peers too", choices=["", "ddp", "fsdp2", "ddp,fsdp2"])
     plot: str = option("demo.png", "where --compare draws memory, time and losses")
+    save: str = option("", "folder of the checkpoint, which all ranks see; saved at the end, in place of the last one")
+    every: int = option(0, "steps between saves, which run beside the training; 0: save at the end only")
+    resume: bool = option(False, "go on from the checkpoint in --save, if there is one")
+    check_resume: bool = option(False, "at the end train again what followed the last save: the bits must be the same")
 
     @staticmethod
     def from_command_line() -> Config:
@@ -81,17 +91,32 @@ class Config:
         )
         for f in fields(Config):
             flag, shown = "--" + f.name.replace("_", "-"), str(f.default) or "NAME"
-            parser.add_argument(flag, type=type(f.default), default=f.default, metavar=shown, **f.metadata)
-        return Config(**vars(parser.parse_args()))
+            if isinstance(f.default, bool):
+                parser.add_argument(flag, action="store_true", **f.metadata)
+            else:
+                parser.add_argument(flag, type=type(f.default), default=f.default, metavar=shown, **f.metadata)
+        config = Config(**vars(parser.parse_args()))
+        config.expect_consistent(parser)
+        return config
+
+    def expect_consistent(self, parser: argparse.ArgumentParser) -> None:
+        if (self.every or self.resume or self.check_resume) and not self.save:
+            parser.error("--every, --resume and --check-resume need --save DIR")
+        if self.check_resume and not 0 < self.every < self.steps:
+            parser.error(f"--check-resume needs a save before the end: --every {self.every}, --steps {self.steps}")
+        if self.resume and self.compare:
+            parser.error("--resume goes without --compare: of the peers nothing is saved")
+        if self.batch < int(os.environ.get("WORLD_SIZE", "1")):
+            parser.error(f"--batch {self.batch}: each of {os.environ['WORLD_SIZE']} ranks needs a sequence at least")
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -103,8 +128,11 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.drop(self.attention_out(attended.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
 
 
 class Gpt(nn.Module):
@@ -114,7 +142,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, config.dropout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -147,17 +175,28 @@ def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
 
 
-def draw_batch(text: Tensor, config: Config, *key: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (int64 [batch, context]): a pure function of the key, so that a peer can draw the same again."""
+def seed_of(*key: int) -> int:
     seed = 0
-    for part in (config.seed, *key):
+    for part in key:
         seed = (seed * 1_000_003 + part + 1) % 2**63
-    starts = torch.randint(len(text) - config.context, (config.batch, 1), generator=torch.Generator().manual_seed(seed))
-    window = text[starts + torch.arange(config.context + 1)].long()
+    return seed
+
+
+def draw_batch(text: Tensor, config: Config, *key: int) -> tuple[Tensor, Tensor]:
+    """This rank's tokens and targets (int64 [sequences, context]) of a batch that is a pure function of the key."""
+    generator = torch.Generator().manual_seed(seed_of(config.seed, *key))
+    starts = torch.randint(len(text) - config.context, (config.batch, 1), generator=generator)
+    own = starts[rank() * config.batch // world() : (rank() + 1) * config.batch // world()]
+    window = text[own + torch.arange(config.context + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
-# ----------------------------------------------------------------------------------------------------------- optimizers
+def weight_of(tokens: Tensor, config: Config) -> float:
+    """What a rank's loss counts for in the mean over ranks: 1, unless the batch does not divide evenly."""
+    return len(tokens) * world() / config.batch
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizer
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
@@ -171,51 +210,6 @@ def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
     """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
     options = {"lr": config.lr, "betas": (0.9, 0.95), "overlap_param_sync": True, "bucket_cap_mb": 2}
     return bw.ShardedAdamW(parameter_groups(model, config), **options)
-
-
-class PeerAdamW(torch.optim.AdamW):
-    """A peer, DDP or FSDP2 with torch's fused AdamW, behind the same words as `bw.ShardedAdamW`."""
-
-    def __init__(self, name: str, model: Gpt, config: Config) -> None:
-        self.model: nn.Module = model
-        if world() > 1 and name == "ddp":
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if world() > 1 and name == "fsdp2":
-            for module in (*model.blocks, model):
-                fully_shard(module)
-        super().__init__(parameter_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
-        self.parameters = list(model.parameters())
-        self.is_ddp = isinstance(self.model, DistributedDataParallel)
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """DDP's gradients are whole anyway, so it reduces them once, after the last micro-batch."""
-        return self.model.no_sync() if self.is_ddp else contextlib.nullcontext()
-
-    def grad_sync(self) -> None:
-        """Both have waited at the end of backward."""
-
-    def param_sync(self) -> None:
-        """DDP's ranks have computed all parameters themselves; FSDP2 gathers them in forward."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Without None DDP's gradients stay in its buckets, instead of lying beside them while they accumulate."""
-        super().zero_grad(set_to_none and not self.is_ddp)
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def memory_summary(self) -> dict[str, int]:
-        states = [s for state in self.state.values() for s in state.values()]
-        parts = {"params": self.parameters, "grads": [p.grad for p in self.parameters], "states": states}
-        return {name: sum(local_bytes(tensor) for tensor in tensors) for name, tensors in parts.items()}
-
-
-def local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -252,7 +246,10 @@ class Run:
 
     @staticmethod
     def start(name: str, model: Gpt, config: Config) -> Run:
-        optimizer = sharded_adamw(model, config) if name == "bucketwheel" else PeerAdamW(name, model, config)
+        if name == "bucketwheel":
+            optimizer = sharded_adamw(model, config)
+        else:
+            optimizer = PeerAdamW(name, model, lambda model: parameter_groups(model, config), config.lr)
 
         def factor(step: int) -> float:
             if step < config.warmup:
@@ -272,15 +269,16 @@ class Run:
 
 
 def train_step(run: Run, text: Tensor, step: int, config: Config) -> float:
-    """One optimizer step; returns this rank's loss."""
+    """One optimizer step; returns the loss, the mean over the batches of all ranks."""
+    torch.manual_seed(seed_of(config.seed, step, rank()))  # for dropout: no generator's state needs to be saved
     run.seconds.append(defaultdict(float))
     optimizer = run.optimizer
     loss_sum = 0.0
     for micro in range(config.accumulate):
-        tokens, targets = draw_batch(text, config, step, micro, rank())
+        tokens, targets = draw_batch(text, config, step, micro)
         waits = micro < config.accumulate - 1 and isinstance(optimizer, PeerAdamW)
         with optimizer.no_sync() if waits else contextlib.nullcontext(), run.timed("forward and backward"):
-            loss = run.model(tokens, targets) / config.accumulate
+            loss = run.model(tokens, targets) * (weight_of(tokens, config) / config.accumulate)
             loss.backward()  # full buckets are reduced meanwhile
             # Micro-batches add up in the shards. `no_sync` would save reductions, and keep whole gradients on each rank.
             optimizer.grad_sync()
@@ -295,22 +293,22 @@ def train_step(run: Run, text: Tensor, step: int, config: Config) -> float:
     with run.timed("gather of parameters"):
         optimizer.param_sync()  # for the timing only: the next forward waits by itself
     run.schedule.step()
-    return loss_sum
+    return mean_over_ranks([loss_sum])[0]
 
 
 @torch.no_grad()
 def validate(run: Run, text: Tensor, config: Config) -> float:
-    """Mean loss over the same batches every time, others on every rank."""
+    """Mean loss over the same batches every time."""
     run.model.eval()
-    batches = [draw_batch(text, config, config.steps + 1, index, rank()) for index in range(config.evaluate_batches)]
-    loss = statistics.fmean(run.model(*batch).item() for batch in batches)
+    batches = [draw_batch(text, config, config.steps + 1, index) for index in range(config.evaluate_batches)]
+    loss = statistics.fmean(run.model(*batch).item() * weight_of(batch[0], config) for batch in batches)
     run.model.train()
     return mean_over_ranks([loss])[0]
 
 
 def time_plain(model: Gpt, text: Tensor, step: int, config: Config) -> float:
     """Seconds that forward and backward of a step take where nothing wraps the model and nothing trains it."""
-    batches = [draw_batch(text, config, step, micro, rank()) for micro in range(config.accumulate)]
+    batches = [draw_batch(text, config, step, micro) for micro in range(config.accumulate)]
     start = time.perf_counter()
     for batch in batches:
         model(*batch).backward()
@@ -319,33 +317,43 @@ def time_plain(model: Gpt, text: Tensor, step: int, config: Config) -> float:
     return end - start
 
 
-def train(config: Config) -> tuple[list[Run], list[float]]:
-    """What was trained, ours first, and what `time_plain` says now and then if there are peers."""
-    text, validation_text = read_text(config.text_bytes)
+def make_model(config: Config) -> Gpt:
     torch.manual_seed(config.seed)
-    model = Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
+    return Gpt(config).to({"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype])
+
+
+def train(config: Config) -> tuple[list[Run], list[float], bool]:
+    """What was trained, ours first; what `time_plain` says now and then if there are peers; what `resumes_alike` says."""
+    text, validation_text = read_text(config.text_bytes)
+    model = make_model(config)
     names = ["bucketwheel", *filter(None, config.compare.split(","))]
     plain, *models = (copy.deepcopy(model) for _ in range(1 + len(names)))
     plain_s: list[float] = []
     runs = [Run.start(name, model, config) for name, model in zip(names, models, strict=True)]
+    checkpoints = Checkpoints(config.save, config.every) if config.save else None
+    end = checkpoints.restore(runs[0]) if checkpoints and config.resume else 0
     count = sum(p.numel() for p in model.parameters())
     say(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world()} rank(s)")
+    if end:
+        say(f"resumed at step {end} from {config.save}")
     for run in runs:
-        run.validation.append((0, validate(run, validation_text, config)))
+        if not end:
+            run.validation.append((0, validate(run, validation_text, config)))
     # Silent where stderr is no terminal: a log gets lines instead.
-    with tqdm(total=config.steps * len(runs), unit="step", disable=None if rank() == 0 else True) as bar:
-        for begin in range(0, config.steps, config.evaluate_every):
-            end = min(begin + config.evaluate_every, config.steps)
+    silent = None if rank() == 0 else True
+    with tqdm(total=config.steps * len(runs), initial=end, unit="step", disable=silent) as bar:
+        while end < config.steps:
+            begin, end = end, min((end // config.evaluate_every + 1) * config.evaluate_every, config.steps)
             # Runs take turns in blocks: a busy machine slows all alike, and yet no run's communication can hide behind
             # another's computation, as it could step by step.
             for run in runs:
-                losses = []
                 for step in range(begin, end):
+                    if checkpoints and run is runs[0]:
+                        checkpoints.save_if_due(run, step)
                     is_last = step == config.steps - 1
                     with peak_of_step(run.memory, run.keeps_grads) if is_last else contextlib.nullcontext():
-                        losses.append(train_step(run, text, step, config))
+                        run.losses.append(train_step(run, text, step, config))
                     bar.update()
-                run.losses += mean_over_ranks(losses)
                 run.validation.append((end, validate(run, validation_text, config)))
                 news = f"{run.name} loss {run.losses[-1]:.3f}, validation {run.validation[-1][1]:.3f}"
                 if bar.disable:
@@ -354,9 +362,31 @@ def train(config: Config) -> tuple[list[Run], list[float]]:
                     bar.set_postfix_str(news)
             if config.compare:
                 plain_s += [time_plain(plain, text, step, config) for step in range(begin, min(begin + 2, end))]
+    alike = resumes_alike(checkpoints, runs[0], text, config) if config.check_resume else True
+    if checkpoints and checkpoints.step < config.steps:
+        checkpoints.start_save(runs[0], config.steps)
+        checkpoints.finish_save()
+        say(checkpoints.summary())
     for run in runs:
         run.optimizer.close()
-    return runs, plain_s
+    return runs, plain_s, alike
+
+
+def resumes_alike(checkpoints: Checkpoints, run: Run, text: Tensor, config: Config) -> bool:
+    """Train again what followed the last save, from the checkpoint: whether all losses and parameters have the same bits."""
+    checkpoints.finish_save()
+    again = Run.start(run.name, make_model(config), config)
+    begin = checkpoints.restore(again)
+    again.losses += [train_step(again, text, step, config) for step in range(begin, config.steps)]
+    pairs = zip(run.model.parameters(), again.model.parameters(), strict=True)
+    alike = again.losses == run.losses and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    again.optimizer.close()
+    found = "the same bits" if alike else "FAILED: other bits"
+    say(
+        f"{checkpoints.summary()}\nresumed at step {begin}, again trained to step {config.steps}: "
+        f"loss {again.losses[-1]!r}, before {run.losses[-1]!r}: {found}"
+    )
+    return alike
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -393,12 +423,13 @@ def main() -> int:
     torch.set_num_threads(config.threads)
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
-    runs, plain_s = train(config)
-    say(table(runs, plain_s, config.batch * config.context * config.accumulate * world()))
+    runs, plain_s, alike = train(config)
+    if runs[0].seconds:  # else it was resumed when all was done
+        say(table(runs, plain_s, config.batch * config.context * config.accumulate))
     if config.compare and rank() == 0:
         draw(runs, plain_s, config.plot)
         say(f"memory, time and losses: {config.plot}")
-    code = check(runs, config)
+    code = check(runs, config) or int(not alike)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code

@@ -67,7 +67,10 @@ def peak_of_step(memory: dict[str, int], grads_are_kept: bool) -> Iterator[None]
 
 def phases(run: Run, plain_s: list[float]) -> dict[str, float]:
     """Medians in milliseconds."""
-    steps = run.seconds[min(3, len(run.seconds) - 2) : -1]  # the first ones warm up, the last one is profiled
+    # All of them where a resumed run has no other.
+    steps = (
+        run.seconds[min(3, max(len(run.seconds) - 2, 0)) : -1] or run.seconds
+    )  # the first ones warm up, the last one is profiled
     found = {phase: 1e3 * statistics.median(step[phase] for step in steps) for phase in steps[0]}
     if plain_s:
         computes = min(1e3 * statistics.median(plain_s), found["forward and backward"])

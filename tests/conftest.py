@@ -35,7 +35,7 @@ LONG = (
         for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
     ),
     *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults", "faults_apart")),
-    *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "examples")),
+    *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "train_gpt_resume", "examples")),
     *(f"tests/conformance/optimizer/test_{name}.py" for name in ("optim_growth", "suite")),
     *(f"tests/conformance/collectives/test_nccl_{name}.py" for name in ("making", "lifetime")),
     "tests/test_layering.py",

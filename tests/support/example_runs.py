@@ -13,16 +13,22 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+def example_env() -> dict[str, str]:
+    paths = [str(EXAMPLES.parent / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+
+
 def run_example(
     name: str, ranks: int, *flags: str, directory: Path | None = None, timeout_s: float = 110
 ) -> tuple[int, str]:
-    """Exit code and output (stdout and stderr) of an example; ``ranks`` 0 means plain Python."""
+    """Exit code and output (stdout and stderr) of an example, or of another script by its whole path; ``ranks`` 0 means
+    plain Python.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    paths = [str(EXAMPLES.parent / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [sys.executable, *torchrun, str(EXAMPLES / name), *flags],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
+        env=example_env(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
