@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import bucketwheel as bw
 from bucketwheel.checkpoint.saving import async_save
@@ -133,6 +134,31 @@ def test_dcp_brings_it_to_another_device(precision: str, world: int, tmp_path: P
     assert_equal(loaded_by_dcp(Job(precision, None, DEVICE.tensors, 7), bw.checkpoint.Reader(tmp_path)), expected)
     with DEVICE.cpu():
         assert_equal(loaded_by_dcp(Job(precision, None, CPU, 7), dcp.FileSystemReader(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_stager_with_a_stream_of_its_own_reads_what_was_there(pins: bool) -> None:
+    """States that the device has not computed yet when it begins; the copies stay as they are while training goes on."""
+    DEVICE.need_gpu("streams")
+
+    def body(rank: int, comm: Any) -> Any:
+        job = trained("masters", comm, DEVICE.tensors, 2)
+        stager = DefaultStager(StagingOptions(pins, False, True, True))
+        DEVICE.hold(BEHIND_S)
+        job.train(range(2, 3))
+        state = job.state()
+        staged = stager.stage(state)
+        job.train(range(3, 6))
+        taken, expected = staged.result(20.0), [*state["optimizer"]["state"].values()]
+        for i, entry in enumerate(taken["optimizer"]["state"].values()):
+            for name in entry.keys() - {"step"}:
+                assert torch.equal(entry[name].piece, expected[i][name].piece.cpu()), (i, name)
+        pieces = [entry["exp_avg"].piece for entry in taken["optimizer"]["state"].values()]
+        assert any(piece.is_pinned() for piece in pieces) is pins
+        stager.close()
+        job.optimizer.close()
+
+    in_world(2, body)
 
 
 # ---- save, load, async_save

@@ -33,9 +33,12 @@ class Piece:
         self.part = part
         self.name = name
         self.boxes: tuple[Box, ...] | None = None  # once somebody has asked for them
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None  # in which it is written
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Piece:
         stager, non_blocking = calling_stager() or (None, False)
+        if stager is not None and self._stream is not None:  # without this edge a stager's own stream reads too early
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
         if stager is None:
             copied = self.tensor.clone()
         elif stager.pin_memory or stager.share_memory or self.tensor.nbytes < _MIN_BYTES:
