@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import bucketwheel as bw
-from bucketwheel.checkpoint.saving import async_save
 from bucketwheel.comm.communicator import Communicator
 from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
@@ -204,7 +203,7 @@ def test_async_save_has_the_values_of_the_call(
         job = trained(precision, comm, DEVICE.tensors, 2)
         DEVICE.hold(BEHIND_S)
         job.train(range(2, 3))
-        handle = async_save(tmp_path, job.model, job.optimizer, {"step": 3}, staging_bytes=staging_bytes)
+        handle = bw.checkpoint.async_save(tmp_path, job.model, job.optimizer, {"step": 3}, staging_bytes=staging_bytes)
         job.train(range(3, 6))
         handle.wait(20.0)
         assert handle.done() and handle.stats.peak_staging_bytes <= staging_bytes
