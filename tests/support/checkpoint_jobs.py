@@ -84,8 +84,8 @@ def of(comm: Any, **options: Any) -> Job:
     return Job({"process_group": comm}, rank, world, **options)
 
 
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.detach().clone() if isinstance(t, Tensor) else t for name, t in tensors.items()}
 
 
 def sizes_of(folder: Any) -> Sequence[int]:

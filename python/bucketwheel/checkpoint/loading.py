@@ -130,14 +130,12 @@ class _Checkpoint:
         items, objects = self._model
         last = {id(value): key for key, value in wanted.items()}  # of tied weights, as load_state_dict does
         for key, value in wanted.items():
-            if not isinstance(value, Tensor):
-                module, _, name = key.removeprefix("model.").rpartition(".")
-                if name != "_extra_state":
-                    raise TypeError(
-                        f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor a module's extra state"
-                    )
-                objects.append((model.get_submodule(module), self._object(key)))
+            if _is_extra_state(key):
+                module = model.get_submodule(key.removeprefix("model.").removesuffix("_extra_state").removesuffix("."))
+                objects.append((module, self._extra_state(key)))
                 continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
             self._expect_shape(key, value.shape)
             if last[id(value)] != key:
                 continue
@@ -153,14 +151,36 @@ class _Checkpoint:
                 items += self._items_of(key, [_whole(value.detach())])
 
     def _expect_names(self, wanted: Mapping[str, Any]) -> None:
+        inside = tuple(f"{key}." for key in wanted if _is_extra_state(key))
         there = [key for key in self._entries if key.startswith("model.")]
-        missing = [key for key in wanted if key not in self._entries]
-        unexpected = [key for key in there if key not in wanted]
+        missing = [key for key, value in wanted.items() if not self._has(key, value)]
+        unexpected = [key for key in there if key not in wanted and not key.startswith(inside)]
         if missing or unexpected:
             raise ValueError(
                 f"{self._folder} does not fit the model: {_some(missing)} missing in the checkpoint, {_some(unexpected)} not "
                 "in the model"
             )
+
+    def _has(self, key: str, value: Any) -> bool:
+        if key in self._entries:
+            return True
+        is_empty = isinstance(value, (dict, list)) and not value  # of which nothing is saved
+        return _is_extra_state(key) and (is_empty or any(name.startswith(f"{key}.") for name in self._entries))
+
+    def _extra_state(self, key: str) -> Any:
+        """Of a module: an object, or what stock has made of a dict, an entry for each of its leaves."""
+        if key in self._entries:
+            return self._value(key)
+        paths = self.reader.description.metadata.planner_data or {}
+        found: dict[Any, Any] = {}
+        for name in self._entries:
+            if name.startswith(f"{key}."):
+                _, _, *parents, last = paths[name]
+                at = found
+                for parent in parents:
+                    at = at.setdefault(parent, {})
+                at[last] = self._value(name)
+        return _with_lists(found)
 
     def _expect_shape(self, key: str, shape: torch.Size) -> None:
         entry = self._entries[key]
@@ -310,6 +330,19 @@ def _name_in(there: Collection[str], names: Sequence[str]) -> str:
     for wrapper in _WRAPPERS:
         plain = [name.replace(wrapper, "") for name in plain]
     return next((name for name in (*names, *plain) if name in there), "")
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether it is what a module's ``get_extra_state`` has returned."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _with_lists(found: Any) -> Any:
+    """Dicts that were lists have the keys 0, 1 and so on."""
+    if not isinstance(found, dict):
+        return found
+    values = {key: _with_lists(value) for key, value in found.items()}
+    return list(values.values()) if values and list(values) == list(range(len(values))) else values
 
 
 def _some(names: Sequence[str]) -> str:

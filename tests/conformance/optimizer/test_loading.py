@@ -228,8 +228,23 @@ def test_dtypes_and_masters_are_those_of_the_loading_job(tmp_path: Path) -> None
         assert_bitwise_equal(loaded["model"]["weights.3"], saved["model"]["weights.3"].float())
 
 
+class Counting(nn.Linear):
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
 def other_shape(model: Model) -> None:
     model.mean = torch.zeros(6)
+
+
+def more_state(model: Model) -> None:
+    model.inner = Counting(2, 2).requires_grad_(False)
+    model.inner.state = {"calls": 1}
 
 
 def more_names(model: Model) -> None:
@@ -242,6 +257,11 @@ def more_names(model: Model) -> None:
     [
         (other_shape, {}, r"'model\.mean' has shape \(5,\) in .* and \(6,\) here"),
         (more_names, {}, r"'model\.new' missing in the checkpoint, 'model\.batches' not in the model"),
+        (
+            more_state,
+            {},
+            r"'model\.inner\.bias', 'model\.inner\._extra_state' missing in the checkpoint, nothing not in",
+        ),
         (None, {"amsgrad": True}, "amsgrad=False"),
     ],
 )
@@ -308,3 +328,72 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
         other.opt.close()
 
     on_ranks(2, load)
+
+
+# ---- what a loop may have done before
+
+
+@pytest.mark.parametrize("by_stock", [False, True])
+def test_extra_state_of_modules_and_learning_rates_that_are_tensors(by_stock: bool, tmp_path: Path) -> None:
+    def job(rate: float) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(Counting(3, 2), nn.ReLU(), Counting(2, 2))
+        return model, jobs.ShardedAdamW(model.parameters(), lr=torch.tensor(rate), process_group=None)
+
+    model, opt = job(0.25)
+    model[0].state = {"calls": 7, "history": [torch.arange(3), {"scale": 0.5}], "shape": (1, 2)}
+    model[2].state = torch.arange(4)
+    if by_stock:
+        dcp.save({"model": model.state_dict(), "optim": opt.state_dict()}, checkpoint_id=tmp_path)
+    else:
+        checkpoint.save(tmp_path, model, opt)
+    other, other_opt = job(0.5)
+    other[2].state = torch.zeros(0)
+    checkpoint.load(tmp_path, other, other_opt)
+    assert_bitwise_equal([other[0].state, other[2].state], [model[0].state, model[2].state])
+    assert_bitwise_equal(other_opt.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("when", ["before the save", "before the load"])
+def test_parameters_that_were_moved(when: str, world: int | None, tmp_path: Path) -> None:
+    def train(comm: Any) -> Any:
+        job = jobs.of(comm)
+        job.steps(1)
+        if when == "before the save":
+            for p in job.params:
+                p.data = (p.data * 2).contiguous()  # other memory, and other strides
+        shown = {name: t.clone() for name, t in job.model.state_dict().items()}
+        checkpoint.save(tmp_path, job.model, job.opt)
+        job.steps(2)
+        went_on = job.values()
+        job.opt.close()
+        other = jobs.of(comm, seed=9)
+        if when == "before the load":
+            for p in other.params:
+                p.data = p.data * 0
+        checkpoint.load(tmp_path, other.model, other.opt)
+        assert_bitwise_equal(dict(other.model.state_dict()), shown)
+        other.steps(2)
+        assert_bitwise_equal(other.values(), went_on)
+        other.opt.close()
+
+    on_ranks(world, train)
+
+
+def test_a_load_is_no_edit_from_outside(tmp_path: Path) -> None:
+    saved, went_on = saved_by(2, tmp_path, **KINDS["bf16, master"])
+    options = {**KINDS["bf16, master"], "on_external_update": "error"}
+    for _, loaded, then in loaded_by(2, tmp_path, **options):
+        assert_bitwise_equal(loaded, saved)
+        assert_bitwise_equal(then, went_on)
+
+
+def test_a_moved_parameter_is_refused_where_edits_are(tmp_path: Path) -> None:
+    def train(comm: Any) -> None:
+        job = jobs.of(comm, on_external_update="error")
+        job.params[1].data = torch.zeros(3)
+        with pytest.raises(RuntimeError, match=r"'weights\.1' was modified"):
+            checkpoint.save(tmp_path, job.model, job.opt)
+        job.opt.close()
+
+    on_ranks(2, train)
