@@ -197,7 +197,7 @@ def await_that(is_so: Callable[[], bool], agents: list[Agent], timeout_s: float)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout_s(300)
+@pytest.mark.timeout_s(400)
 def test_agents_leave_and_join(straight, tmp_path):
     script(tmp_path, WAITS)
     log = tmp_path / "log"
@@ -207,12 +207,12 @@ def test_agents_leave_and_join(straight, tmp_path):
         port = free.getsockname()[1]
     agents = [Agent(tmp_path, f"agent{i}", port, is_host=i == 0) for i in range(2)]
     try:
-        await_that(lambda: "2 8\n" in log.read_text(), agents, 60)
+        await_that(lambda: "2 8\n" in log.read_text(), agents, 120)
         agents[1].kill()
         (tmp_path / "one_has_left").touch()
-        await_that(lambda: "1 16\n" in log.read_text(), agents, 60)
+        await_that(lambda: "1 16\n" in log.read_text(), agents, 120)
         agents.append(Agent(tmp_path, "agent2", port, is_host=False))
-        await_that(lambda: [agents[index].process.poll() for index in (0, 2)] == [0, 0], agents, 100)
+        await_that(lambda: [agents[index].process.poll() for index in (0, 2)] == [0, 0], agents, 120)
     finally:
         for agent in agents:
             agent.kill()
