@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint import saving
+from bucketwheel.checkpoint.staging import Staging
 from bucketwheel.checkpoint.writer import DataFile
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
@@ -38,6 +39,20 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         write(self, data)
 
     monkeypatch.setattr(DataFile, "_write", slowly)
+
+
+@pytest.fixture
+def late_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read until steps of this rank have staged everything, or one waits with its staging memory used up."""
+    read = Staging.read
+
+    def late(self: Staging, chunk: Any) -> Iterator[Any]:
+        until = time.monotonic() + LIMIT_S
+        while self._of_param and not self.stats.waits and time.monotonic() < until:
+            time.sleep(0.001)
+        yield from read(self, chunk)
+
+    monkeypatch.setattr(Staging, "read", late)
 
 
 @pytest.fixture
@@ -74,7 +89,7 @@ def ends(pending: saving.PendingSave) -> saving.SaveStats:
 @pytest.mark.parametrize("world", [None, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_right_after_the_call_do_not_change_what_is_saved(
-    kind: str, world: int | None, slow_disk: None, tmp_path: Path
+    kind: str, world: int | None, late_reads: None, tmp_path: Path
 ) -> None:
     def train(comm: Any) -> Any:
         job = jobs.of(comm, **KINDS[kind])
@@ -124,7 +139,7 @@ def _train_on_in_process(rank: int, world: int, folder: str, options: dict[str, 
     return saved, after
 
 
-def test_replicas_train_on(slow_disk: None, tmp_path: Path) -> None:
+def test_replicas_train_on(late_reads: None, tmp_path: Path) -> None:
     def train(rank: int, shard: Any, replicate: Any) -> Any:
         job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4)
         job.steps(1, 2)
