@@ -12,6 +12,7 @@ was begun and the step that is done, equal where it is whole.
 
 from __future__ import annotations
 
+import array
 import hashlib
 import json
 import threading
@@ -23,7 +24,7 @@ from torch import Tensor
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
 
-__all__ = ["ShardCopy", "ShardLayout", "digests", "fill_record", "read_shard", "write_shard"]
+__all__ = ["Record", "ShardCopy", "ShardLayout", "digests", "read_shard", "write_shard"]
 
 _ALIGN = 64
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
@@ -118,35 +119,46 @@ def write_shard(memory: ShardMemory, mirror: dict[str, Tensor]) -> None:
             piece.copy_(place)
 
 
-def fill_record(record: dict[str, Tensor], parts: list[Tensor], memory: ShardMemory, given: StepInputs) -> None:
-    """Copies what the kernel gets in a step; does not wait for the device if ``record`` is in pinned memory. ``parts``:
-    `grads_in` it."""
-    scalars: list[float] = [given.average]
-    on_device = []
-    for number, group in enumerate(given.param_groups):
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and not lr.is_cpu:
-            on_device.append((_GROUPS + number * len(_HYPERPARAMETERS), lr))
-            lr = 0.0
-        flags = (group["maximize"], group.get("decoupled_weight_decay", True))
-        scalars += [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
-    record["scalars"].copy_(torch.tensor(scalars, dtype=torch.float64, device="cpu"))
-    for place, lr in on_device:
-        record["scalars"][place].copy_(lr.detach().reshape(()).to(torch.float32), non_blocking=True)
-    if len(given.used):
-        record["used"].copy_(torch.frombuffer(bytearray(given.used), dtype=torch.uint8))
-    if given.factors is None:
-        record["factors"].fill_(1.0)
-    else:
-        record["factors"].copy_(given.factors, non_blocking=True)
-    for number, space in enumerate(memory.spaces):
-        if space.grad is not None:
-            record[f"{number}.grad"].copy_(space.grad, non_blocking=True)
-    if given.grads is not None:
-        pairs = [(part, given.grads[row.param]) for part, row in zip(parts, memory.rows, strict=True)]
-        found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
-        if found:
-            torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
+class Record:
+    """Memory of its own for what the kernel gets in a step, and the places in it. ``is_pinned``: `fill` does not wait for the
+    device."""
+
+    def __init__(self, layout: ShardLayout, is_pinned: bool) -> None:
+        self.memory = torch.empty(layout.record.nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        self._tensors = layout.record.tensors(self.memory)
+        self._grads = layout.grads_in(self._tensors)  # of each row
+        # What the host writes: without torch, each call of which lets another thread have the interpreter.
+        self._host = {name: self._tensors[name].numpy().data for name in ("scalars", "factors", "used")}
+
+    def fill(self, memory: ShardMemory, given: StepInputs) -> None:
+        """Copies what the kernel gets."""
+        scalars: list[float] = [given.average]
+        on_device = []
+        for number, group in enumerate(given.param_groups):
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and not lr.is_cpu:
+                on_device.append((_GROUPS + number * len(_HYPERPARAMETERS), lr))
+                lr = 0.0
+            flags = (group["maximize"], group.get("decoupled_weight_decay", True))
+            scalars += [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
+        self._host["scalars"][:] = array.array("d", scalars)
+        for place, lr in on_device:
+            self._tensors["scalars"][place].copy_(lr.detach().reshape(()).to(torch.float32), non_blocking=True)
+        self._host["used"][:] = bytes(given.used)
+        if given.factors is None:
+            self._host["factors"][:] = array.array("d", [1.0]) * len(given.used)
+        elif given.factors.is_cpu:
+            self._host["factors"][:] = given.factors.numpy().data
+        else:
+            self._tensors["factors"].copy_(given.factors, non_blocking=True)
+        for number, space in enumerate(memory.spaces):
+            if space.grad is not None:
+                self._tensors[f"{number}.grad"].copy_(space.grad, non_blocking=True)
+        if given.grads is not None:
+            pairs = [(part, given.grads[row.param]) for part, row in zip(self._grads, memory.rows, strict=True)]
+            found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
+            if found:
+                torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
 
 
 # --- the copy ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.neighbours import Neighbours
-from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout, digests, fill_record, read_shard
+from bucketwheel.checkpoint.replay import Record, ShardCopy, ShardLayout, digests, read_shard
 from bucketwheel.checkpoint.restore import restore_from
 from bucketwheel.checkpoint.snapshot_files import FILE_NAME, SnapshotFile, file_name, open_snapshots, private_folder
 from bucketwheel.comm import background
@@ -50,18 +50,12 @@ _version_of = operator.attrgetter("_version")
 _live: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 
 
-class _Buffer(NamedTuple):
-    memory: Tensor
-    record: dict[str, Tensor]
-    grads: list[Tensor]  # in it, of each row
-
-
 class _Message(NamedTuple):
     kind: int
     step: int
     memory: Tensor | None = None
     layout: ShardLayout | None = None  # of a base
-    buffer: _Buffer | None = None  # of a step
+    buffer: Record | None = None  # of a step: whose memory it is
     ready: Any = None  # CUDA: the event after which ``memory`` is filled
 
 
@@ -86,7 +80,8 @@ class Snapshots:
         directory: keeps the copies in files there, which outlive the process: `load` reads them, `close` removes them. A
             folder of this user alone (it is made, mode 0700), of memory such as ``/dev/shm/me/run1``: writes to a disk
             would be slow. Several hosts: a path that each has for itself.
-        first_step: the number of steps that have been done before: what `restore` or `load` has returned.
+        first_step: the number of steps that have been done before: what `restore` or `load` has returned. It and ``every`` are
+            the same on all ranks.
         timeout_s: how long ranks wait for each other, in a step too, before the snapshots end with a warning. The training
             goes on.
 
@@ -116,7 +111,11 @@ class Snapshots:
         reducer = self._reducer = getattr(self._engine, "reducer", None)
         self.rank: int = 0 if reducer is None else reducer.rank
         self.world: int = 1 if reducer is None else reducer.size
-        self._run = self._exchange(secrets.token_hex(8))[0]
+        said = self._exchange([secrets.token_hex(8), int(every), int(first_step)])
+        for name, given in (("every", [one[1] for one in said]), ("first_step", [one[2] for one in said])):
+            if len(set(given)) > 1:
+                raise ValueError(f"Snapshots: {name} must be the same on all ranks, which gave {given}")
+        self._run = said[0][0]
         is_apart = self.world > 1 and self._engine.comm.backend != "local"
         self._neighbours = Neighbours(reducer, timeout_s) if is_apart else None
         self.stats: dict[str, float] = {"steps": 0, "rebases": 0, "waits": 0, "waited_s": 0.0, "sent_bytes": 0}
@@ -132,9 +131,8 @@ class Snapshots:
         self._step = first_step
         self._versions: list[int] | None = None  # after the last step; None: in a step, or one has failed
         self._layout: ShardLayout | None = None  # None: of no base yet
-        self._free: list[_Buffer] = []  # shared too
+        self._free: list[Record] = []  # shared too
         self._has_warned = False
-        self._hook: Any = None
         self._threads = [threading.Event(), threading.Event()] if is_apart else [threading.Event()]
         for run, ended in zip((self._send_all, self._receive_all), self._threads, strict=False):
             background.start(self._running, run, ended)
@@ -147,31 +145,28 @@ class Snapshots:
             raise
         self._note_versions()
         self._engine.step_observers.append(self._observe)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._note_versions())
 
     # --- the training's thread ---------------------------------------------------------------------------------------
 
-    def _observe(self, given: StepInputs) -> None:
-        """In each step, before the kernel."""
-        with self._changed:
-            if self._ended or self._failure is not None:
-                self._warn()
-                return
+    def _observe(self, given: StepInputs) -> Callable[[], None] | None:
+        """In each step, before the kernel. Returns what is to be called behind it."""
+        if self._ended or self._failure is not None:
+            self._warn()
+            return None
         if self._versions is None or self._versions != self._versions_now():
             try:
                 self.rebase()
             except (RuntimeError, CommTimeout) as error:
                 self._fail(error)
                 self._warn()
-                return
+                return None
         self._versions = None
         buffer = self._free_buffer()
         if buffer is None:
-            return
-        assert self._layout is not None
+            return None
         try:
             with torch.no_grad():
-                fill_record(buffer.record, buffer.grads, self._memory, given)
+                buffer.fill(self._memory, given)
         except BaseException:  # of hyperparameters that the kernel would not take either
             self._free.append(buffer)
             raise
@@ -180,6 +175,7 @@ class Snapshots:
         ready = None if stream is None else stream.record_event()
         self._put(_Message(_STEP, self._step, buffer.memory, buffer=buffer, ready=ready))
         self.stats["steps"] += 1
+        return self._note_versions
 
     def _note_versions(self) -> None:
         self._versions = self._versions_now()
@@ -204,12 +200,7 @@ class Snapshots:
         layout = ShardLayout.of(self._memory, len(self._optimizer.param_groups), self.rank, self.world)
         if self._layout is None or layout.text != self._layout.text:
             self._flush()
-            is_pinned = self._memory.steps.is_cuda
-            free = []
-            for _ in range(self._every):
-                memory = torch.empty(layout.record.nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-                record = layout.record.tensors(memory)
-                free.append(_Buffer(memory, record, layout.grads_in(record)))
+            free = [Record(layout, self._memory.steps.is_cuda) for _ in range(self._every)]
             self._layout, self._free = layout, free
         shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
         read_shard(self._memory, layout.mirror.tensors(shard))
@@ -220,7 +211,7 @@ class Snapshots:
             self._queue.append(message)
             self._changed.notify_all()
 
-    def _free_buffer(self) -> _Buffer | None:
+    def _free_buffer(self) -> Record | None:
         """None where the snapshots have failed."""
         with self._changed:
             if not self._free and self._failure is None:
@@ -370,11 +361,13 @@ class Snapshots:
     def verify(self) -> int:
         """Compares the copies of this rank's shard, its own and the neighbour's, with what it has, bit for bit; returns the
         step. Waits for all that is on its way. Collective; RuntimeError on all ranks that names what differs."""
-        self._optimizer._engine.param_sync()
-        if self._versions != self._versions_now():
-            self.rebase()
+        self._engine.param_sync()
         error = None
         try:
+            if self._ended:
+                raise RuntimeError("the snapshots have ended: close() or stop() was called")
+            if self._versions != self._versions_now():
+                self.rebase()
             self._flush()
         except (RuntimeError, CommTimeout) as found:
             error = str(found)
@@ -427,8 +420,6 @@ class Snapshots:
                 return
             self._ended = True
             self._changed.notify_all()
-        if self._hook is not None:
-            self._hook.remove()
         with contextlib.suppress(ValueError):
             self._engine.step_observers.remove(self._observe)
         if self._neighbours is not None:

@@ -143,11 +143,6 @@ class FlatParams:
                 self._slots.append(slot)
         self._places = [slot.data_ptr() for slot in self._slots]
 
-    @property
-    def slots(self) -> list[Tensor]:
-        """The parameters' memory; a write to `rebind` them is seen in these tensors' versions alone."""
-        return self._slots
-
     def _slot_like(self, tensor: Tensor, begin: int) -> Tensor:
         """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
         piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
@@ -167,7 +162,8 @@ class FlatParams:
 
     def rebind(self, moved: Collection[int]) -> None:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their
-        values."""
+        values. The version of `flat` shows it."""
+        torch.autograd.graph.increment_version(self.flat)  # slots have versions of their own
         for at, (place, info) in enumerate(zip(self._places, self.infos, strict=True)):
             if info.index in moved:
                 slot = self._slots[at]

@@ -56,7 +56,7 @@ class LocalEngine:
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
         self.write_observers: list[Callable[[Collection[int] | None], None]] = []  # as of `ShardedEngine`
         self._factors = GradFactors(0, self._device)
-        self.step_observers: list[Callable[[StepInputs], None]] = []  # as in `ShardedEngine`
+        self.step_observers: list[Callable[[StepInputs], Callable[[], None] | None]] = []  # as in `ShardedEngine`
         # Which gradients were clipped: the tensor and its version then; by what says `_factors`. An entry goes with its
         # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
         self._clips: dict[int, tuple[Tensor, int]] = {}
@@ -122,8 +122,8 @@ class LocalEngine:
         self._drop_stale_clips()
         self._rows.table.set_grads([grads[i] for i in self._order])
         factors = self._factors.vector() if self._clips else None
-        for observe in self.step_observers:
-            observe(StepInputs(param_groups, used, factors, 1.0, grads))
+        given = StepInputs(param_groups, used, factors, 1.0, grads)
+        observed = [observe(given) for observe in self.step_observers]
         self.announce_write([index for index, is_used in enumerate(used) if is_used])
         self._rows.begin_step(param_groups, used, factors)
         self._rows.step()
@@ -133,6 +133,8 @@ class LocalEngine:
         self._edits.note_written()
         if core.is_capturing(self._device):  # what was captured has clipped nothing yet
             self._clips.clear()
+        for note_written in filter(None, observed):
+            note_written()
 
     def _expect_static(self, used: list[bool]) -> None:
         """RuntimeError naming a parameter if ``static_graph`` was promised and other parameters have gradients than before."""

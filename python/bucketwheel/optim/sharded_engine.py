@@ -128,7 +128,8 @@ class ShardedEngine:
         self._hyperparameters = Hyperparameters()
         self._gathers = Gathers(comm, overlaps=options.overlap_param_sync)
         # Called in each step on what the kernel is about to get, before it runs: gradients do not change until they return.
-        self.step_observers: list[Callable[[StepInputs], None]] = []
+        # What they return is called when the step has written, before users' hooks, which may write to parameters.
+        self.step_observers: list[Callable[[StepInputs], Callable[[], None] | None]] = []
         # Called before the optimizer writes to states, masters or its part of parameters: of these indices; None: of any.
         self.write_observers: list[Callable[[Collection[int] | None], None]] = []
         _claim([*self._comms, *_named(infos)], self)
@@ -302,8 +303,8 @@ class ShardedEngine:
         try:
             with torch.no_grad():
                 factors = reduced.factors.vector()
-                for observe in self.step_observers:
-                    observe(StepInputs(param_groups, used, factors, reduced.average))
+                given = StepInputs(param_groups, used, factors, reduced.average)
+                observed = [observe(given) for observe in self.step_observers]
                 rows.begin_step(param_groups, used, factors, reduced.average)
                 for bucket in (self._assembly.buckets[number] for number in order):
                     if any(used[index] for index in bucket.grads.parts):
@@ -314,6 +315,8 @@ class ShardedEngine:
             self._edits.note_written()
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
+        for note_written in filter(None, observed):
+            note_written()
 
     def _find_edits(self) -> Edits:
         """RuntimeError if a parameter was moved that cannot come back."""
@@ -365,9 +368,7 @@ class ShardedEngine:
         spaces = [space.memory() for space in self.spaces]
         rows = [row for number, space in enumerate(self.spaces) for row in space.memory_rows(number)]
         written = [info.param for info in self.infos] + [self.steps]
-        written += [
-            tensor for space in self.spaces for tensor in (space.flat.flat, *space.flat.slots, *space.states.values())
-        ]
+        written += [tensor for space in self.spaces for tensor in (space.flat.flat, *space.states.values())]
         names = [info.name for info in self.infos]
         return ShardMemory(spaces, rows, names, self.steps, written, self.precision.amsgrad, self._edits.resync)
 

@@ -96,8 +96,7 @@ def test_a_hundred_steps_replayed_have_the_bits_of_the_shard(name: str, world: i
 
     def body(comm: Communicator | None) -> None:
         loop = Loop(comm, dtype, **options)
-        every = 1 + loop.rank
-        with Snapshots(loop.opt, every=every) as snapshots:
+        with Snapshots(loop.opt, every=1 + loop.world // 2) as snapshots:
             for seed in range(100):
                 eventful_step(loop, seed)
                 if seed == 50:
@@ -191,6 +190,27 @@ def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: 
     on_ranks(world, body)
 
 
+@pytest.mark.parametrize("world, overlaps", [(None, False), (2, False), (2, True)])
+def test_a_hook_behind_the_step_that_writes_is_followed(world: int | None, overlaps: bool) -> None:
+    """Hooks that were there before the snapshots run before any of theirs would."""
+
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm, overlap_param_sync=overlaps)
+
+        @torch.no_grad()
+        def clamp(*_: object) -> None:
+            for p in loop.params:
+                p.clamp_(-0.25, 0.25)
+
+        loop.opt.register_step_post_hook(clamp)
+        with Snapshots(loop.opt) as snapshots:
+            loop.steps(0, 1, 2)
+            snapshots.verify()
+            assert snapshots.stats["rebases"] == 3
+
+    on_ranks(world, body)
+
+
 def test_a_step_that_fails_is_followed_by_a_whole_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(None)
     with Snapshots(loop.opt) as snapshots:
@@ -272,6 +292,8 @@ def test_closed_or_stopped_they_cost_nothing_and_leave_no_thread() -> None:
         loop.steps(1)
         assert snapshots.stats["steps"] == 1
         snapshots.close()
+        with pytest.raises(RuntimeError, match=r"the snapshots have ended: close\(\) or stop\(\) was called"):
+            snapshots.verify()
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
@@ -282,6 +304,17 @@ def test_bad_arguments(tmp_path: Path) -> None:
     loop.opt.param_groups[0]["capturable"] = True
     with pytest.raises(ValueError, match="capturable"):
         Snapshots(loop.opt)
+
+
+@pytest.mark.parametrize("name", ["every", "first_step"])
+def test_ranks_that_were_given_different_numbers_are_told(name: str) -> None:
+    def body(comm: Communicator) -> None:
+        loop = Loop(comm)
+        with pytest.raises(ValueError, match=rf"{name} must be the same on all ranks, which gave \[1, 2\]"):
+            Snapshots(loop.opt, **{name: 1 + comm.rank})
+        assert not loop.opt._engine.step_observers
+
+    on_ranks(2, body)
 
 
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
