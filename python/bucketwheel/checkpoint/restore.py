@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -50,11 +49,6 @@ def plan_restore(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> P
     return max(plans)
 
 
-def _preference(owner: int, found: tuple[int, int, Offer]) -> tuple[bool, int]:
-    """A rank's own copy first: it travels nowhere."""
-    return found[0] != owner, found[0]
-
-
 def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> Plan:
     worlds = {offer.world for _, _, offer in found}
     if worlds != {len(layouts)}:
@@ -74,7 +68,8 @@ def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]
         raise ValueError(
             f"the shards of ranks {behind} are not to be had at step {step}, which is the newest of another one"
         )
-    chosen = [min(some, key=functools.partial(_preference, owner)) for owner, some in enumerate(able)]
+    # A rank's own copy first: it travels nowhere.
+    chosen = [next((f for f in some if f[0] == owner), some[0]) for owner, some in enumerate(able)]
     bases = {offer.base for _, _, offer in chosen}
     if len(bases) > 1 and max(bases) >= step:
         raise ValueError(f"a change from outside at step {step} has not reached the copies of all shards")

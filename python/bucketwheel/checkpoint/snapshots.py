@@ -475,12 +475,8 @@ class Snapshots:
         """Of other runs, once those of this one are complete everywhere. Collective where there is a folder."""
         if not any(self._exchange(self._folder is not None)):
             return
-        error = None
-        try:
+        with _failing_together(self._engine, "Snapshots"):
             self._flush()
-        except (RuntimeError, CommTimeout) as found:
-            error = str(found)
-        self._expect_none(self._exchange(error))
         for path in self._folder.iterdir() if self._folder is not None else ():
             named = FILE_NAME.fullmatch(path.name)
             if named and named["run"] != self._run and int(named["keeper"]) % self.world == self.rank:

@@ -211,6 +211,22 @@ def test_a_hook_behind_the_step_that_writes_is_followed(world: int | None, overl
     on_ranks(world, body)
 
 
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_move_behind_another_one_is_sent(world: int | None) -> None:
+    """After the first the parameter's place in flat memory is described by another tensor."""
+
+    def body(comm: Communicator | None) -> None:
+        loop = Loop(comm)
+        with Snapshots(loop.opt) as snapshots:
+            loop.params[3].share_memory_()
+            loop.steps(0, 1)
+            move(loop)
+            loop.steps(2)
+            assert snapshots.verify() == 3
+
+    on_ranks(world, body)
+
+
 def test_a_step_that_fails_is_followed_by_a_whole_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(None)
     with Snapshots(loop.opt) as snapshots:
@@ -332,6 +348,30 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         with Snapshots(loop.opt) as snapshots:
             loop.steps(0, 1)
             assert snapshots.verify() == 2
+
+    on_ranks(2, body)
+
+
+def test_a_first_copy_that_is_not_taken_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing older is removed then."""
+    (tmp_path / "f").mkdir(0o700)
+    older = tmp_path / "f" / f"{'0' * 16}-0-0.snapshot"
+    older.touch(0o600)
+    take = Snapshots._begin
+
+    def begin(self: Snapshots, *args: Any) -> None:
+        if self.rank == 1:
+            raise OSError("no more memory")
+        take(self, *args)
+
+    monkeypatch.setattr(Snapshots, "_begin", begin)
+
+    def body(comm: Communicator) -> None:
+        loop = Loop(comm)
+        with pytest.raises(RuntimeError if comm.rank else ValueError, match="no more memory"):
+            Snapshots(loop.opt, directory=tmp_path / "f")
+        assert not loop.opt._engine.step_observers
+        assert older.exists()
 
     on_ranks(2, body)
 
