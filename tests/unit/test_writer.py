@@ -251,6 +251,22 @@ def test_a_failed_save_leaves_the_last_one_and_no_data(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2 and not (tmp_path / ".saving").exists()
 
 
+def test_metadata_that_cannot_be_written_leaves_no_data(tmp_path: Path) -> None:
+    state = {"x": values(50)}
+    save(tmp_path, state)
+    before = files(tmp_path)
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch.object(Path, "write_bytes", side_effect=full),
+        pytest.raises(CheckpointException, match="No space left"),
+    ):
+        save(tmp_path, {"x": values(50, seed=1)})
+    assert files(tmp_path) == before
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert_equal(found, state)
+
+
 def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:
     real = writer.publish
 

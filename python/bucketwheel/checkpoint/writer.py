@@ -245,10 +245,14 @@ def publish(
     flush = _flush if sync else lambda path: None
     flush(saving)
     saving.rename(folder / data)
-    flush(folder)
     temporary = folder / f"{METADATA}.tmp"
-    temporary.write_bytes(packed(metadata))
-    flush(temporary)
+    try:
+        flush(folder)
+        temporary.write_bytes(packed(metadata))
+        flush(temporary)
+    except BaseException:  # so that a disk that is full has room for the next save again
+        shutil.rmtree(folder / data, ignore_errors=True)
+        raise
     temporary.replace(folder / METADATA)
     flush(folder)
     for path in folder.iterdir():
