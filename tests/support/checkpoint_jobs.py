@@ -38,7 +38,8 @@ class Model(nn.Module):
 
 
 class Job:
-    """``groups``: the arguments of the optimizer that say which ranks there are; ``rank`` and ``world``: of all of them."""
+    """``groups``: the arguments of the optimizer that say which ranks there are; ``rank`` and ``world``: of all of them; ``frozen``: a
+    weight that is."""
 
     def __init__(
         self,
@@ -49,10 +50,13 @@ class Job:
         dtype: torch.dtype = FP32,
         seed: int = 0,
         cut: str | int = "row",
+        frozen: int | None = None,
         **options: Any,
     ) -> None:
         self.rank, self.world = rank, world
         self.model = Model(dtype, seed)
+        if frozen is not None:
+            self.model.weights[frozen].requires_grad_(False)
         named = [(name, p) for name, p in self.model.named_parameters()]
         halves = [{"params": named[:4], "granularity": cut}, {"params": named[4:], "lr": 0.05, "granularity": cut}]
         self.opt = ShardedAdamW(halves, lr=0.1, **groups, **{**TINY, **options})

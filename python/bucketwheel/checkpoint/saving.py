@@ -60,6 +60,7 @@ __all__ = [
     "engine_of",
     "everyone_of",
     "finish_before",
+    "is_extra_state",
     "model_tensors",
     "save",
 ]
@@ -96,7 +97,9 @@ def save(
 
     Raises:
         CheckpointError: it could not be saved; on all ranks, with the reason of the first that has failed.
-        TypeError: an ``extra`` that ``torch.load(weights_only=True)`` would refuse, a tensor without plain memory.
+        TypeError: an ``extra``, or a module's extra state, that ``torch.load(weights_only=True)`` would refuse; a tensor
+            without plain memory.
+        OSError: rank 0 cannot make the folder, or a rank its file; ValueError with its text on the others.
     """
     async_save(directory, model, optimizer, extra, staging_bytes=staging_bytes).wait()
 
@@ -339,8 +342,18 @@ class _Turns:
 
 
 def model_tensors(model: Module) -> dict[str, Any]:
-    """``model.state_dict()``, with the parameters themselves."""
-    return dict(model.state_dict(keep_vars=True))
+    """``model.state_dict()``, with the parameters themselves. TypeError for what is neither a tensor nor a module's extra state:
+    nothing could load it."""
+    found = dict(model.state_dict(keep_vars=True))
+    for key, value in found.items():
+        if not isinstance(value, Tensor) and not is_extra_state(key):
+            raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
+    return found
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether it is what a module's ``get_extra_state`` has returned."""
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
@@ -356,6 +369,8 @@ def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
         }
         for info in engine.infos
     }
+    waiting = optimizer._trained.waiting(numbers, optimizer.state)
+    state.update({numbers[p]: dict(entry) for p, entry in waiting.items()})
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
@@ -461,8 +476,6 @@ class PendingSave:
         self._let_go(None)
         self._file.close()
         self._say("done", json.dumps([_row(*result) for result in results]))
-        if not results:
-            self._file.discard()
         self._written.set()
 
     def _let_go(self, error: BaseException | None) -> None:
@@ -510,6 +523,8 @@ class PendingSave:
                 if text is not None:
                     reports[rank] = json.loads(text)
                     self._path(".done", rank).unlink()
+                    if not reports[rank]:  # it had nothing to write, so no item names its file
+                        self._path("_0.distcp", rank).unlink()
                 else:
                     self._expect_at_work(rank, is_gone)
             if len(reports) == self._everyone.size:

@@ -68,9 +68,8 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
             state[number[info.param]] = saved_entry(engine, info)
-    for param, index in number.items():  # new ones, whose state was assigned
-        if param not in optimizer._trained.index_of and optimizer.state.get(param):
-            state[index] = deepcopy(dict(optimizer.state[param]))
+    for param, entry in optimizer._trained.waiting(number, optimizer.state).items():
+        state[number[param]] = deepcopy(dict(entry))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 

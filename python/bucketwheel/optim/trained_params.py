@@ -7,7 +7,7 @@ import math
 import operator
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,11 @@ class TrainedParams:
     @property
     def has_unfrozen(self) -> bool:
         return any(p.requires_grad for p in self.frozen)
+
+    def waiting(self, params: Iterable[Tensor], shown: Mapping[Tensor, Any]) -> dict[Tensor, dict[str, Any]]:
+        """Entries of those of ``params`` that are not trained so far: loaded, or assigned to ``optimizer.state`` (``shown``)."""
+        entries = ((p, self.loaded.get(p) or shown.get(p)) for p in params if p not in self.index_of)
+        return {p: entry for p, entry in entries if entry}
 
     # --- groups that change ------------------------------------------------------------------------------------------
 

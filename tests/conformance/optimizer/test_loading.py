@@ -204,6 +204,36 @@ def test_tied_weights_are_written_once_and_load_untied(tmp_path: Path) -> None:
     assert_bitwise_equal(dict(untied.state_dict()), dict(job.model.state_dict()))
 
 
+def test_what_no_load_would_take_is_not_saved(tmp_path: Path) -> None:
+    model = Model()
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}version": 3}))
+    with pytest.raises(TypeError, match="'version' of the model is a int, neither"):
+        checkpoint.save(tmp_path, model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_the_state_of_a_frozen_parameter_is_saved_again(world: int | None, tmp_path: Path) -> None:
+    def freeze_and_save(comm: Any) -> None:
+        job = jobs.of(comm)
+        job.steps(1, 2)
+        checkpoint.save(tmp_path / "all", job.model, job.opt)
+        saved = job.values()
+        job.opt.close()
+        frozen = jobs.of(comm, seed=9, frozen=3)
+        checkpoint.load(tmp_path / "all", frozen.model, frozen.opt)
+        shown = frozen.opt.state_dict()["state"]
+        assert_bitwise_equal(shown[4], saved["states"][3])  # behind `Model.frozen`
+        checkpoint.save(tmp_path / "again", frozen.model, frozen.opt)
+        frozen.opt.close()
+        again = jobs.of(comm, seed=9)
+        checkpoint.load(tmp_path / "again", again.model, again.opt)
+        assert_bitwise_equal(again.values(), saved)
+        again.opt.close()
+
+    on_ranks(world, freeze_and_save)
+
+
 def test_a_model_alone_is_saved_and_loaded_by_all_of_torchs_ranks(rank_pool: Any, tmp_path: Path) -> None:
     for loaded in rank_pool(2).run(_model_alone, str(tmp_path)):
         assert_bitwise_equal(loaded, dict(Model().state_dict()))

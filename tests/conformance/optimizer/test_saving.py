@@ -394,6 +394,27 @@ def save_fails(folder: Path, error: str, monkeypatch: pytest.MonkeyPatch, fail: 
     run_local(2, train, timeout_s=2 * LIMIT_S)
 
 
+def test_a_rank_that_has_nothing_to_write(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(3).run(_extra_alone, str(tmp_path))
+    assert len(jobs.sizes_of(tmp_path)) == 1
+
+
+def _extra_alone(rank: int, world: int, folder: str) -> None:
+    rename = Path.rename
+
+    def slowly(self: Path, target: Any) -> Any:
+        found = rename(self, target)
+        if rank and self.name.endswith(".done.new"):
+            time.sleep(0.3)  # meanwhile rank 0 commits
+        return found
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Path, "rename", slowly)
+        for epoch in (1, 2):
+            checkpoint.save(folder, extra={"epoch": epoch})
+    assert checkpoint.load(folder) == {"epoch": 2}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_fails_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = lambda: fail_on(rank, monkeypatch, DataFile, "_write", of_file)  # noqa: E731
