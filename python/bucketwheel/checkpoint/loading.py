@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.nn import Module
 
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
 from bucketwheel.checkpoint.reader import Reader
-from bucketwheel.checkpoint.saving import engine_of, everyone_of, finish_before, model_tensors
+from bucketwheel.checkpoint.saving import engine_of, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
@@ -72,8 +72,11 @@ class _Into:
     def __init__(self) -> None:
         self._views: dict[MetadataIndex, Sequence[Tensor]] = {}
 
-    def add(self, index: MetadataIndex, views: Sequence[Tensor]) -> None:
+    def add(self, views: Sequence[Tensor]) -> MetadataIndex:
+        """What a `ReadItem` is to call them."""
+        index = MetadataIndex(str(len(self._views)))
         self._views[index] = views
+        return index
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
         views = self._views[item.dest_index]
@@ -96,7 +99,7 @@ class _Checkpoint:
         self._folder = folder
         self._engine = engine
         self._into = _Into()
-        self._items: list[ReadItem] = []  # all that will be read
+        self._of_states: list[ReadItem] = []  # all that will be read into the optimizer's
         self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
 
     @property
@@ -110,7 +113,7 @@ class _Checkpoint:
         if model is not None:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
-        self.reader.prepare_local_plan(LoadPlan(self._items))
+        self.reader.check([*self._model[0], *self._of_states])
         if "extra" in self._entries:
             self.extra = self._object("extra")
         return found
@@ -130,12 +133,10 @@ class _Checkpoint:
         items, objects = self._model
         last = {id(value): key for key, value in wanted.items()}  # of tied weights, as load_state_dict does
         for key, value in wanted.items():
-            if _is_extra_state(key):
+            if is_extra_state(key):
                 module = model.get_submodule(key.removeprefix("model.").removesuffix("_extra_state").removesuffix("."))
                 objects.append((module, self._extra_state(key)))
                 continue
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
             self._expect_shape(key, value.shape)
             if last[id(value)] != key:
                 continue
@@ -151,7 +152,7 @@ class _Checkpoint:
                 items += self._items_of(key, [_whole(value.detach())])
 
     def _expect_names(self, wanted: Mapping[str, Any]) -> None:
-        inside = tuple(f"{key}." for key in wanted if _is_extra_state(key))
+        inside = tuple(f"{key}." for key in wanted if is_extra_state(key))
         there = [key for key in self._entries if key.startswith("model.")]
         missing = [key for key, value in wanted.items() if not self._has(key, value)]
         unexpected = [key for key in there if key not in wanted and not key.startswith(inside)]
@@ -165,7 +166,7 @@ class _Checkpoint:
         if key in self._entries:
             return True
         is_empty = isinstance(value, (dict, list)) and not value  # of which nothing is saved
-        return _is_extra_state(key) and (is_empty or any(name.startswith(f"{key}.") for name in self._entries))
+        return is_extra_state(key) and (is_empty or any(name.startswith(f"{key}.") for name in self._entries))
 
     def _extra_state(self, key: str) -> Any:
         """Of a module: an object, or what stock has made of a dict, an entry for each of its leaves."""
@@ -222,6 +223,7 @@ class _Checkpoint:
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
                 items = self._items_of(keys[name], ((live.box, live.of(name)) for live in boxes))
+                self._of_states += items
                 entry[name] = StoredState(info.param.shape, partial(self._read, items))
         return entry
 
@@ -264,19 +266,17 @@ class _Checkpoint:
                     there = [at - offset for at, offset in zip(begin, chunk.offsets, strict=True)]
                     item = ReadItem(
                         LoadItemType.TENSOR,
-                        dest_index=MetadataIndex(f"{key} {len(self._items) + len(items)}"),
+                        dest_index=self._into.add([_part(view, here, sizes) for view in views]),
                         dest_offsets=torch.Size(here),
                         storage_index=MetadataIndex(key, chunk.offsets, number),
                         storage_offsets=torch.Size(there),
                         lengths=torch.Size(sizes),
                     )
-                    self._into.add(item.dest_index, [_part(view, here, sizes) for view in views])
                     items.append(item)
-        self._items += items
         return items
 
     def _read(self, items: list[ReadItem]) -> None:
-        self.reader.read_data(LoadPlan(items), self._into)  # type: ignore[arg-type]
+        self.reader.load(items, self._into)  # type: ignore[arg-type]
 
     def _value(self, key: str) -> Any:
         """A tensor that is small, or not divided here; or another object."""
@@ -284,7 +284,7 @@ class _Checkpoint:
             return self._object(key)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         items = self._items_of(key, [_whole(whole)])
-        self.reader.prepare_local_plan(LoadPlan(items))
+        self.reader.check(items)
         self._read(items)
         return whole
 
@@ -330,11 +330,6 @@ def _name_in(there: Collection[str], names: Sequence[str]) -> str:
     for wrapper in _WRAPPERS:
         plain = [name.replace(wrapper, "") for name in plain]
     return next((name for name in (*names, *plain) if name in there), "")
-
-
-def _is_extra_state(key: str) -> bool:
-    """Whether it is what a module's ``get_extra_state`` has returned."""
-    return key.rpartition(".")[2] == "_extra_state"
 
 
 def _with_lists(found: Any) -> Any:

@@ -129,18 +129,7 @@ class Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """All ranks come here before any of them loads: an error of one stops all."""
         try:
-            for item in plan.items:
-                stored = self._stored(item.storage_index)
-                if item.type == LoadItemType.BYTE_IO:
-                    if self.verify_when == "before":
-                        self.verify([item.storage_index])
-                    if self.weights_only:
-                        self.read_object(item.storage_index.fqn)
-                elif stored.sums is None:
-                    self._foreign_box(item.storage_index)
-                elif self.verify_when == "before":
-                    self._verify_envelope(item.storage_index, stored)
-                    self._verify_range(item.storage_index, *self._needed(item))
+            self.check(plan.items)
         finally:
             self.close()
         return plan
@@ -150,18 +139,39 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            for item in sorted(plan.items, key=self._place):
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
-                else:
-                    target = planner.resolve_tensor(item).detach()
-                    self._load(item, target)
-                    planner.commit_tensor(item, target)
+            self.load(plan.items, planner)
         finally:
             self.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    # ---- the same for `bucketwheel.checkpoint.load`, which calls them for each state and closes at its end
+
+    def check(self, items: Iterable[ReadItem]) -> None:
+        """Raises `CheckpointError` for what is damaged of these, or refused, as far as that is looked at before a load."""
+        for item in items:
+            stored = self._stored(item.storage_index)
+            if item.type == LoadItemType.BYTE_IO:
+                if self.verify_when == "before":
+                    self.verify([item.storage_index])
+                if self.weights_only:
+                    self.read_object(item.storage_index.fqn)
+            elif stored.sums is None:
+                self._foreign_box(item.storage_index)
+            elif self.verify_when == "before":
+                self._verify_envelope(item.storage_index, stored)
+                self._verify_range(item.storage_index, *self._needed(item))
+
+    def load(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        """Reads these to where ``planner`` wants them."""
+        for item in sorted(items, key=self._place):
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
+            else:
+                target = planner.resolve_tensor(item).detach()
+                self._load(item, target)
+                planner.commit_tensor(item, target)
 
     # ---- inside
 

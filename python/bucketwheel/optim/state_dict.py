@@ -218,8 +218,9 @@ def _states_of_frozen(
 
 def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Any]) -> None:
     engine.announce_write()
-    if "master_param" not in loaded:
-        forget_master(engine.values_of(info.index), engine.states[info.index])
+    state = engine.states[info.index]
+    if "master_param" in saved_names(state) and "master_param" not in loaded:
+        forget_master(engine.values_of(info.index), state)
     assign(engine, info, {"step": step, **loaded})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,20 @@ def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None
         assert_bitwise_equal(dict(tensors), dict(model.state_dict()))
         assert_bitwise_equal(states, [dict(twin.state[p]) for p in named])
         assert rates == [0.2, 0.05]
+
+
+def test_what_a_load_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is opened once, and nothing is read but to be checked and to be loaded; no parameter is copied."""
+    saved_by(None, tmp_path)
+    (size,) = jobs.sizes_of(tmp_path)
+    job = jobs.of(None, seed=9)
+    opened, read, open_file, read_file = [], [], os.open, os.preadv
+    monkeypatch.setattr(os, "open", lambda path, *args: opened.append(Path(path).name) or open_file(path, *args))
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(read_file(*args)) or read[-1])
+    monkeypatch.setattr(type(job.opt._engine), "values_of", None)
+    checkpoint.load(tmp_path, job.model, job.opt)
+    assert opened == ["__0_0.distcp"]
+    assert 0 < sum(read) <= 2 * size
 
 
 # ---- parts, and what does not fit
