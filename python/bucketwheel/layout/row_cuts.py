@@ -9,10 +9,11 @@ parameters:
     | vector | gap | matrix ...................... |   the matrix begins so that a row begins at s1; its rows divide a shard
 
 A bucket of row cuts ends where a parameter ends. It may be `GROWTH` times as large as asked for, and 1 % of it may be
-padding; more only in a small one whose rows need no larger shards than its elements. Where that does not do (few rows, fewer rows than ranks, long rows at
-large worlds) parameters have *element cuts*: they are cut without regard to rows, as with granularity 1. Of all ways to
-end buckets the cheapest is taken: few parameters cut inside rows, then few buckets, near the size asked for
-(`_cut_together`). A parameter that no bucket can hold has buckets of its own, of whole rows where they fit (`_cut_alone`).
+padding; more only in a small one whose rows need no larger shards than its elements. Where that does not do (few rows,
+fewer rows than ranks, long rows at large worlds) parameters have *element cuts*: they are cut without regard to rows, as
+with granularity 1. Of all ways to end buckets the cheapest is taken: few parameters cut inside rows, then few buckets,
+near the size asked for (`_cut_together`). A parameter that no bucket can hold has buckets of its own, of whole rows where
+they fit (`_cut_alone`).
 
 Cost: sizes are divided, never counted shard by shard, so the world's size does not matter. Buckets end at a `_stops`, of
 which there are at most about 130 within the largest bucket, however many parameters lie there.

@@ -133,8 +133,8 @@ def describe(engine: ShardedEngine) -> str:
         _precision_line(engine.infos, options.precision),
         ", ".join(said),
         *_table(rows),
-        f"total: {len(engine.infos)} parameters, {in_one_box} in one box a rank, {numel - padding:,} elements, {100 * padding / max(numel, 1):.1f} % padding, "
-        f"{len(engine.grads.buckets)} buckets",
+        f"total: {len(engine.infos)} parameters, {in_one_box} in one box a rank, {numel - padding:,} elements, "
+        f"{100 * padding / max(numel, 1):.1f} % padding, {len(engine.grads.buckets)} buckets",
         f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds})",
     ]
     return "\n".join(lines)
