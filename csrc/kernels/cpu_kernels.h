@@ -58,7 +58,6 @@ struct CpuKernels {
 
   // As crc32c.h says.
   uint32_t (*crc32c)(const void* data, size_t bytes, uint32_t initial);
-  uint32_t (*crc32c_copy)(void* to, const void* from, size_t bytes, uint32_t initial);
 };
 
 // From this size on, an ordinary copy would displace more from the cache than it leaves there.

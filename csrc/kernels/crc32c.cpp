@@ -6,8 +6,4 @@ namespace bucketwheel {
 
 uint32_t crc32c(const void* data, size_t bytes, uint32_t initial) { return cpu_kernels().crc32c(data, bytes, initial); }
 
-uint32_t crc32c_copy(void* to, const void* from, size_t bytes, uint32_t initial) {
-  return cpu_kernels().crc32c_copy(to, from, bytes, initial);
-}
-
 }  // namespace bucketwheel

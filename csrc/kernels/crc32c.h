@@ -10,8 +10,4 @@ namespace bucketwheel {
 
 uint32_t crc32c(const void* data, size_t bytes, uint32_t initial = 0);
 
-// Copies, and returns the checksum: of `to` as it is now. The two do not overlap. From kPastCacheBytes on the copy goes
-// past the cache.
-uint32_t crc32c_copy(void* to, const void* from, size_t bytes, uint32_t initial = 0);
-
 }  // namespace bucketwheel

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/convert_cpu.h"
+#include "base/platform.h"
 #include "kernels/cpu_kernels.h"
 #include "kernels/crc32c_tables.h"
 
@@ -56,19 +56,15 @@ BW_FORCE_INLINE uint32_t steps(uint32_t state, const unsigned char* from, size_t
 
 constexpr size_t kThreeBlocks = 3 * kCrc32cShiftBytes;
 
-// The states that three blocks make of `state`, 0 and 0, as one. `to` is aligned to 64 bytes where something is copied.
-template <bool kCopies>
-BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, unsigned char* to, const unsigned char* from) {
+// The states that three blocks make of `state`, 0 and 0, as one.
+BW_FORCE_INLINE uint32_t three_blocks(uint32_t state, const unsigned char* from) {
   constexpr size_t kBlock = kCrc32cShiftBytes, kLine = 64;
   static_assert(kBlock % kLine == 0);
   uint32_t a = state, b = 0, c = 0;
   for (size_t i = 0; i < kBlock; i += kLine) {
     for (size_t line = 3 * i; line < 3 * (i + kLine); line += kLine) {
-      // The processor's own prefetcher does not follow three short streams, nor does a copy of three.
+      // The processor's own prefetcher does not follow three short streams.
       __builtin_prefetch(from + 2 * kThreeBlocks + line);
-      if constexpr (kCopies) {
-        store_line_past_cache(to + line, from + line);
-      }
     }
     for (size_t j = i; j < i + kLine; j += 8) {
       a = step(a, word_at(from + j));
@@ -83,36 +79,9 @@ uint32_t crc32c(const void* data, size_t bytes, uint32_t initial) {
   const auto* from = static_cast<const unsigned char*>(data);
   uint32_t state = ~initial;
   for (; bytes >= kThreeBlocks; from += kThreeBlocks, bytes -= kThreeBlocks) {
-    state = three_blocks<false>(state, nullptr, from);
+    state = three_blocks(state, from);
   }
   return ~steps(state, from, bytes);
-}
-
-// A block stays in the first-level cache between the copy and the checksum, which is that of what was written.
-uint32_t copy_by_block(unsigned char* to, const unsigned char* from, size_t bytes, uint32_t sum) {
-  constexpr size_t kInCache = size_t{1} << 14;
-  for (size_t part; bytes != 0; to += part, from += part, bytes -= part) {
-    part = bytes < kInCache ? bytes : kInCache;
-    __builtin_memcpy(to, from, part);
-    sum = crc32c(to, part, sum);
-  }
-  return sum;
-}
-
-uint32_t crc32c_copy(void* target, const void* source, size_t bytes, uint32_t initial) {
-  auto* to = static_cast<unsigned char*>(target);
-  const auto* from = static_cast<const unsigned char*>(source);
-  if (bytes < kPastCacheBytes) {
-    return copy_by_block(to, from, bytes, initial);
-  }
-  const size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
-  uint32_t state = ~copy_by_block(to, from, head, initial);
-  size_t done = head;
-  for (; done + kThreeBlocks <= bytes; done += kThreeBlocks) {
-    state = three_blocks<true>(state, to + done, from + done);
-  }
-  fence_past_cache();
-  return copy_by_block(to + done, from + done, bytes - done, ~state);
 }
 
 }  // namespace

@@ -72,12 +72,11 @@ std::unique_ptr<T[]> exactly(int64_t n, T value) {
 
 }  // namespace
 
-TEST(a_checksum_reads_and_writes_its_bytes_alone) {
+TEST(a_checksum_reads_its_bytes_alone) {
   for (const int64_t bytes : {0, 1, 7, 8, 9, 1535, 1536, 1537, 20000, (1 << 20) - 1, (1 << 20) + 3000}) {
-    const auto from = exactly<unsigned char>(bytes, 0xab), to = exactly<unsigned char>(bytes, 0);
+    const auto from = exactly<unsigned char>(bytes, 0xab);
     const auto size = static_cast<size_t>(bytes);
     const uint32_t sum = crc32c(from.get(), size);
-    CHECK(crc32c_copy(to.get(), from.get(), size) == sum && std::equal(to.get(), to.get() + bytes, from.get()));
     uint32_t one_by_one = 0;
     for (size_t i = 0; i < size; ++i) {
       one_by_one = crc32c(from.get() + i, 1, one_by_one);

@@ -14,7 +14,6 @@ for byte in range(256):
     for _ in range(8):
         byte = (byte >> 1) ^ (POLYNOMIAL if byte & 1 else 0)
     TABLE.append(byte)
-PAST_CACHE = 1 << 20  # kPastCacheBytes
 
 
 def after(crc: int, data: bytes) -> int:
@@ -51,13 +50,10 @@ def test_the_vectors_of_the_standard(data: bytes, crc: int) -> None:
 def test_every_length_and_alignment() -> None:
     data = values(512)
     content = bytes(data.numpy())
-    target = torch.empty(512, dtype=torch.uint8)
     for begin in range(64):
         expected = 7
         for length in range(301):
-            source, to = data[begin : begin + length], target[63 - begin :][:length].zero_()
-            assert core.crc32c(source, 7) == expected
-            assert core.crc32c_copy(to, source, 7) == expected and torch.equal(to, source)
+            assert core.crc32c(data[begin : begin + length], 7) == expected
             expected = after(expected, content[begin + length : begin + length + 1])
 
 
@@ -67,25 +63,10 @@ def test_blocks_side_by_side(size: int) -> None:
     assert core.crc32c(data) == after(0, bytes(data.numpy()))
 
 
-@pytest.mark.parametrize("more", [-1, 0, 1, 64, 1535, 1536, 5000])
-@pytest.mark.parametrize("align", [0, 1, 63])
-def test_a_copy_past_the_cache(more: int, align: int) -> None:
-    data = values(PAST_CACHE + more)
-    memory = torch.full((PAST_CACHE + more + 128,), 9, dtype=torch.uint8)
-    begin = -memory.data_ptr() % 64 + align
-    target = memory[begin : begin + data.numel()]
-    assert core.crc32c_copy(target, data, 5) == core.crc32c(data, 5)
-    assert torch.equal(target, data)
-    assert (memory[:begin] == 9).all() and (memory[begin + data.numel() :] == 9).all()
-
-
 def test_parts_chain_to_the_whole() -> None:
     data = values(100_000)
     for cut in (0, 1, 1536, 16384, 50_001, 100_000):
         assert core.crc32c(data[cut:], core.crc32c(data[:cut])) == core.crc32c(data)
-        target = torch.empty_like(data)
-        first = core.crc32c_copy(target[:cut], data[:cut])
-        assert core.crc32c_copy(target[cut:], data[cut:], first) == core.crc32c(data) and torch.equal(target, data)
 
 
 def test_what_has_bytes() -> None:
@@ -102,9 +83,5 @@ def test_what_is_refused() -> None:
         core.crc32c(x[::2])
     with pytest.raises(TypeError):
         core.crc32c("text")
-    with pytest.raises(ValueError, match="to has 5 bytes, source has 6"):
-        core.crc32c_copy(x[1:].clone(), x)
-    with pytest.raises(BufferError):
-        core.crc32c_copy(bytes(6), x)
     with pytest.raises(TypeError):
         core.crc32c(x, -1)
