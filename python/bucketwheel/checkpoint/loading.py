@@ -48,8 +48,9 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     """
     engine = engine_of(optimizer)
     everyone = everyone_of(engine)
-    finish_before(engine, everyone)
-    checkpoint = _Checkpoint(Path(directory), engine)
+    folder = Path(directory)
+    finish_before(engine, everyone, folder)
+    checkpoint = _Checkpoint(folder, engine)
     try:
         if engine is not None:
             optimizer._load("bw.checkpoint.load", lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)

@@ -120,18 +120,19 @@ def async_save(
     it raises the tensor's version; writes through ``p.data`` do not and may be saved in part. An optimizer made with
     ``capturable=True`` may be replayed without a word, so for that the call waits until this rank's data is written.
 
-    A save that is still running is waited for. At the end of the process a save is waited for up to a minute.
+    A save that is still running, of this optimizer or into this folder, is waited for. At the end of the process a save is waited for up to a minute.
     """
     limit = expect_int(staging_bytes, "staging_bytes")
     if limit < _LEAST_STAGING:
         raise ValueError(f"staging_bytes is {limit}, expected at least {_LEAST_STAGING}")
     engine = engine_of(optimizer)
     everyone = everyone_of(engine)
-    finish_before(engine, everyone)
+    folder = Path(directory)
+    finish_before(engine, everyone, folder)
     if engine is not None:
         optimizer._follow_groups()
         engine.param_sync()
-    folder, pending, error = Path(directory), None, None
+    pending, error = None, None
     try:
         if engine is not None:
             optimizer._follow_state()
@@ -624,11 +625,12 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
     return Metadata(entries, planner_data=plan.paths), results
 
 
-def finish_before(engine: Engine | None, everyone: Everyone) -> None:
-    """Waits for what this rank still saves. Warns of a save that has failed, of which nobody has asked."""
+def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> None:
+    """Waits for what this rank still saves of ``engine``, or of another into ``folder``. Warns of a save that has failed, of which nobody has asked."""
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
-        if owner is engine and pending._everyone.rank == everyone.rank:
+        is_related = owner is engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
+        if is_related and pending._everyone.rank == everyone.rank:
             pending._ended.wait()
             pending._show_error()
 

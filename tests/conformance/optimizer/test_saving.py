@@ -263,6 +263,15 @@ def test_a_second_save_waits_for_the_first(world: int | None, slow_disk: None, t
     assert_bitwise_equal(loaded(tmp_path).values(), saved)
 
 
+def test_a_save_of_another_optimizer_into_the_folder_waits_for_the_first(slow_disk: None, tmp_path: Path) -> None:
+    first, second = jobs.of(None), jobs.of(None, seed=5)
+    pending = checkpoint.async_save(tmp_path, first.model, first.opt)
+    another = checkpoint.async_save(tmp_path / "." / "", second.model, second.opt)
+    assert pending.done()
+    ends(another)
+    assert_bitwise_equal(loaded(tmp_path).values(), second.values())
+
+
 def test_stock_async_save_has_the_values_of_the_call(rank_pool: Any, tmp_path: Path) -> None:
     saved = rank_pool(2).run(_stock_async_save, str(tmp_path))[0]
     assert_bitwise_equal(loaded(tmp_path).values(), saved)
