@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
 # tools/doctor.py and __main__.py need torch, the others do not.
 REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "toolchain")]
-REAL += ["_version.py", "errors.py", "tools/doctor.py", "tools/flight.py", "comm/nccl_library.py", "__main__.py"]
+REAL += ["_version.py", "errors.py", "comm/nccl_library.py", "__main__.py"]
+REAL += ["tools/checkpoint.py", "tools/doctor.py", "tools/flight.py"]
 
 MODULE = """
 #include <Python.h>

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bucketwheel import checkpoint
 from bucketwheel.errors import CheckpointError
 
 __all__ = ["add_arguments", "main", "report"]
@@ -35,7 +34,9 @@ def main(options: argparse.Namespace) -> int:
 
 def report(folder: Path, *, verify: bool) -> Iterator[str]:
     """Line by line, the verdict last. Raises `CheckpointError` where it is not whole."""
-    reader = checkpoint.Reader(folder)
+    from bucketwheel.checkpoint import Reader  # here: doctor also runs where the rest cannot be imported
+
+    reader = Reader(folder)
     found = reader.description
     boxes: dict[str, list[Any]] = {}
     for index, tensor, _ in reader.boxes():
