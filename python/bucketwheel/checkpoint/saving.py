@@ -626,7 +626,8 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
 
 
 def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> None:
-    """Waits for what this rank still saves of ``engine``, or of another into ``folder``. Warns of a save that has failed, of which nobody has asked."""
+    """Waits for what this rank still saves of ``engine``, or of another into ``folder``. Warns of a save that has failed, of
+    which nobody has asked."""
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
         is_related = owner is engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
