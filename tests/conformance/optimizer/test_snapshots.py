@@ -259,8 +259,9 @@ def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypa
         assert snapshots.verify() == 18
         assert snapshots.stats["rebases"] == snapshots.stats["waits"] == 0
     if comm is not None:
-        loop.opt.close()
-        comm.close()
+        with posing():
+            loop.opt.close()
+            comm.close()
 
 
 def test_a_step_waits_where_all_buffers_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
