@@ -38,8 +38,8 @@ class Model(nn.Module):
 
 
 class Job:
-    """``groups``: the arguments of the optimizer that say which ranks there are; ``rank`` and ``world``: of all of them; ``frozen``: a
-    weight that is."""
+    """``groups``: the arguments of the optimizer that say which ranks there are; ``rank`` and ``world``: of all of them;
+    ``frozen``: a weight that is."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFile", "copy_values"]
+__all__ = ["MappedFile", "copy_values", "sync_path"]
 
 
 class MappedFile:
@@ -36,9 +36,9 @@ class MappedFile:
 
     def commit(self) -> None:
         """`saved` is on disk, and called ``path``, when this returns."""
-        _sync(self._temporary)
+        sync_path(self._temporary)
         os.replace(self._temporary, self._path)
-        _sync(self._path.parent)
+        sync_path(self._path.parent)
 
     def remove(self) -> None:
         """What was not committed."""
@@ -56,7 +56,8 @@ def copy_values(to: Any, of: Any) -> None:
         to.copy_(of)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """A file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from bucketwheel import torch_internals
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, sums_for
+from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
@@ -242,7 +243,7 @@ def publish(
         "sums": sums_for((index, stored.sums) for index, stored in by_index.items()),
     }
     setattr(metadata, ATTRIBUTE, facts)
-    flush = _flush if sync else lambda path: None
+    flush = sync_path if sync else lambda path: None
     flush(saving)
     saving.rename(folder / data)
     temporary = folder / f"{METADATA}.tmp"
@@ -258,15 +259,6 @@ def publish(
     for path in folder.iterdir():
         if _DATA.fullmatch(path.name) and path.name != data:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """A file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Writer(StorageWriter):

@@ -63,8 +63,8 @@ class ShardedAdamW(Optimizer):
     `full_state` and `reset_state`. Hyperparameters that differ between ranks raise RuntimeError on all in `step`.
 
     Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
-    `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`, `load_full_state_dict`, `close`, and what stock code
-    asks of placeholders.
+    `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`, `load_full_state_dict`, `close`, and
+    what stock code asks of placeholders.
 
     Args:
         params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
@@ -520,8 +520,8 @@ class ShardedAdamW(Optimizer):
         *,
         chunk_bytes: int = full_state.CHUNK_BYTES,
     ) -> None:
-        """`load_state_dict` of a whole state that rank ``src`` of all ranks has (the others give None), or with ``src`` None every
-        one. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`; no hooks.
+        """`load_state_dict` of a whole state that rank ``src`` of all ranks has (the others give None), or, with ``src`` None,
+        every rank. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`; no hooks.
 
         ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
         ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (flattened too), or the path of a torch.save file
