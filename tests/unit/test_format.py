@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketwheel import torch_internals
 from bucketwheel.checkpoint import Reader
-from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, describe, packed
+from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, Sums, describe, packed, packed_sums
 from bucketwheel.errors import CheckpointError
 from tests.unit.test_writer import save, values
 
@@ -257,7 +258,7 @@ def resized(by: int) -> Callable[[Path, Metadata], None]:
 
 
 INFO = torch_internals.storage_info
-SUMS = (0, 12, 0, b"1234")
+SUMS = Sums(0, 12, 0, b"1234")
 CHANGES: list[tuple[Callable[[Path, Metadata], Any], str]] = [
     (change_path("/etc/passwd"), "'/etc/passwd' is not a path inside the checkpoint"),
     (change_path("../elsewhere"), "is not a path inside"),
@@ -287,7 +288,7 @@ CHANGES: list[tuple[Callable[[Path, Metadata], Any], str]] = [
     (of_entry(chunks={}), "chunks is a dict"),
     (of_entry(size=3), "not a size"),
     (lambda _, m: setattr(m, "storage_data", None), "where the data lies"),
-    (lambda _, m: m.storage_data.clear(), "is not stored"),
+    (lambda _, m: m.storage_data.clear(), "where 0 items lie and has checksums of 1"),
     (lambda _, m: m.state_dict_metadata.update(y=BytesStorageMetadata()), "'y' at None is not stored"),
     (lambda _, m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), "a name is a int"),
     (lambda _, m: m.state_dict_metadata.update(y=StorageMeta()), "StorageMeta stands where"),
@@ -303,21 +304,21 @@ CHANGES: list[tuple[Callable[[Path, Metadata], Any], str]] = [
     (of_entry(properties=Calls(TensorProperties)), "TensorProperties stands where"),
     (lambda _, m: delattr(m, ATTRIBUTE), "it has no checksums, but a trailer"),
     (lambda _, m: setattr(m, ATTRIBUTE, 3), "a format that this bucketwheel does not know"),
-    (of_facts(lambda facts: facts.update(version=2)), "a format that this bucketwheel does not know"),
+    (of_facts(lambda facts: facts.update(version=1)), "a format that this bucketwheel does not know"),
     (of_facts(lambda facts: facts.update(chunk_bytes=0)), "no world size"),
     (of_facts(lambda facts: facts.update(world="1")), "no world size"),
     (of_facts(lambda facts: facts.update(sums=[])), "it has no checksums"),
-    (of_facts(lambda facts: facts["sums"].clear()), "has no checksum"),
+    (of_facts(lambda facts: facts.update(sums=b"")), "where 1 items lie and has checksums of 0"),
     (of_facts(lambda facts: facts["files"].clear()), "None were written"),
     *(
-        (of_facts(lambda facts, sums=sums: facts["sums"].update(dict.fromkeys(facts["sums"], sums))), message)
+        (of_facts(lambda facts, sums=sums: facts.update(sums=sums)), message)
         for sums, message in [
-            (3, "another form"),
-            (SUMS[:3], "another form"),
-            ((*SUMS[:3], b"12345"), "another form"),
-            ((-1, *SUMS[1:]), "another form"),
-            ((0, 16, 0, b"1234"), "16 bytes of data, its shape has 12"),
-            ((10**6, *SUMS[1:]), "lies beyond its place"),
+            (packed_sums([SUMS])[:-1], "checksums are cut off"),
+            (packed_sums([SUMS])[:7], "checksums are cut off"),
+            (packed_sums([SUMS]) + b"12345", "checksums are cut off"),
+            (packed_sums([replace(SUMS, nbytes=1 << 60)]), "checksums are cut off"),
+            (packed_sums([replace(SUMS, nbytes=16)]), "16 bytes of data, its shape has 12"),
+            (packed_sums([replace(SUMS, begin=10**6)]), "lies beyond its place"),
         ]
     ),
 ]

@@ -38,13 +38,14 @@ from torch.distributed.checkpoint.metadata import (
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
-__all__ = ["ATTRIBUTE", "METADATA", "Description", "Sums", "describe", "packed"]
+__all__ = ["ATTRIBUTE", "METADATA", "Description", "Stored", "Sums", "describe", "packed", "packed_sums"]
 
 METADATA = ".metadata"
 ATTRIBUTE = "bucketwheel"  # of the pickled Metadata
-VERSION = 1
+VERSION = 2
 
 _TRAILER = struct.Struct("<8sQI")
+_SUMS = struct.Struct("<QQI")  # of an item: begin, nbytes, envelope of `Sums`; its chunks follow
 _MAGIC = b"\x89bwckpt\n"
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 _DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -104,14 +105,14 @@ def describe(folder: Path) -> Description:
         raise CheckpointError(f"{folder} is no checkpoint, or its save has not finished: {error}") from error
     body, is_ours = _body(content, path)
     try:
-        pickled = _loaded(body)
+        pickled = _loaded(body, is_ours)
         metadata = _metadata(pickled)
         extra = pickled.state.get(ATTRIBUTE)
         if (extra is not None) != is_ours:
             _refuse("its trailer is missing or damaged" if extra is not None else "it has no checksums, but a trailer")
         infos = _infos(pickled.state.get("storage_data"))
-        facts = _facts(extra) if is_ours else _Facts(0, 0, {}, {})
-        items = {index: Stored(*info, facts.sums.get(index)) for index, info in infos.items()}
+        facts = _facts(extra, len(infos)) if is_ours else _Facts(0, 0, {}, [None] * len(infos))
+        items = {i: Stored(*info, sums) for (i, info), sums in zip(infos.items(), facts.sums, strict=True)}
         _expect_items(metadata, items, is_ours)
         _expect_files(folder, items, facts.files, is_ours)
     except (CheckpointError, RecursionError) as error:  # a recursion: names in containers in containers
@@ -158,28 +159,30 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle._Unpickler):
-    def __init__(self, body: bytes) -> None:
-        self.file = io.BytesIO(body)
-        super().__init__(self.file)
-        self.records: dict[str, type[_Record]] = {}
+def _find_class(unpickler: Any, module: str, name: str) -> Any:
+    full = f"{module}.{name}"
+    if full in _RECORDS:
+        return unpickler.records.setdefault(full, type(name, (_Record,), {"name": name, "__new__": _new}))
+    if module == "torch" and name in _DTYPES:
+        return _DTYPES[name]
+    if full in _PATHS:
+        return lambda *parts: "/".join(str(part) for part in parts)
+    found = {
+        "torch.Size": tuple,
+        "torch.serialization._get_layout": lambda layout: _LAYOUTS[layout],
+        "collections.OrderedDict": OrderedDict,
+        "builtins.set": set,
+        "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
+    }.get(full)
+    return found or _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
 
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _RECORDS:
-            return self.records.setdefault(full, type(name, (_Record,), {"name": name, "__new__": _new}))
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if full in _PATHS:
-            return lambda *parts: "/".join(str(part) for part in parts)
-        found = {
-            "torch.Size": tuple,
-            "torch.serialization._get_layout": lambda layout: _LAYOUTS[layout],
-            "collections.OrderedDict": OrderedDict,
-            "builtins.set": set,
-            "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
-        }.get(full)
-        return found or _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
+
+class _Unpickler(pickle._Unpickler):
+    find_class = _find_class
+
+
+class _FastUnpickler(pickle.Unpickler):
+    find_class = _find_class
 
 
 def _new(kind: type[_Record], *args: Any) -> _Record:
@@ -188,15 +191,17 @@ def _new(kind: type[_Record], *args: Any) -> _Record:
     return record
 
 
-def _loaded(body: bytes) -> _Record:
-    unpickler = _Unpickler(body)
+def _loaded(body: bytes, is_whole: bool) -> _Record:
+    file = io.BytesIO(body)
+    unpickler: Any = (_FastUnpickler if is_whole else _Unpickler)(file)
+    unpickler.records = {}  # the classes of this load
     try:
         pickled = unpickler.load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"it is not a whole pickle: {type(error).__name__}: {error}") from error
-    if (left := len(unpickler.file.read())) != 0:
+    if (left := len(file.read())) != 0:
         _refuse(f"{left} bytes follow the pickle")
     return _expect_record(pickled, "Metadata")
 
@@ -296,27 +301,39 @@ class _Facts:
     world: int
     chunk_bytes: int
     files: dict[str, int]  # their sizes
-    sums: dict[MetadataIndex, Sums]
+    sums: Sequence[Sums | None]  # in the order of the items
 
 
-def _facts(extra: Any) -> _Facts:
+def _facts(extra: Any, items: int) -> _Facts:
     if not isinstance(extra, dict) or extra.get("version") != VERSION:
         _refuse("its checksums are of a format that this bucketwheel does not know: update it")
     if not all(type(extra.get(name)) is int and extra[name] > 0 for name in ("world", "chunk_bytes")):
         _refuse("its checksums have no world size")
-    if not all(isinstance(extra.get(name), dict) for name in ("files", "sums")):
+    files, sums = extra.get("files"), extra.get("sums")
+    if not isinstance(files, dict) or not isinstance(sums, bytes):
         _refuse("it has no checksums")
-    sums = {}
-    for key, value in extra["sums"].items():
-        if not (
-            isinstance(value, tuple)
-            and [type(one) for one in value] == [int, int, int, bytes]
-            and min(value[:3]) >= 0
-            and len(value[3]) == 4 * math.ceil(value[1] / extra["chunk_bytes"])
-        ):
-            _refuse("a checksum has another form")
-        sums[_index(key)] = Sums(*value)
-    return _Facts(extra["world"], extra["chunk_bytes"], extra["files"], sums)
+    found = list(_unpacked_sums(sums, extra["chunk_bytes"]))
+    if len(found) != items:
+        _refuse(f"it says where {items} items lie and has checksums of {len(found)}")
+    return _Facts(extra["world"], extra["chunk_bytes"], files, found)
+
+
+def packed_sums(sums: Iterable[Sums]) -> bytes:
+    """Of all items, in their order; pickled as one object, since a large job has 100,000 items."""
+    return b"".join(_SUMS.pack(one.begin, one.nbytes, one.envelope) + one.chunks for one in sums)
+
+
+def _unpacked_sums(packed: bytes, chunk_bytes: int) -> Iterator[Sums]:
+    at = 0
+    while at < len(packed):
+        if len(packed) < at + _SUMS.size:
+            _refuse("its checksums are cut off")
+        begin, nbytes, envelope = _SUMS.unpack_from(packed, at)
+        end = at + _SUMS.size + 4 * -(-nbytes // chunk_bytes)
+        if len(packed) < end:
+            _refuse("its checksums are cut off")
+        yield Sums(begin, nbytes, envelope, packed[at + _SUMS.size : end])
+        at = end
 
 
 # ---- what must fit ---------------------------------------------------------------------------------------------------
@@ -391,8 +408,3 @@ def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[
             _refuse(f"the file {name} has {found.st_size} bytes, {files.get(name)} were written")
         if found.st_size < end:
             _refuse(f"the file {name} has {found.st_size} bytes, {end} are needed: it is cut off")
-
-
-def sums_for(sums: Iterable[tuple[MetadataIndex, Sums]]) -> dict[MetadataIndex, tuple[int, int, int, bytes]]:
-    """As they are pickled: of nothing but what Python has."""
-    return {index: (one.begin, one.nbytes, one.envelope, one.chunks) for index, one in sums}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from bucketwheel import torch_internals
-from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, sums_for
+from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, packed_sums
 from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
@@ -240,7 +240,7 @@ def publish(
         "world": len(results),
         "chunk_bytes": chunk_bytes,
         "files": {f"{data}/{name}": size for name, size in ends.items()},
-        "sums": sums_for((index, stored.sums) for index, stored in by_index.items()),
+        "sums": packed_sums(stored.sums for stored in by_index.values()),
     }
     setattr(metadata, ATTRIBUTE, facts)
     flush = sync_path if sync else lambda path: None
