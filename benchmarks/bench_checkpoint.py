@@ -6,7 +6,8 @@ A GPT of bench_optim.py, wider, whose fp32 parameters, exp_avg and exp_avg_sq ha
 thread a rank. Files lie in a temporary folder in DIR (default: build/ of the checkout), on a file system whose name is
 printed. All writers fsync, and each replaces the checkpoint that it wrote before. Reads find the files in the page cache.
 
-save: save and load of the rank's parameters and states against
+save: save and load of the rank's parameters and states ("load": into a new job's optimizer, as a resume does; "load again":
+    into one that has stepped, whose values a damaged file must not change) against
     bare: one file a rank, written from and read into the same live memory in the same chunks, with one fsync of the file
         and one of its folder, then renamed over the last one; no checksums, no metadata.
     fsdp2: the same model under FSDP2 with fused AdamW; stock dcp.save with FileSystemWriter(sync_files=True), and dcp.load
@@ -57,6 +58,7 @@ GOALS = {  # ratio peer / ours, at least
     ("load", "bare"): 1 / 1.1,
     ("save", "fsdp2"): 1.0,
     ("load", "fsdp2"): 1.0,
+    ("load again", "fsdp2"): 1.0,
     ("async_save: stall", "save"): 20.0,
     ("stock dcp.async_save: call", "memcpy"): 1 / 1.3,
     ("snapshots: in step", "memcpy"): 1 / 1.5,
@@ -113,6 +115,15 @@ class WithCpu:
 class OurFiles:
     def __init__(self, system: Ours, folder: Path) -> None:
         self.system, self.folder = system, folder
+
+    def renew(self, config: GptConfig) -> None:
+        """Be a job that has just begun, in memory that the system has given already, as the others' is."""
+        self.system.close()
+        self.system = Ours(config)
+        self.system.optimizer._engine.share_params()  # of the communicator
+        for of_param in self.system.optimizer._engine.states:
+            for state in of_param.values():
+                state.data.zero_()  # as if nobody had: see `_is_new` in loading.py
 
     def tensors(self) -> list[Tensor]:
         return [*live_tensors(self.system.optimizer), *(p.detach() for p in self.system.model.parameters())]
@@ -206,34 +217,44 @@ def save_job(rank: Rank, config: GptConfig, folder: Path, repeats: int) -> dict[
     }
     for name, each in files.items():
         expect_restored(name, each, each.system, batches[1])
+    new_job = OurFiles(Ours(config), folder / "ours")
+
+    def before(name: str) -> None:
+        if name == "new":
+            new_job.renew(config)
+        rank.barrier()
+
+    saves = {name: each.save for name, each in files.items()}
+    loads = {"new": new_job.load, **{name: each.load for name, each in files.items()}}
     out: dict[str, Any] = {"bytes": nbytes}
-    for what in ("save", "load"):
-        calls = {name: WithCpu(getattr(each, what)) for name, each in files.items()}
-        times = measure(calls, repeats=repeats, warmup=1, before=lambda name: rank.barrier())
+    for what, cases in (("save", saves), ("load", loads)):
+        calls = {name: WithCpu(call) for name, call in cases.items()}
+        times = measure(calls, repeats=repeats, warmup=1, before=before)
         cpu_s = {name: Timing(tuple(call.samples_s[1:])).median_s for name, call in calls.items()}
-        grown = {name: grown_bytes(call) for name, call in calls.items()}
-        out[what] = {name: (times[name], cpu_s[name], grown[name]) for name in files}
+        grown = {name: (before(name), grown_bytes(call))[1] for name, call in calls.items()}
+        out[what] = {name: (times[name], cpu_s[name], grown[name]) for name in calls}
+    new_job.system.close()
     ours.close()
     return out
 
 
 def run_save(results: Results, config: GptConfig, folder: Path, repeats: int) -> None:
     ranks = run_ranks(WORLD, save_job, config, folder, repeats, timeout_s=1800).values
-    for what in ("save", "load"):
+    for case, what, ours in (("save", "save", "ours"), ("load", "load", "new"), ("load again", "load", "ours")):
         times = {name: of_job([rank[what][name][0] for rank in ranks]) for name in ranks[0][what]}
         cpu_s = {name: max(rank[what][name][1] for rank in ranks) for name in times}
         extra = {name: max(rank[what][name][2] for rank in ranks) for name in times}
         for peer in ("bare", "fsdp2"):
             add(
                 results,
-                what,
-                times["ours"],
+                case,
+                times[ours],
                 peer,
                 times[peer],
                 bytes=sum(rank["bytes"] for rank in ranks),
-                ours_cpu_s=cpu_s["ours"],
+                ours_cpu_s=cpu_s[ours],
                 peer_cpu_s=cpu_s[peer],
-                ours_extra_mib=extra["ours"] / 2**20,
+                ours_extra_mib=extra[ours] / 2**20,
                 peer_extra_mib=extra[peer] / 2**20,
             )
 

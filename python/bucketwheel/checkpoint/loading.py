@@ -1,7 +1,8 @@
 """load: a checkpoint into a model and an optimizer, whatever world size and buckets it was saved with; all of it or nothing.
 
 Each rank reads what it owns of sharded parameters and states, straight to where it lies, and the parameters are gathered
-afterwards. Nothing is written before all ranks have checked names, shapes and checksums.
+afterwards. Nothing is written before all ranks have checked names, shapes and checksums, but for the moments of an optimizer
+that has not stepped yet: these are zeros, so they are read once, checked on the way, and zeroed again if the load fails.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
     checkpoint of another writer one box.
 
-    Raises, on all ranks, before anything is written anywhere:
+    Raises, on all ranks, before anything is written anywhere (but for moments of an optimizer that has not stepped yet, which
+    are zeros again then):
         CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.
         ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
     """
@@ -64,7 +66,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
             checkpoint.load_model()
         return checkpoint.extra
     finally:
-        checkpoint.reader.close()
+        checkpoint.end()
 
 
 class _Into:
@@ -100,7 +102,9 @@ class _Checkpoint:
         self._folder = folder
         self._engine = engine
         self._into = _Into()
-        self._of_states: list[ReadItem] = []  # all that will be read into the optimizer's
+        self._of_states: list[ReadItem] = []  # all that will be read into the optimizer's, but for:
+        self._first: list[tuple[list[ReadItem], Tensor]] = []  # moments that are zeros, until the load is certain
+        self._is_new = engine is not None and _is_new(engine)
         self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
 
     @property
@@ -117,9 +121,20 @@ class _Checkpoint:
         self.reader.check([*self._model[0], *self._of_states])
         if "extra" in self._entries:
             self.extra = self._object("extra")
+        if self._first and self._engine is not None:
+            self._engine.announce_write()
+            self._read([item for items, _ in self._first for item in items], checks=True)
         return found
 
+    def end(self) -> None:
+        """The load is over, or has failed."""
+        for _, moment in self._first:
+            moment.zero_()
+        self.reader.close()
+
     def load_model(self) -> None:
+        """All ranks have checked what they load."""
+        self._first = []
         items, objects = self._model
         self._read(items)
         for module, value in objects:
@@ -224,6 +239,9 @@ class _Checkpoint:
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
                 items = self._items_of(keys[name], ((live.box, live.of(name)) for live in boxes))
+                if self._is_new and name != "master_param":
+                    self._first.append((items, self._engine.states[info.index][kept]))
+                    items = []
                 self._of_states += items
                 entry[name] = StoredState(info.param.shape, partial(self._read, items))
         return entry
@@ -276,8 +294,8 @@ class _Checkpoint:
                     items.append(item)
         return items
 
-    def _read(self, items: list[ReadItem]) -> None:
-        self.reader.load(items, self._into)  # type: ignore[arg-type]
+    def _read(self, items: list[ReadItem], *, checks: bool = False) -> None:
+        self.reader.load(items, self._into, checks=checks)  # type: ignore[arg-type]
 
     def _value(self, key: str) -> Any:
         """A tensor that is small, or not divided here; or another object."""
@@ -285,13 +303,19 @@ class _Checkpoint:
             return self._object(key)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         items = self._items_of(key, [_whole(whole)])
-        self.reader.check(items)
-        self._read(items)
+        self._read(items, checks=True)
         return whole
 
     def _object(self, key: str) -> Any:
         self.reader.verify([MetadataIndex(key)])
         return self.reader.read_object(key)
+
+
+def _is_new(engine: Engine) -> bool:
+    """Whether no step was taken and nobody has written to a state, so that moments are zeros."""
+    return not engine.steps.any() and not any(
+        state._version for of_param in engine.states for state in of_param.values()
+    )
 
 
 def _whole(tensor: Tensor) -> tuple[Box, Sequence[Tensor]]:

@@ -23,6 +23,7 @@ from bucketwheel.native import core
 __all__ = ["Reader"]
 
 VERIFY = ("before", "reading", "never")
+_PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
 
 
 class Reader(StorageReader):
@@ -47,6 +48,7 @@ class Reader(StorageReader):
         self.path = Path(path)
         self.verify_when = verify
         self.weights_only = weights_only
+        self._checks = verify == "reading"  # while reading, now
         self._description: Description | None = None
         self._files: dict[str, int] = {}  # open ones, by relative path, until close()
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -77,8 +79,8 @@ class Reader(StorageReader):
         for index, stored in known.items():
             if stored.sums is not None:
                 compared += stored.length
-                self._verify_envelope(index, stored)
-                self._verify_range(index, 0, stored.sums.nbytes)
+                self._check_envelope(index, stored)
+                self._check_data(index, stored, 0, stored.sums.nbytes)
         return compared
 
     def read_box(self, index: MetadataIndex, begin: int, out: torch.Tensor) -> None:
@@ -89,14 +91,8 @@ class Reader(StorageReader):
         stored = self._stored(index)
         if stored.sums is None:
             out.copy_(bytes_of(self._foreign_box(index))[begin : begin + out.numel()])
-        elif self.verify_when == "reading":
-            for at, taken, whole in self._chunks(stored, begin, begin + out.numel()):
-                target = out[max(at - begin, 0) :][: taken.stop - taken.start]
-                chunk = target if taken.stop - taken.start == whole else self._stage(whole)
-                self._read(stored, stored.sums.begin + at, chunk)
-                self._expect_sum(index, at, chunk)
-                if chunk is not target:
-                    target.copy_(chunk[taken])
+        elif self._checks:
+            self._check_data(index, stored, begin, begin + out.numel(), out)
         else:
             self._read(stored, stored.sums.begin + begin, out)
 
@@ -160,11 +156,20 @@ class Reader(StorageReader):
             elif stored.sums is None:
                 self._foreign_box(item.storage_index)
             elif self.verify_when == "before":
-                self._verify_envelope(item.storage_index, stored)
-                self._verify_range(item.storage_index, *self._needed(item))
+                self._check_envelope(item.storage_index, stored)
+                self._check_data(item.storage_index, stored, *self._needed(item))
 
-    def load(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Reads these to where ``planner`` wants them."""
+    def load(self, items: Iterable[ReadItem], planner: LoadPlanner, *, checks: bool = False) -> None:
+        """Reads these to where ``planner`` wants them; if it ``checks``, compares checksums on the way in any case."""
+        before, self._checks = self._checks, self._checks or checks
+        try:
+            self._load_all(items, planner)
+        finally:
+            self._checks = before
+
+    # ---- inside
+
+    def _load_all(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         for item in sorted(items, key=self._place):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
@@ -172,8 +177,6 @@ class Reader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 self._load(item, target)
                 planner.commit_tensor(item, target)
-
-    # ---- inside
 
     def _stored(self, index: MetadataIndex) -> Stored:
         try:
@@ -254,32 +257,34 @@ class Reader(StorageReader):
             size = min(chunk_bytes, stored.sums.nbytes - at)
             yield at, slice(max(begin - at, 0), min(end - at, size)), size
 
-    def _verify_range(self, index: MetadataIndex, begin: int, end: int) -> None:
-        stored = self._stored(index)
+    def _check_data(
+        self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: torch.Tensor | None = None
+    ) -> None:
+        """Reads the chunks that hold bytes [begin, end) of a box, those bytes into ``out``, and compares checksums."""
         assert stored.sums is not None
-        for at, _, size in self._chunks(stored, begin, end):
-            chunk = self._stage(size)
-            self._read(stored, stored.sums.begin + at, chunk)
-            self._expect_sum(index, at, chunk)
+        for at, taken, size in self._chunks(stored, begin, end):
+            target = None if out is None else out[max(at - begin, 0) :][: taken.stop - taken.start]
+            chunk = target if target is not None and target.numel() == size else self._stage(size)
+            crc = 0
+            for piece in range(0, size, _PIECE_BYTES):
+                part = chunk[piece : piece + _PIECE_BYTES]
+                self._read(stored, stored.sums.begin + at + piece, part)
+                crc = core.crc32c(part, crc)
+            if crc != int.from_bytes(stored.sums.chunks[4 * (at // self.description.chunk_bytes) :][:4], "little"):
+                raise CheckpointError(self._damaged(index, stored, f"in bytes {at} to {at + size} of its data"))
+            if target is not None and chunk is not target:
+                target.copy_(chunk[taken])
 
-    def _verify_envelope(self, index: MetadataIndex, stored: Stored) -> None:
+    def _check_envelope(self, index: MetadataIndex, stored: Stored) -> None:
         assert stored.sums is not None
         end = stored.sums.begin + stored.sums.nbytes
         around = self._stage(stored.length - stored.sums.nbytes)
         self._read(stored, 0, around[: stored.sums.begin])
         self._read(stored, end, around[stored.sums.begin :])
         if core.crc32c(around) != stored.sums.envelope:
-            raise CheckpointError(self._damaged(index, "around its data"))
+            raise CheckpointError(self._damaged(index, stored, "around its data"))
 
-    def _expect_sum(self, index: MetadataIndex, at: int, chunk: torch.Tensor) -> None:
-        stored = self._stored(index)
-        assert stored.sums is not None
-        number = at // self.description.chunk_bytes
-        if core.crc32c(chunk) != int.from_bytes(stored.sums.chunks[4 * number :][:4], "little"):
-            raise CheckpointError(self._damaged(index, f"in bytes {at} to {at + chunk.numel()} of its data"))
-
-    def _damaged(self, index: MetadataIndex, where: str) -> str:
-        stored = self._stored(index)
+    def _damaged(self, index: MetadataIndex, stored: Stored, where: str) -> str:
         return (
             f"{self.path / stored.path} is damaged: the checksum of {index.fqn!r} at {index.offset} differs {where} "
             "from what was written"
