@@ -23,6 +23,12 @@ def part(value: float, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -
     return TensorShard(torch.full((numel,), value, dtype=dtype), (2 * numel,), (1,), [(numel, 2 * numel)], (1, 2), "w")
 
 
+def unseen(value: float) -> TensorShard:
+    """As `state_dict` makes them."""
+    copied = piece.copy_unseen(part(value).piece, {})
+    return TensorShard(copied, (2 * NUMEL,), (1,), [(NUMEL, 2 * NUMEL)], (1, 2), "w", is_unseen=True)
+
+
 def staged(state: dict[str, Any]) -> dict[str, Any]:
     """As `async_save` stages by default, with a stager of its own for each save."""
     return DefaultStager(StagingOptions(False, False, False, False)).stage(state)
@@ -74,6 +80,39 @@ def test_one_of_two_names_of_a_shard_is_a_copy_once(buffers: Buffers) -> None:
     shard = part(1)
     copies = staged({"a": shard, "b": shard})
     assert copies["a"] is copies["b"] and buffers.nbytes == 4 * NUMEL
+
+
+@pytest.mark.parametrize("first", ["exported", "staged"])
+def test_what_nobody_has_seen_is_not_copied_until_somebody_has_it(buffers: Buffers, first: str) -> None:
+    exported = unseen(1)
+    copied = staged({"a": exported})["a"]
+    again = staged({"a": exported})["a"]
+    assert buffers.nbytes == 4 * NUMEL  # of the second
+    shards = {"exported": exported, "staged": copied}
+    shards.pop(first).piece.zero_()
+    (other,) = shards.values()
+    assert torch.equal(other, part(1)) and torch.equal(again, part(1))
+    other.piece.zero_()
+    assert torch.equal(again, part(1))
+
+
+def test_what_somebody_has_seen_is_copied(buffers: Buffers) -> None:
+    exported = unseen(1)
+    view = exported.piece[3:]
+    copied = staged({"a": exported})["a"]
+    view.zero_()
+    assert torch.equal(copied, part(1)) and buffers.nbytes == 4 * NUMEL
+
+
+def test_state_dicts_take_the_memory_of_the_staging_before(buffers: Buffers) -> None:
+    unseen(0)
+    assert buffers.nbytes == 0, "memory is kept before anything has been staged"
+    staged({"a": unseen(1)})
+    copied = staged({"a": unseen(2)})
+    taken = places(copied)
+    del copied
+    again = staged({"a": unseen(3)})
+    assert places(again) == taken and buffers.nbytes == 4 * NUMEL
 
 
 def test_small_pieces_and_other_copies_are_ordinary_memory(buffers: Buffers) -> None:

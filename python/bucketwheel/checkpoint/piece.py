@@ -1,8 +1,9 @@
-"""Piece: the memory of a `TensorShard`, and what torch's asynchronous saves copy it into.
+"""Piece: the memory of a `TensorShard`, and how torch's asynchronous saves come to have it.
 
-`torch.distributed.checkpoint.async_save` copies what it saves first, with a `StateDictStager`, into memory that is new each
-time: the kernel hands out and clears its pages one by one, which takes longer than the copy. A `Piece` is copied into
-memory of the staging before, where nobody refers to that any more.
+`torch.distributed.checkpoint.async_save` copies what it saves first, with a `StateDictStager`. Nobody has seen the memory of
+a piece that `state_dict` has just copied, so the stager's `Piece` has it too, and the first of the two that is looked at
+while the other is there takes a copy. Other pieces are copied. Both kinds of copies lie in memory of the save before, where
+nobody refers to that any more: the pages of new memory take longer than the copy.
 """
 
 from __future__ import annotations
@@ -18,36 +19,76 @@ from torch import Tensor
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.torch_internals import calling_stager
 
-__all__ = ["Buffers", "Piece"]
+__all__ = ["Buffers", "Piece", "copy_unseen"]
 
 _MIN_BYTES = 1 << 16  # what is smaller has few pages
 
 
 class Piece:
     """All that a `TensorShard` has beside its shape, in one object, which says how stagers copy it: they look at each member
-    of a tensor, at each element of a tuple and at each number."""
+    of a tensor, at each element of a tuple and at each number.
 
-    def __init__(self, tensor: Tensor, ranges: tuple[tuple[int, int], ...], part: tuple[int, int], name: str) -> None:
-        self.tensor = tensor
+    ``is_unseen``: nobody has the tensor or a view of it.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        ranges: tuple[tuple[int, int], ...],
+        part: tuple[int, int],
+        name: str,
+        is_unseen: bool = False,
+    ) -> None:
+        self._tensor = tensor
         self.ranges = ranges
         self.part = part
         self.name = name
         self.boxes: tuple[Box, ...] | None = None  # once somebody has asked for them
+        self._is_unseen = is_unseen  # until somebody asks for the tensor
+        self._twin: Any = None  # weak: the other piece that has the tensor, until either is asked for it
         self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None  # in which it is written
+
+    @property
+    def tensor(self) -> Tensor:
+        """For whoever may write to it."""
+        with _lock:
+            twin = self._living_twin()
+            if twin is not None:
+                self._tensor = self._tensor.clone()
+                twin._twin = None
+            self._is_unseen, self._twin = False, None
+            return self._tensor
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._tensor.is_pinned()
+
+    def _living_twin(self) -> Piece | None:
+        return None if self._twin is None else self._twin()
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Piece:
         stager, non_blocking = calling_stager() or (None, False)
         if stager is not None and self._stream is not None:  # without this edge a stager's own stream reads too early
-            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
-        if stager is None:
-            copied = self.tensor.clone()
-        elif stager.pin_memory or stager.share_memory or self.tensor.nbytes < _MIN_BYTES:
-            copied = stager.deepcopy_with_tensor_offload(self.tensor, memo, non_blocking=non_blocking)
-        else:
-            copied = _buffers.copy(self.tensor, memo)
-        other = Piece(copied, self.ranges, self.part, self.name)
-        other.boxes = self.boxes
+            torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
+        with _lock:
+            if stager is None:
+                copied = self._tensor.clone()
+            elif stager.pin_memory or stager.share_memory:
+                copied = stager.deepcopy_with_tensor_offload(self._tensor, memo, non_blocking=non_blocking)
+            else:
+                _buffers.are_wanted = True
+                is_free = self._is_unseen and self._tensor.is_cpu and self._living_twin() is None
+                copied = self._tensor if is_free else _buffers.copy(self._tensor, memo)
+            other = Piece(copied, self.ranges, self.part, self.name)
+            other.boxes = self.boxes
+            if copied is self._tensor:
+                self._twin, other._twin = weakref.ref(other), weakref.ref(self)
         return other
+
+
+def copy_unseen(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """A copy for a piece that is unseen. ``memo``: one for all of a state dict."""
+    return _buffers.copy(tensor, memo) if _buffers.are_wanted and tensor.is_cpu else tensor.clone()
 
 
 class _Buffer:
@@ -68,10 +109,11 @@ class _Buffer:
 
 
 class Buffers:
-    """Memory for stagings: that of the last one is kept for the next, older memory until nobody refers to it."""
+    """Memory for stagings, and for state dicts that are staged: that of the last one is kept for the next, older memory until
+    nobody refers to it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.are_wanted = False  # once a stager has copied a piece: others have no use for memory that is kept
         self._all: list[_Buffer] = []
         self._free: dict[int, list[_Buffer]] = {}  # by their bytes; found when a staging begins
         self._staging = 0
@@ -82,7 +124,9 @@ class Buffers:
 
     def copy(self, tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
         """On the CPU. ``memo``: the dict of the staging, one for all that it copies."""
-        with self._lock:
+        if tensor.nbytes < _MIN_BYTES:
+            return tensor.to("cpu", copy=True)
+        with _lock:
             if id(self) not in memo:
                 memo[id(self)] = self
                 self._begin()
@@ -104,3 +148,4 @@ class Buffers:
 
 
 _buffers = Buffers()
+_lock = threading.RLock()  # a save's thread reads what the caller's thread may write to

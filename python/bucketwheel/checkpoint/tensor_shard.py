@@ -44,6 +44,8 @@ class TensorShard(Tensor):
         ranges: Sequence[tuple[int, int]],
         part: tuple[int, int],
         param_name: str = "",
+        *,
+        is_unseen: bool = False,
     ) -> TensorShard:
         owned = sum(end - begin for begin, end in ranges)
         if piece.shape != (owned,):
@@ -53,7 +55,8 @@ class TensorShard(Tensor):
         make: Any = torch.Tensor._make_wrapper_subclass
         self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
         rank, world = part
-        self._held = Piece(piece, tuple((int(a), int(b)) for a, b in ranges), (int(rank), int(world)), param_name)
+        of = tuple((int(a), int(b)) for a, b in ranges)
+        self._held = Piece(piece, of, (int(rank), int(world)), param_name, is_unseen)
         return self
 
     @property
@@ -109,7 +112,7 @@ class TensorShard(Tensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         self._expect_kept_by_writer(fqn)
-        properties = TensorProperties.create_from_tensor(self.piece)
+        properties = TensorProperties.create_from_tensor(self)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets), i),
@@ -152,6 +155,12 @@ class TensorShard(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def new_empty(self, *size: Any, **options: Any) -> Tensor:
+        if self.is_cpu and calling_stager():  # which gives it a copy of `_held` next
+            make: Any = torch.Tensor._make_wrapper_subclass
+            return make(TensorShard, self.shape, strides=self.stride(), dtype=self.dtype)
+        return super().new_empty(*size, **options)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -166,9 +175,7 @@ class TensorShard(Tensor):
                 kwargs.pop("memory_format", None)
                 return self._like(func(self.piece, *args[1:], **kwargs))
             if packet is _aten.is_pinned:
-                return func(self.piece, *args[1:], **kwargs)
-            if packet is _aten.new_empty and self.is_cpu and calling_stager():
-                return self._like(self.piece)  # it gets a copy of `_held` next
+                return self._held.is_pinned
             if packet in (_aten.new_empty, _aten.empty_like, _aten.zeros_like) and (
                 len(args) < 2 or tuple(args[1]) == self.shape
             ):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
+from bucketwheel.checkpoint.piece import copy_unseen
 from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
@@ -43,7 +44,6 @@ __all__ = [
     "plan_load",
     "reset",
     "save",
-    "saved_entry",
     "saved_names",
     "update_groups",
 ]
@@ -64,32 +64,36 @@ _KEPT_KEYS = {
 def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     engine = optimizer._engine
     number = numbers_of(optimizer.param_groups)
-    state = {}
+    state: dict[int, Any] = {}
+    copied: dict[Any, Any] = {}
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
-            state[number[info.param]] = saved_entry(engine, info)
+            state[number[info.param]] = _saved_entry(engine, info, copied)
     for param, entry in optimizer._trained.waiting(number, optimizer.state).items():
         state[number[param]] = deepcopy(dict(entry))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
-def saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
-    """`own_entry`, as `TensorShard` where the states are sharded."""
-    entry = own_entry(engine, info)
-    if engine.world > 1:
-        ranges = engine.owned_ranges(info.index)
-        for name in entry.keys() - {"step"}:
-            entry[name] = TensorShard(entry[name], info.param.shape, info.stride, ranges, engine.part, info.name)
-    return entry
+def _saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo, memo: dict[Any, Any]) -> dict[str, Any]:
+    """`own_entry`, as `TensorShard` where the states are sharded. ``memo``: see `copy_unseen`."""
+    if engine.world == 1:
+        return own_entry(engine, info)
+    entry = own_entry(engine, info, lambda tensor: copy_unseen(tensor, memo))
+    ranges = engine.owned_ranges(info.index)
+    of = (info.param.shape, info.stride, ranges, engine.part, info.name)
+    shards = {name: TensorShard(entry[name], *of, is_unseen=True) for name in entry.keys() - {"step"}}
+    return {**entry, **shards}
 
 
-def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
+def own_entry(
+    engine: LocalEngine | ShardedEngine, info: ParamInfo, copy_of: Callable[[Tensor], Tensor] = Tensor.clone
+) -> dict[str, Tensor]:
     """Copies of what this rank has of a parameter: its step, and 1-D in memory order (world size 1: in the parameter's shape)
     its states, each in memory of its own."""
     tensors = engine.states[info.index]
     entry = {"step": engine.steps[info.index].to(torch.float32)}
     for name in saved_names(tensors):
-        copy = master_of(engine.values_of(info.index), tensors) if name == "master_param" else tensors[name].clone()
+        copy = copy_of(tensors[name]) if name in tensors else master_of(engine.values_of(info.index), tensors)
         assert copy is not None
         is_flat = engine.world == 1 and copy.shape != info.param.shape
         entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy

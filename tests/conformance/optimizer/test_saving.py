@@ -283,6 +283,8 @@ def _stock_async_save(rank: int, world: int, folder: str) -> Any:
     saved = job.values()
     state = {"model": job.model.state_dict(), "optim": job.opt.state_dict()}
     pending: Any = dcp.async_save(state, storage_writer=checkpoint.Writer(folder))
+    for entry in state["optim"]["state"].values():
+        entry["exp_avg"].piece.zero_()
     job.steps(3, 4)
     pending.result(timeout=LIMIT_S)
     job.opt.close()
