@@ -1,62 +1,57 @@
-"""Neighbours: how ranks send each other shards, over a gloo group of their own, from threads that the training does not see."""
+"""Neighbours: how ranks send each other shards, over a gloo group of their own, from a thread that the training does not see."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bucketwheel.comm import background, gloo
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.torch_internals import store_of
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "exchange"]
 
-_DATA, _ANSWER = 0, 1  # tags: the two directions of two ranks that are each other's neighbours
 _CHUNK_BYTES = 256 << 20
 
 
+def exchange(engine: Any, mine: Any) -> list[Any]:
+    """A JSON value from every rank of an optimizer to all. Collective."""
+    reducer = getattr(engine, "reducer", None)
+    said = json.dumps(mine).encode()
+    return [json.loads(other) for other in ([said] if reducer is None else reducer.exchange(said))]
+
+
 class Neighbours:
-    """All ranks of ``reducer``. Collective. One thread may send and another one receive at a time."""
+    """All ranks of ``engine``, which has several. Collective."""
 
-    def __init__(self, reducer: Any, timeout_s: float) -> None:
-        token = reducer.exchange(secrets.token_hex(8).encode())[0].decode()
-        prefix = f"bucketwheel/snapshots/{token}"
-        rendezvous = Rendezvous(store_of(None), reducer.rank, reducer.size, timeout_s, prefix)
-        self._group = gloo.connect(rendezvous, "ring")
-        self._others = sorted({(reducer.rank + 1) % reducer.size, (reducer.rank - 1) % reducer.size} - {reducer.rank})
-        self.next, self.previous = (reducer.rank + 1) % reducer.size, (reducer.rank - 1) % reducer.size
+    def __init__(self, engine: Any) -> None:
+        rank, size = engine.ranks
+        token = exchange(engine, secrets.token_hex(8))[0]
+        self._group = gloo.connect(
+            Rendezvous(store_of(None), rank, size, engine.timeout_s, f"bucketwheel/snapshots/{token}"), "ring"
+        )
+        self.next, self.previous = (rank + 1) % size, (rank - 1) % size
 
-    def send(self, tensor: Tensor, to: int, tag: int = _DATA) -> None:
-        """uint8 or int64 on the host, 1-D. RuntimeError if the other one has gone, or `give_up` was called."""
+    def send(self, tensor: Tensor, to: int) -> list[Any]:
+        """Of the host, 1-D. Returns what to ``wait()`` for; that raises RuntimeError if the other one has gone, or after
+        `give_up`."""
+        return [self._group.send([part], to, 0) for part in tensor.split(_CHUNK_BYTES)] if tensor.numel() else []
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Waits for what is sent, as long as ``tensor``, which it returns. RuntimeError as from `send`."""
         for part in tensor.split(_CHUNK_BYTES) if tensor.numel() else ():
-            self._group.send([part], to, tag).wait()
-
-    def receive(self, tensor: Tensor, source: int, tag: int = _DATA) -> Tensor:
-        """Into ``tensor``, as long as what is sent; returns it."""
-        for part in tensor.split(_CHUNK_BYTES) if tensor.numel() else ():
-            self._group.recv([part], source, tag).wait()
+            self._group.recv([part], source, 0).wait()
         return tensor
-
-    def answer(self, to: int) -> None:
-        """Says that what came was received."""
-        self.send(torch.ones(1, dtype=torch.uint8, device="cpu"), to, _ANSWER)
-
-    def await_answer(self, source: int) -> None:
-        self.receive(torch.empty(1, dtype=torch.uint8, device="cpu"), source, _ANSWER)
 
     def give_up(self) -> None:
         """What waits ends with a RuntimeError, here and then at the neighbours."""
-        for other in self._others:
+        for other in {self.next, self.previous} if self._group is not None else ():
             gloo.give_up(self._group, other)
 
     def release(self) -> None:
-        """Lets the group go; who frees one of gloo's waits for what is under way, so a thread of its own does."""
-        background.start(_let_go, [self._group])
-        self._group = None
-
-
-def _let_go(groups: list[Any]) -> None:
-    groups.clear()
+        """Lets the group go; who frees one of gloo's waits for what is under way, so a thread of its own does. Idempotent."""
+        groups, self._group = [self._group], None
+        background.start(groups.clear)

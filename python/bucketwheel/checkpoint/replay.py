@@ -1,21 +1,16 @@
 """Replay: a host copy of one rank's shard, which follows the rank's steps by doing them again on the CPU.
 
 The CPU's Adam kernel has the bits of the CUDA one, so the copy has those of the shard. A step comes as a *record*: the
-gradient shard, and what else the kernel got. All of a copy lies in one piece of memory, which may be a file:
-
-    | words | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
-
-A *mirror* is the shard after some step; records of later steps wait until `advance`. With two mirrors one is whole at
-any moment, also if the process is killed in the middle of a replay. Each mirror and record has two words: the step that
-was begun and the step that is done, equal where it is whole.
+gradient shard, and what else the kernel got.
 """
 
 from __future__ import annotations
 
 import array
+import functools
 import hashlib
 import json
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +19,7 @@ from torch import Tensor
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
 
-__all__ = ["Record", "ShardCopy", "ShardLayout", "digests", "read_shard", "write_shard"]
+__all__ = ["Record", "ShardCopy", "ShardLayout"]
 
 _ALIGN = 64
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
@@ -56,24 +51,53 @@ class ShardLayout:
     def __init__(self, text: str) -> None:
         given = json.loads(text)
         self.text = text
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.rank, self.world = int(given["rank"]), int(given["world"])
-        self.amsgrad, self.resync = bool(given["amsgrad"]), bool(given["resync"])
+        self.amsgrad, self._resync = bool(given["amsgrad"]), bool(given["resync"])
         self.rows = [ShardRow(*row) for row in given["rows"]]
         self.mirror, self.record = _Regions(), _Regions()
-        params, self.groups = len(given["names"]), int(given["groups"])
+        params, groups = len(given["names"]), int(given["groups"])
         self.mirror.add("steps", torch.int64, params)
-        self.record.add("scalars", torch.float64, _GROUPS + len(_HYPERPARAMETERS) * self.groups)
+        self.record.add("scalars", torch.float64, _GROUPS + len(_HYPERPARAMETERS) * groups)
         self.record.add("factors", torch.float64, params)
         self.record.add("used", torch.uint8, params)
-        self.names_in = [list(dtypes) for _, dtypes, _ in given["spaces"]]  # of the tensors of each space
+        self._names_in = [list(dtypes) for _, dtypes, _ in given["spaces"]]  # of the tensors of each space
         for number, (numel, dtypes, grad) in enumerate(given["spaces"]):
             for name, dtype in dtypes.items():
                 self.mirror.add(f"{number}.{name}", getattr(torch, dtype), numel)
             self.record.add(f"{number}.grad", getattr(torch, grad), numel)
 
-    def grads_in(self, record: dict[str, Tensor]) -> list[Tensor]:
-        """Of each row."""
-        return [record[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in self.rows]
+    def pairs(self, memory: ShardMemory, mirror: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each piece of the shard with its place in a mirror."""
+        tensors = self.mirror.tensors(mirror)
+        found = [(memory.steps, tensors["steps"])]
+        for number, space in enumerate(memory.spaces):
+            for name, pieces in space.pieces.items():
+                places = tensors[f"{number}.{name}"].split([piece.numel() for piece in pieces])
+                found += zip(pieces, places, strict=True)
+        return found
+
+    def read(self, memory: ShardMemory, mirror: Tensor) -> None:
+        """Copies the shard into a mirror; waits for the device."""
+        for piece, place in self.pairs(memory, mirror):
+            place.copy_(piece)
+
+    def digests(self, mirror: Tensor) -> dict[str, str]:
+        """Of each tensor of a mirror."""
+        bytes_of: dict[str, Any] = {
+            name: tensor.view(torch.uint8).numpy() for name, tensor in self.mirror.tensors(mirror).items()
+        }
+        return {name: hashlib.sha256(given).hexdigest() for name, given in bytes_of.items()}
+
+    def rows_over(self, mirror: Tensor) -> AdamRows:
+        """The kernel's rows, without gradients."""
+        tensors = self.mirror.tensors(mirror)
+        rows = AdamRows(tensors["steps"], amsgrad=self.amsgrad, resync=self._resync)
+        for row in self.rows:
+            names, place = self._names_in[row.space], slice(row.begin, row.begin + row.numel)
+            cut = {name: tensors[f"{row.space}.{name}"][place] for name in names}
+            rows.add(row.param, row.group, cut.pop("param"), None, cut, param_begin=row.param_begin)
+        return rows
 
     @classmethod
     def of(cls, memory: ShardMemory, groups: int, rank: int, world: int) -> ShardLayout:
@@ -93,45 +117,21 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- between a shard and the memory of a copy -------------------------------------------------------------------------
-
-
-def _pairs(memory: ShardMemory, mirror: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each piece of the shard with its place in a mirror."""
-    found = [(memory.steps, mirror["steps"])]
-    for number, space in enumerate(memory.spaces):
-        for name, pieces in space.pieces.items():
-            places = mirror[f"{number}.{name}"].split([piece.numel() for piece in pieces])
-            found += zip(pieces, places, strict=True)
-    return found
-
-
-def read_shard(memory: ShardMemory, mirror: dict[str, Tensor]) -> None:
-    """Copies the shard into a mirror; waits for the device."""
-    for piece, place in _pairs(memory, mirror):
-        place.copy_(piece)
-
-
-def write_shard(memory: ShardMemory, mirror: dict[str, Tensor]) -> None:
-    """The other way round."""
-    with torch.no_grad():
-        for piece, place in _pairs(memory, mirror):
-            piece.copy_(place)
-
-
 class Record:
-    """Memory of its own for what the kernel gets in a step, and the places in it. ``is_pinned``: `fill` does not wait for the
-    device."""
+    """What the kernel gets in one step, in ``memory``: uint8 [layout.record.nbytes]."""
 
-    def __init__(self, layout: ShardLayout, is_pinned: bool) -> None:
-        self.memory = torch.empty(layout.record.nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-        self._tensors = layout.record.tensors(self.memory)
-        self._grads = layout.grads_in(self._tensors)  # of each row
+    def __init__(self, layout: ShardLayout, memory: Tensor) -> None:
+        self.memory = memory
+        self._layout = layout
+        self._tensors = layout.record.tensors(memory)
+        self.grads = [  # of each row
+            self._tensors[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in layout.rows
+        ]
         # What the host writes: without torch, each call of which lets another thread have the interpreter.
         self._host = {name: self._tensors[name].numpy().data for name in ("scalars", "factors", "used")}
 
     def fill(self, memory: ShardMemory, given: StepInputs) -> None:
-        """Copies what the kernel gets."""
+        """Copies what the kernel gets. Does not wait for the device where this memory is pinned."""
         scalars: list[float] = [given.average]
         on_device = []
         for number, group in enumerate(given.param_groups):
@@ -155,150 +155,106 @@ class Record:
             if space.grad is not None:
                 self._tensors[f"{number}.grad"].copy_(space.grad, non_blocking=True)
         if given.grads is not None:
-            pairs = [(part, given.grads[row.param]) for part, row in zip(self._grads, memory.rows, strict=True)]
+            pairs = [(part, given.grads[row.param]) for part, row in zip(self.grads, memory.rows, strict=True)]
             found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
             if found:
                 torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
 
-
-# --- the copy ---------------------------------------------------------------------------------------------------------
-
-
-class _Mirror:
-    """One state of the shard, in ``memory``, and the kernel's tables over it: one for each slot that gradients come from."""
-
-    def __init__(self, layout: ShardLayout, memory: Tensor, slots: list[dict[str, Tensor]]) -> None:
-        self.memory = memory
-        self.tensors = layout.mirror.tensors(memory)
-        self._layout = layout
-        self._slots = slots
-        self._tables: dict[int, AdamRows] = {}  # by slot, made at its first record: adding rows is slow
-
-    def _table(self, slot: int) -> AdamRows:
-        layout = self._layout
-        if slot in self._tables:
-            return self._tables[slot]
-        table = AdamRows(self.tensors["steps"], amsgrad=layout.amsgrad, resync=layout.resync)
-        for row, grad in zip(layout.rows, layout.grads_in(self._slots[slot]), strict=True):
-            cut = {
-                name: self.tensors[f"{row.space}.{name}"][row.begin : row.begin + row.numel]
-                for name in layout.names_in[row.space]
-            }
-            table.add(row.param, row.group, cut.pop("param"), grad, cut, param_begin=row.param_begin)
-        self._tables[slot] = table
-        return table
-
-    def replay(self, slot: int) -> None:
-        layout, record, count = self._layout, self._slots[slot], len(_HYPERPARAMETERS)
-        scalars = record["scalars"].tolist()
+    def replay(self, rows: AdamRows) -> None:
+        average, *scalars = self._tensors["scalars"].tolist()
         groups: list[dict[str, Any]] = []
-        for number in range(layout.groups):
-            begin = _GROUPS + number * count
-            group = dict(zip(_HYPERPARAMETERS, scalars[begin : begin + count], strict=True))
-            groups.append({**group, "betas": (group["beta1"], group["beta2"]), "amsgrad": layout.amsgrad})
-        table = self._table(slot)
-        table.begin_step(groups, record["used"].numpy().tobytes(), record["factors"], scalars[_AVERAGE])
-        table.step()
+        for number in range(0, len(scalars), len(_HYPERPARAMETERS)):
+            group = dict(zip(_HYPERPARAMETERS, scalars[number:], strict=False))
+            groups.append({**group, "betas": (group["beta1"], group["beta2"]), "amsgrad": self._layout.amsgrad})
+        rows.table.set_grads(self.grads)
+        rows.begin_step(groups, bytes(self._host["used"]), self._tensors["factors"], average)
+        rows.step()
 
 
 class ShardCopy:
-    """``memory``: uint8 [`nbytes_of`], zeros, or what another process has left of such a copy. Records are taken by one
-    thread; whoever may `advance` it beside another one holds ``lock``."""
+    """``memory``: uint8 [`nbytes_of`] that a file keeps; None: of its own, with records that are pinned if ``is_pinned``. A
+    copy is used by one thread at a time, but for `record`.
 
-    def __init__(self, layout: ShardLayout, memory: Tensor, mirrors: int, slots: int) -> None:
+        | words | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
+
+    A *mirror* is the shard after some step; records of later steps wait until `advance`. With two mirrors one is whole at
+    any moment, also if the process is killed in the middle of a replay. Words are the step that the copy has begun with,
+    of each mirror the step that it is at, -1 while it is replayed, and of each record its step.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, mirrors: int, slots: int, memory: Tensor | None = None, is_pinned: bool = False
+    ) -> None:
         self.layout = layout
-        self.lock = threading.Lock()
-        regions = self._regions(layout, mirrors, slots)
-        parts = regions.tensors(memory)
-        self._base = parts["base"]
-        self._words = parts["words"].view(-1, 2)  # of the mirrors, then of the slots: begun, done
-        self._slots = [parts[f"record {i}"] for i in range(slots)]
-        records = [layout.record.tensors(slot) for slot in self._slots]
-        self._mirrors = [_Mirror(layout, parts[f"mirror {i}"], records) for i in range(mirrors)]
+        head, tail = _words_nbytes(mirrors, slots) + mirrors * layout.mirror.nbytes, slots * layout.record.nbytes
+        if memory is None:  # touched here, which steps need not do then
+            first = torch.empty(head, dtype=torch.uint8, device="cpu")
+            last = torch.empty(tail, dtype=torch.uint8, device="cpu", pin_memory=is_pinned).zero_()
+        else:
+            first, last = memory.split([head, tail])
+        words, state = first.split([_words_nbytes(mirrors, slots), mirrors * layout.mirror.nbytes])
+        self._words = words.view(torch.int64)[: 1 + mirrors + slots]
+        self._base, self._steps, self._kept = self._words.split([1, mirrors, slots])
+        self._mirrors = state.split(layout.mirror.nbytes)
+        self._records = [Record(layout, slot) for slot in last.split(layout.record.nbytes)]
 
     @staticmethod
-    def _regions(layout: ShardLayout, mirrors: int, slots: int) -> _Regions:
-        regions = _Regions()
-        regions.add("base", torch.int64, 1)
-        regions.add("words", torch.int64, 2 * (mirrors + slots))
-        for i in range(mirrors):
-            regions.add(f"mirror {i}", torch.uint8, layout.mirror.nbytes)
-        for i in range(slots):
-            regions.add(f"record {i}", torch.uint8, layout.record.nbytes)
-        return regions
+    def nbytes_of(layout: ShardLayout, mirrors: int, slots: int) -> int:
+        return _words_nbytes(mirrors, slots) + mirrors * layout.mirror.nbytes + slots * layout.record.nbytes
 
-    @classmethod
-    def nbytes_of(cls, layout: ShardLayout, mirrors: int, slots: int) -> int:
-        return cls._regions(layout, mirrors, slots).nbytes
-
-    # Words are written one by one, in the order that a reader of a file needs.
-
-    def begin(self, step: int, shard: Tensor) -> None:
-        """The shard after ``step``: uint8, as `read_shard` fills it."""
+    def begin(self, step: int, fill: Callable[[Tensor], Any]) -> None:
+        """Has ``fill(mirror)`` write the shard after ``step``, as `ShardLayout.read` does."""
         self._words.fill_(-1)
-        self._base[0] = step
-        for number, mirror in enumerate(self._mirrors):
-            mirror.memory.copy_(shard)
-            self._words[number] = step
+        fill(self._mirrors[0])
+        for mirror in self._mirrors[1:]:
+            mirror.copy_(self._mirrors[0])
+        self._base.fill_(step)
+        self._steps.fill_(step)
+
+    def record(self, step: int) -> Record:
+        """Where the record of a step lies; it counts from `keep` on."""
+        return self._records[step % len(self._records)]
+
+    def keep(self, step: int) -> None:
+        self._kept[step % len(self._records)] = step
+
+    @functools.cached_property
+    def _rows(self) -> list[AdamRows]:
+        """Of each mirror."""
+        return [self.layout.rows_over(mirror) for mirror in self._mirrors]
 
     @property
     def base(self) -> int:
         """The step since which it follows by replay alone."""
-        return int(self._base[0])
-
-    def _whole(self) -> list[tuple[int, int]]:
-        """Step and number of each mirror that is whole, ascending."""
-        words = self._words[: len(self._mirrors)].tolist()
-        return sorted((done, number) for number, (begun, done) in enumerate(words) if begun == done >= 0)
+        return int(self._base)
 
     @property
     def step(self) -> int:
         """The step that it is at; -1: it was torn, or never begun."""
-        return self._whole()[-1][0] if self._whole() else -1
+        return int(self._steps.max())
 
     @property
     def newest(self) -> int:
         """The step that it can `advance` to."""
-        words = self._words[len(self._mirrors) :].tolist()
-        step = self.step
-        while words[(step + 1) % len(words)] == [step + 1, step + 1]:
+        kept, step = self._kept.tolist(), self.step
+        while kept[(step + 1) % len(kept)] == step + 1:
             step += 1
         return step
-
-    def has_room_for(self, step: int) -> bool:
-        """Whether nobody needs what is in the record's slot."""
-        return min((done for done, _ in self._whole()), default=-1) >= step - len(self._slots)
-
-    def take(self, step: int, fill: Any) -> None:
-        """Has ``fill(memory)`` write the record of ``step``, which has room."""
-        slot = step % len(self._slots)
-        words = self._words[len(self._mirrors) + slot]
-        words[1] = -1
-        words[0] = step
-        fill(self._slots[slot])
-        words[1] = step
 
     def advance(self, upto: int) -> None:
         """Replays records up to a step, of those that there are."""
         upto = min(upto, self.newest)
-        for step, number in reversed(self._whole()):
-            words = self._words[number]
-            while step < upto:
-                step += 1
-                words[0] = step
-                self._mirrors[number].replay(step % len(self._slots))
-                words[1] = step
+        for number, at in enumerate(self._steps.tolist()):
+            for step in range(at + 1, upto + 1) if at >= 0 else ():
+                self._steps[number] = -1
+                self.record(step).replay(self._rows[number])
+                self._steps[number] = step
 
-    def shard(self) -> dict[str, Tensor]:
-        """The shard after `step`, by name: its own memory."""
-        return self._mirrors[self._whole()[-1][1]].tensors
-
-    def shard_bytes(self) -> Tensor:
-        """The same as uint8."""
-        return self._mirrors[self._whole()[-1][1]].memory
+    @property
+    def shard(self) -> Tensor:
+        """The mirror after `step`: its own memory."""
+        return self._mirrors[int(self._steps.argmax())]
 
 
-def digests(mirror: dict[str, Tensor]) -> dict[str, str]:
-    """Of each tensor of a mirror."""
-    bytes_of: dict[str, Any] = {name: tensor.view(torch.uint8).numpy() for name, tensor in mirror.items()}
-    return {name: hashlib.sha256(given).hexdigest() for name, given in bytes_of.items()}
+def _words_nbytes(mirrors: int, slots: int) -> int:
+    return -(-8 * (1 + mirrors + slots) // _ALIGN) * _ALIGN

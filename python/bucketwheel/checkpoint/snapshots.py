@@ -1,17 +1,18 @@
-"""Snapshots: each rank's shard is kept on the host twice, by the rank and by its neighbour, and follows every step by replay.
+"""Snapshots: each rank's shard is kept on the host twice, by the rank and by the next one, and follows every step by replay.
 
-| who | does in a step |
+| who | does |
 |---|---|
-| the rank, in `step` | copies its gradient shard, with what else the kernel gets, into one of ``every`` host buffers |
-| its sender thread | keeps the record for the copy of its own, sends it to the next rank, waits for the answer |
-| its receiver thread | keeps the record of the rank before, answers |
-| both | replay older records, `ShardCopy.advance` |
+| the training, in `step` | copies its gradient shard, with what else the kernel gets, into a record of the rank's own copy; waits where ``every`` rounds are still to be done |
+| a thread, a *round* for each step | sends the record to the next rank, receives that of the rank before, replays older records in both copies |
 
-[Note: the step that all can go back to] Copies cannot be taken back, so none may be ahead of what another one will have.
-A rank that begins step t has a record of step t - 1 in a buffer; that one was free, so the record of step t - 1 - every
-has been answered. A rank whose sender is done with step t has seen the gradients of all ranks in it, so all have begun
-it: it may replay up to step t - 1 - every, which all copies of all shards will reach. Records behind that wait in
-slots. The rank before may be ahead by as many records as there are buffers on both sides, so it has 2 * every + 2 slots.
+A rank keeps a copy of its own because its live memory cannot go back: after an error it may be in the middle of a step,
+and it is ahead of what the next rank has of a rank that was lost.
+
+[Note: the step that all can go back to] Copies cannot go back either, so none may be ahead of what another one will have.
+A rank in round t has begun step t, which no rank can without the others. So all have copied record t - 1, for which they
+waited until their round t - 1 - every was done: both copies of every shard have the records up to that one, and it may
+replay them. Later ones wait, each in a slot: up to 2 * every + 1 of the rank's own when it copies the next one, and
+every + 2 of the rank before.
 """
 
 from __future__ import annotations
@@ -19,25 +20,22 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import json
 import operator
 import os
 import secrets
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.neighbours import Neighbours
-from bucketwheel.checkpoint.replay import Record, ShardCopy, ShardLayout, digests, read_shard
+from bucketwheel.checkpoint.neighbours import Neighbours, exchange
+from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 from bucketwheel.checkpoint.restore import restore_from
-from bucketwheel.checkpoint.snapshot_files import FILE_NAME, SnapshotFile, file_name, open_snapshots, private_folder
+from bucketwheel.checkpoint.snapshot_files import SnapshotFile, open_snapshots, private_folder, remove_other_runs
 from bucketwheel.comm import background
 from bucketwheel.device import stream_of
 from bucketwheel.errors import ClosedError, CommTimeout, expect_int
@@ -45,43 +43,41 @@ from bucketwheel.layout.shard_memory import StepInputs
 
 __all__ = ["Snapshots"]
 
-_BASE, _STEP, _END = 0, 1, 2  # what a message is: [kind, step, bytes of a layout's text]
 _version_of = operator.attrgetter("_version")
-_live: weakref.WeakSet[Snapshots] = weakref.WeakSet()
 
 
-class _Message(NamedTuple):
-    kind: int
+class _Round(NamedTuple):
+    """With neither base nor record it is the last one."""
+
     step: int
-    memory: Tensor | None = None
-    layout: ShardLayout | None = None  # of a base
-    buffer: Record | None = None  # of a step: whose memory it is
-    ready: Any = None  # CUDA: the event after which ``memory`` is filled
+    has_base: bool = False  # the whole shard, as it was before the record
+    has_record: bool = False
+    ready: Any = None  # CUDA: the event after which the record is filled
 
 
 class Snapshots:
     """Keeps a copy of every rank's parameters, masters and optimizer states in host memory of that rank and of the next one,
     and brings them up to date by replaying each step on the CPU: bit for bit what the rank has.
 
-    A step pays for a copy of its gradient shard; threads do the rest. Of these gradient shards ``every`` are in buffers at
-    most, so the neighbour's copy can be brought to within ``every`` steps of the rank's; a step waits only where all
-    buffers are in use (`stats`). Without other processes (one rank, or ranks that are threads) a rank keeps its own alone.
+    A step pays for a copy of its gradient shard; a thread does the rest. Of these gradient shards ``every`` are on their way at
+    most, so the copies can be brought to within ``every`` steps of the rank's shard; a step waits only where as many are
+    (``stats["waited_s"]``). Without other processes (one rank, or ranks that are threads) a rank keeps both copies.
 
     Not part of it: buffers of the model, parameters that are not trained, ``param_groups`` and schedulers, RNG, data order.
     A write to parameters or states from outside (``load_state_dict``, a moving average) shows in torch's version counters;
     the next step then sends the whole shard again (``stats["rebases"]``). After one that raises no version (``p.data``,
     numpy, a collective) call `rebase` on all ranks.
 
-    Collective: the constructor, `verify`, `close`, `restore`, `load`. Host memory of a rank: docs/checkpoints.md.
+    Collective: the constructor, `verify`, `close`, `restore`. Host memory of a rank: docs/checkpoints.md.
 
     Args:
         optimizer: a `ShardedAdamW`, not ``capturable``: replays of CUDA graphs do not pass `step`.
         every: how many steps may be on their way, at least 1.
-        directory: keeps the copies in files there, which outlive the process: `load` reads them, `close` removes them. A
-            folder of this user alone (it is made, mode 0700), of memory such as ``/dev/shm/me/run1``: writes to a disk
-            would be slow. Several hosts: a path that each has for itself.
-        first_step: the number of steps that have been done before: what `restore` or `load` has returned. It and ``every`` are
-            the same on all ranks.
+        directory: keeps the next rank's copies in files there, which outlive the process: `restore` reads them, `close`
+            removes them. A folder of this user alone (it is made, mode 0700), of memory such as ``/dev/shm/me/run1``: writes
+            to a disk would be slow. Several hosts: a path that each has for itself.
+        first_step: the number of steps that have been done before: what `restore` has returned. It and ``every`` are the
+            same on all ranks.
         timeout_s: how long ranks wait for each other, in a step too, before the snapshots end with a warning. The training
             goes on.
 
@@ -99,82 +95,68 @@ class Snapshots:
         timeout_s: float = 300.0,
     ) -> None:
         self._optimizer, self._engine = optimizer, optimizer._engine
-        self._every, self._timeout_s = every, timeout_s
-        self._folder: Path | None = None
+        self.rank, self.world = self._engine.ranks
         with _failing_together(self._engine, "Snapshots"):
-            if expect_int(every, "every") < 1 or expect_int(first_step, "first_step") < 0:
+            self._every, self._step = expect_int(every, "every"), expect_int(first_step, "first_step")
+            if self._every < 1 or self._step < 0:
                 raise ValueError(f"every must be at least 1 and first_step at least 0, got {every} and {first_step}")
             if any(group["capturable"] for group in optimizer.param_groups):
                 raise ValueError("Snapshots cannot follow capturable=True: replays of a CUDA graph do not pass step()")
-            if directory is not None:
-                self._folder = private_folder(directory)
-        reducer = self._reducer = getattr(self._engine, "reducer", None)
-        self.rank: int = 0 if reducer is None else reducer.rank
-        self.world: int = 1 if reducer is None else reducer.size
-        said = self._exchange([secrets.token_hex(8), int(every), int(first_step)])
-        for name, given in (("every", [one[1] for one in said]), ("first_step", [one[2] for one in said])):
-            if len(set(given)) > 1:
-                raise ValueError(f"Snapshots: {name} must be the same on all ranks, which gave {given}")
+            self._folder = None if directory is None else private_folder(directory)
+        said = exchange(self._engine, [secrets.token_hex(8), self._every, self._step])
+        if len({tuple(one[1:]) for one in said}) > 1:
+            given = [one[1:] for one in said]
+            raise ValueError(f"Snapshots: every and first_step must be the same on all ranks, which gave {given}")
         self._run = said[0][0]
+        self._timeout_s = timeout_s
         is_apart = self.world > 1 and self._engine.comm.backend != "local"
-        self._neighbours = Neighbours(reducer, timeout_s) if is_apart else None
-        self.stats: dict[str, float] = {"steps": 0, "rebases": 0, "waits": 0, "waited_s": 0.0, "sent_bytes": 0}
-        self._changed = threading.Condition()  # of what follows, which threads share
-        self._queue: collections.deque[_Message] = collections.deque()
-        self._busy = False  # the sender works on a message
-        self._handled = first_step  # the last step that the neighbour has answered
-        self._failure: BaseException | None = None  # of a thread; nothing is sent from then on
-        self._ended = False  # by `close` or `stop`
-        self._copies: dict[int, ShardCopy] = {}  # by the rank whose shard it is
-        self._files: dict[int, SnapshotFile] = {}
-        # The trainer's alone:
-        self._step = first_step
-        self._versions: list[int] | None = None  # after the last step; None: in a step, or one has failed
-        self._layout: ShardLayout | None = None  # None: of no base yet
-        self._free: list[Record] = []  # shared too
-        self._has_warned = False
-        self._threads = [threading.Event(), threading.Event()] if is_apart else [threading.Event()]
-        for run, ended in zip((self._send_all, self._receive_all), self._threads, strict=False):
-            background.start(self._running, run, ended)
-        _live.add(self)
+        self._link = Neighbours(self._engine) if is_apart else None
+        self.stats: dict[str, float] = {"rebases": 0, "waited_s": 0.0}
+        self._versions: list[int] | None = None  # after the last step; None: in a step, one has failed, or `rebase`
+        self._own: ShardCopy | None = None  # the training writes records, the thread does the rest
+        # The thread's, or everybody's where it has nothing to do:
+        self._kept: ShardCopy | None = None  # of the shard of the rank before
+        self._file: SnapshotFile | None = None  # where it lies
+        # Shared:
+        self._changed = threading.Condition()  # of the two that follow
+        self._rounds: collections.deque[_Round] = collections.deque()  # to be done; the first one is under way
+        self._over: BaseException | None = None  # why nothing is kept any more
+        self._thread_ended = threading.Event()
+        background.start(self._follow)
+        atexit.register(self.stop)  # before threads are joined: what is registered later runs first
         try:
-            self._send_base()
-            self._remove_older_files()
+            with _failing_together(self._engine, "Snapshots"):
+                self._send_base()
+            if self._folder is not None:
+                remove_other_runs(self._folder, self._run)
         except BaseException:
             self.stop()
             raise
-        self._note_versions()
         self._engine.step_observers.append(self._observe)
 
     # --- the training's thread ---------------------------------------------------------------------------------------
 
     def _observe(self, given: StepInputs) -> Callable[[], None] | None:
         """In each step, before the kernel. Returns what is to be called behind it."""
-        if self._ended or self._failure is not None:
-            self._warn()
-            return None
-        if self._versions is None or self._versions != self._versions_now():
-            try:
-                self.rebase()
-            except (RuntimeError, CommTimeout) as error:
-                self._fail(error)
-                self._warn()
-                return None
-        self._versions = None
-        buffer = self._free_buffer()
-        if buffer is None:
-            return None
+        has_base = self._versions != self._versions_now()
         try:
-            with torch.no_grad():
-                buffer.fill(self._memory, given)
-        except BaseException:  # of hyperparameters that the kernel would not take either
-            self._free.append(buffer)
-            raise
+            if has_base:
+                self._begin()
+            began = time.monotonic()
+            self._wait(lambda: len(self._rounds) < self._every)
+            self.stats["waited_s"] += time.monotonic() - began
+        except RuntimeError as error:  # the training goes on
+            self._end(error)
+            warnings.warn(f"snapshots end at step {self._step}: {self._over}", stacklevel=3)
+            self.stop()
+            return None
+        assert self._own is not None
+        self._versions = None
+        with torch.no_grad():
+            self._own.record(self._step + 1).fill(self._memory, given)
         self._step += 1
         stream = stream_of(self._memory.steps.device)
-        ready = None if stream is None else stream.record_event()
-        self._put(_Message(_STEP, self._step, buffer.memory, buffer=buffer, ready=ready))
-        self.stats["steps"] += 1
+        self._put(_Round(self._step, has_base, True, None if stream is None else stream.record_event()))
         return self._note_versions
 
     def _note_versions(self) -> None:
@@ -184,303 +166,199 @@ class Snapshots:
         """What changes when somebody else than the kernel writes to the shard, or its parameters are others."""
         with torch._C.DisableTorchFunctionSubclass():  # a parameter that is being gathered would be waited for
             versions = list(map(_version_of, self._memory.written))
-            if self._reducer is None:
+            if self.world == 1:
                 versions += [tensor.data_ptr() for tensor in self._memory.written]
         return [id(self._engine.infos), *versions]
 
     def rebase(self) -> None:
-        """Sends the whole shard again, as it is. Local, to be called by all ranks: after writes that raise no version."""
-        self._send_base()
-        self.stats["rebases"] += 1
-        self._note_versions()
+        """The next step sends the whole shard, as it is. Local, to be called by all ranks: after writes that raise no version."""
+        self._versions = None
 
-    def _send_base(self) -> None:
+    def _begin(self) -> None:
+        """The rank's own copy becomes what the shard is."""
+        self.stats["rebases"] += self._own is not None
+        self._wait(lambda: not self._rounds)
         self._infos = self._engine.infos  # kept alive: `_versions_now` has its id
         self._memory = self._engine.shard_memory()
         layout = ShardLayout.of(self._memory, len(self._optimizer.param_groups), self.rank, self.world)
-        if self._layout is None or layout.text != self._layout.text:
-            self._flush()
-            free = [Record(layout, self._memory.steps.is_cuda) for _ in range(self._every)]
-            self._layout, self._free = layout, free
-        shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
-        read_shard(self._memory, layout.mirror.tensors(shard))
-        self._put(_Message(_BASE, self._step, shard, layout))
+        if self._own is None or layout.text != self._own.layout.text:
+            self._own = ShardCopy(layout, 1, 2 * self._every + 1, is_pinned=self._memory.steps.is_cuda)
+        self._own.begin(self._step, lambda mirror: layout.read(self._memory, mirror))
+        self._note_versions()
 
-    def _put(self, message: _Message) -> None:
+    def _send_base(self) -> None:
+        self._begin()
+        self._put(_Round(self._step, has_base=True))
+        self._wait(lambda: not self._rounds)
+
+    def _put(self, given: _Round) -> None:
         with self._changed:
-            self._queue.append(message)
+            self._rounds.append(given)
             self._changed.notify_all()
 
-    def _free_buffer(self) -> Record | None:
-        """None where the snapshots have failed."""
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """RuntimeError once the snapshots have ended, CommTimeout."""
         with self._changed:
-            if not self._free and self._failure is None:
-                began = time.monotonic()
-                if not self._changed.wait_for(lambda: self._free or self._failure or self._ended, self._timeout_s):
-                    self._fail(CommTimeout(f"the neighbour has taken no gradients for {self._timeout_s:g} s"))
-                self.stats["waits"] += 1
-                self.stats["waited_s"] += time.monotonic() - began
-            if self._failure is None and not self._ended:
-                return self._free.pop()
-            self._warn()
-            return None
+            if not self._changed.wait_for(lambda: self._over or condition(), self._timeout_s):
+                raise CommTimeout(f"the other ranks have not taken it within {self._timeout_s:g} s")
+            if self._over is not None:
+                raise RuntimeError(f"the snapshots have ended: {self._over}") from self._over
 
-    def _warn(self) -> None:
-        if not self._has_warned and not self._ended:
-            self._has_warned = True
-            warnings.warn(f"snapshots end at step {self._step}: {self._failure}", stacklevel=3)
+    # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-
-    def _flush(self) -> None:
-        """Waits until the neighbour has all that was sent so far. The error of a thread if it has none, CommTimeout."""
-        with self._changed:
-            idle = self._changed.wait_for(lambda: self._failure or not (self._queue or self._busy), self._timeout_s)
-            if self._failure is not None:
-                raise RuntimeError(f"the snapshots have ended: {self._failure}") from self._failure
-            if not idle:
-                raise CommTimeout(f"the neighbour has not taken the snapshot within {self._timeout_s:g} s")
-
-    # --- the threads -------------------------------------------------------------------------------------------------
-
-    def _running(self, run: Any, ended: threading.Event) -> None:
+    def _follow(self) -> None:
         try:
-            run()
-        except BaseException as error:  # noqa: BLE001 (the training hears of it)
-            self._fail(error)
-        finally:
-            ended.set()
-
-    def _send_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._ended or self._failure)
-                if self._failure is not None or not self._queue:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._rounds or self._over)
+                    if self._over is not None:
+                        return
+                given = self._rounds[0]
+                self._do(given)
+                with self._changed:
+                    self._rounds.popleft()
+                    self._changed.notify_all()
+                if not given.has_base and not given.has_record:
                     return
-                message, self._busy = self._queue.popleft(), True
-            if message.ready is not None:
-                message.ready.synchronize()  # not the training's thread
-            if message.kind == _BASE:
-                self._begin(self.rank, message, self._every + 2)
-            elif message.kind == _STEP:
-                self._take(self.rank, message.step, lambda slot, given=message.memory: slot.copy_(given))
-            if self._neighbours is not None:
-                self._send(message)
-            with self._changed:
-                if message.kind != _END:
-                    self._handled = message.step
-                if message.buffer is not None:
-                    self._free.append(message.buffer)
-                self._busy = False
-                self._changed.notify_all()
-            if message.kind == _END:
-                return
-            self._advance(self.rank)
+        except BaseException as error:  # noqa: BLE001 (the training hears of it, and the other ranks)
+            self._end(error)
+            if self._link is not None:
+                self._link.give_up()
+        finally:
+            self._thread_ended.set()
 
-    def _send(self, message: _Message) -> None:
-        assert self._neighbours is not None
-        link, text = self._neighbours, message.layout.text.encode() if message.layout is not None else b""
-        link.send(torch.tensor([message.kind, message.step, len(text)], dtype=torch.int64, device="cpu"), link.next)
-        if text:
-            link.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), link.next)
-        if message.memory is not None:
-            link.send(message.memory, link.next)
-            link.await_answer(link.next)
-            self.stats["sent_bytes"] += message.memory.numel()
-
-    def _receive_all(self) -> None:
-        link = self._neighbours
-        assert link is not None
-        owner = link.previous
-        while True:
-            kind, step, length = link.receive(torch.empty(3, dtype=torch.int64, device="cpu"), owner).tolist()
-            if kind == _END:
-                return
-            if kind == _BASE:
-                text = (
-                    link.receive(torch.empty(length, dtype=torch.uint8, device="cpu"), owner).numpy().tobytes().decode()
-                )
-                layout = ShardLayout(text)
-                shard = link.receive(torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu"), owner)
-                self._begin(owner, _Message(_BASE, step, shard, layout), 2 * self._every + 2)
-            else:
-                self._take(owner, step, lambda slot: link.receive(slot, owner))
-            link.answer(owner)
-            self._advance(owner)
-
-    def _begin(self, owner: int, base: _Message, slots: int) -> None:
-        """A new copy of a shard takes the place of the one so far when it is complete."""
-        assert base.layout is not None and base.memory is not None
-        mirrors = 1 if self._folder is None else 2
-        nbytes = ShardCopy.nbytes_of(base.layout, mirrors, slots)
-        file = None
-        if self._folder is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def _do(self, given: _Round) -> None:
+        own, link = self._own, self._link
+        assert own is not None
+        text = own.layout.text.encode() if given.has_base else b""
+        mine = [torch.tensor([len(text), given.has_record], dtype=torch.int64, device="cpu")]
+        if given.has_base:
+            mine += [torch.frombuffer(bytearray(text), dtype=torch.uint8), own.shard]
+        if given.has_record:
+            if given.ready is not None:
+                given.ready.synchronize()  # not the training's thread
+            own.keep(given.step)
+            mine.append(own.record(given.step).memory)
+        if link is None:
+            left = iter(mine)
+            self._receive(given.step, lambda memory: memory.copy_(next(left)))
         else:
-            about = {"run": self._run, "layout": base.layout.text, "mirrors": mirrors, "slots": slots}
-            file = SnapshotFile(self._folder, file_name(self._run, owner, self.rank), about, nbytes)
-            memory = file.memory
-        copy = ShardCopy(base.layout, memory, mirrors, slots)
-        copy.begin(base.step, base.memory)
+            sent = [work for tensor in mine for work in link.send(tensor, link.next)]
+            self._receive(given.step, lambda memory: link.receive(memory, link.previous))
+            for work in sent:
+                work.wait()
+        for copy in (own, self._kept):
+            if copy is not None:
+                copy.advance(given.step - 1 - self._every)
+
+    def _receive(self, step: int, receive: Callable[[Tensor], Tensor]) -> None:
+        """What the rank before says in the round of a step."""
+        length, has_record = receive(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
+        if length:
+            text = receive(torch.empty(length, dtype=torch.uint8, device="cpu")).numpy().tobytes().decode()
+            self._replace_kept(ShardLayout(text), step - has_record, receive)
+        if has_record:
+            assert self._kept is not None
+            receive(self._kept.record(step).memory)
+            self._kept.keep(step)
+
+    def _replace_kept(self, layout: ShardLayout, step: int, receive: Callable[[Tensor], Tensor]) -> None:
+        """A new copy takes the place of the one so far when it is complete."""
+        slots, file = self._every + 2, None
+        if self._folder is not None:
+            about = {"layout": layout.text, "slots": slots}
+            file = SnapshotFile(self._folder, self._run, layout.rank, about, ShardCopy.nbytes_of(layout, 2, slots))
+        kept = ShardCopy(layout, 1, slots) if file is None else ShardCopy(layout, 2, slots, file.memory)
+        kept.begin(step, receive)
         if file is not None:
             file.publish()
-            self._files[owner] = file
-        self._copies[owner] = copy
-
-    def _take(self, owner: int, step: int, fill: Any) -> None:
-        copy = self._copies[owner]
-        while not copy.has_room_for(step):  # by the note above there is room once this rank's sender has come as far
-            self._advance(owner)
-            with self._changed:
-                if self._failure is not None or self._ended:
-                    raise ClosedError("the snapshots have ended")
-                if not copy.has_room_for(step):
-                    self._changed.wait(0.1)
-        copy.take(step, fill)
-
-    def _advance(self, owner: int) -> None:
-        copy = self._copies[owner]
-        with copy.lock:
-            copy.advance(self._handled - 1 - self._every)
+        self._kept, self._file = kept, file
 
     # --- what users ask ----------------------------------------------------------------------------------------------
 
-    @property
-    def last_step(self) -> int:
-        """The newest step that this rank's neighbour has all of. Local. All ranks can go back to the lowest of theirs."""
-        return self._handled
-
-    def _exchange(self, mine: Any) -> list[Any]:
-        if self._reducer is None:
-            return [mine]
-        return [json.loads(other) for other in self._reducer.exchange(json.dumps(mine).encode())]
-
     def verify(self) -> int:
-        """Compares the copies of this rank's shard, its own and the neighbour's, with what it has, bit for bit; returns the
-        step. Waits for all that is on its way. Collective; RuntimeError on all ranks that names what differs."""
+        """Compares both copies of every shard with what its rank has, bit for bit; returns the step. Waits for all that is on
+        its way. Collective; RuntimeError on all ranks that names what differs, ValueError if another rank's have ended."""
         self._engine.param_sync()
-        error = None
-        try:
-            if self._ended:
-                raise RuntimeError("the snapshots have ended: close() or stop() was called")
-            if self._versions != self._versions_now():
-                self.rebase()
-            self._flush()
-        except (RuntimeError, CommTimeout) as found:
-            error = str(found)
-        self._expect_none(self._exchange(error))
-        kept = {}
-        for owner, copy in self._copies.items():
-            with copy.lock:
-                copy.advance(self._step)
-                kept[str(owner)] = digests(copy.shard())
-        assert self._layout is not None
-        live = self._layout.mirror.tensors(torch.empty(self._layout.mirror.nbytes, dtype=torch.uint8, device="cpu"))
-        read_shard(self._memory, live)
-        mine = digests(live)
-        problems = [
-            f"{name} of rank {self.rank}'s shard at step {self._step}, as rank {keeper} keeps it"
-            for keeper, copies in enumerate(self._exchange(kept))
-            for name, found in copies.get(str(self.rank), mine).items()
-            if found != mine[name]
-        ]
-        self._expect_none(self._exchange(problems[0] if problems else None), "a snapshot differs from the shard: ")
+        is_edited = any(exchange(self._engine, self._versions != self._versions_now()))
+        with _failing_together(self._engine, "Snapshots.verify"):
+            if is_edited:
+                self._send_base()
+            self._wait(lambda: not self._rounds)
+        own, kept = self._own, self._kept
+        assert own is not None and kept is not None
+        live = torch.empty_like(own.shard)
+        own.layout.read(self._memory, live)
+        for copy in (own, kept):
+            copy.advance(self._step)
+        mine = [own.layout.digests(live), own.layout.digests(own.shard), kept.layout.digests(kept.shard)]
+        everyone, problems = exchange(self._engine, mine), []
+        for rank, (shard, own_copy, _) in enumerate(everyone):
+            behind = rank if self._link is None else (rank + 1) % self.world
+            for keeper, found in ((rank, own_copy), (behind, everyone[behind][2])):
+                what = f"of rank {rank}'s shard at step {self._step}, as rank {keeper} keeps it"
+                problems += [f"{name} {what}" for name in shard if found.get(name) != shard[name]]
+        if problems:
+            raise RuntimeError(f"a snapshot differs from the shard: {'; '.join(problems)}")
         return self._step
 
-    @staticmethod
-    def _expect_none(problems: list[str | None], what: str = "") -> None:
-        if any(problems):
-            raise RuntimeError(what + "; ".join(sorted({problem for problem in problems if problem})))
-
     def stop(self) -> None:
-        """Ends the threads at once and keeps the copies, for `restore`. Local; after an error such as `PeerError`."""
-        self._end(0.0)
+        """Ends the thread at once and keeps the copies, for `restore`. Local; after an error such as `PeerError`."""
+        self._end(ClosedError("close() or stop() was called"))
+        atexit.unregister(self.stop)
+        self._engine.step_observers = [other for other in self._engine.step_observers if other != self._observe]
+        if self._link is not None and not self._thread_ended.is_set():
+            self._link.give_up()
+        self._thread_ended.wait(self._timeout_s)
+        if self._link is not None:
+            self._link.release()
+
+    def _end(self, why: BaseException) -> None:
+        with self._changed:
+            self._over = self._over or why
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads once the neighbours have what was sent, and drops the copies and their files. Collective; after
+        """Ends the thread once the other ranks have what was sent, and drops the copies and their files. Collective; after
         `stop`, or if the snapshots have failed, local. Idempotent."""
-        if not self._ended and self._failure is None:
-            self._put(_Message(_END, self._step))
-            self._end(self._timeout_s)
-        self._end(0.0)
-        for file in self._files.values():
-            file.remove()
-        self._copies.clear()
-        self._files.clear()
-
-    def _end(self, wait_s: float) -> None:
-        until = time.monotonic() + wait_s
-        for ended in self._threads if wait_s else ():
-            ended.wait(max(until - time.monotonic(), 0.0))
-        with self._changed:
-            if self._ended:
-                return
-            self._ended = True
-            self._changed.notify_all()
-        with contextlib.suppress(ValueError):
-            self._engine.step_observers.remove(self._observe)
-        if self._neighbours is not None:
-            if not all(ended.is_set() for ended in self._threads):
-                self._neighbours.give_up()
-            for ended in self._threads:
-                ended.wait(10.0)
-            self._neighbours.release()
-        else:
-            self._threads[0].wait(10.0)
+        if self._over is None:
+            self._put(_Round(self._step))
+            self._thread_ended.wait(self._timeout_s)
+        self.stop()
+        if self._file is not None:
+            self._file.remove()
+        self._own = self._kept = self._file = None
 
     def __enter__(self) -> Snapshots:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """`close`; with an exception on its way `stop`, so that the copies can be restored."""
-        if kind is None:
-            self.close()
-        else:
-            self.stop()
+        (self.close if kind is None else self.stop)()
 
     # --- going back --------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def restore(optimizer: Any, kept: Snapshots | None, *, timeout_s: float = 300.0) -> int:
+    def restore(optimizer: Any, source: Snapshots | str | os.PathLike[str] | None) -> int:
         """Sets a new optimizer and its parameters to the newest step that all shards are kept of; returns the step.
         Collective for the ranks of ``optimizer``, as many as there were.
 
-        ``kept``: what a survivor has, which is stopped; None on a rank that takes a lost one's place. Learning rates are those of
-        the new optimizer: set schedulers, and the order of the data, to the step.
+        ``source``: what a survivor has, which is stopped; None on a rank that takes a lost one's place; or the directory
+        in which processes, all of which have ended, have left files. Learning rates are those of the new optimizer: set
+        schedulers, and the order of the data, to the step.
 
         ValueError on all ranks, and nothing has changed, if a shard is kept by nobody: two neighbours were lost.
+        PermissionError for a folder of somebody else.
         """
-        if kept is not None:
-            kept.stop()
-        copies = [] if kept is None else [(kept._run, copy) for copy in kept._copies.values()]
-        return restore_from(optimizer, copies, timeout_s)
-
-    @staticmethod
-    def load(directory: str | os.PathLike[str], optimizer: Any, *, timeout_s: float = 300.0) -> int:
-        """`restore` from the files that processes have left in ``directory``, all of which have ended. Collective.
-
-        ValueError on all ranks that says which shard is missing; PermissionError for a folder or file of somebody else.
-        """
-        folder, copies = Path(directory), []
-        with _failing_together(optimizer._engine, "Snapshots.load"):
-            for _, about, memory in open_snapshots(folder) if folder.exists() else ():
-                copy = ShardCopy(ShardLayout(about["layout"]), memory, about["mirrors"], about["slots"])
-                copies.append((about["run"], copy))
-        return restore_from(optimizer, copies, timeout_s)
-
-    def _remove_older_files(self) -> None:
-        """Of other runs, once those of this one are complete everywhere. Collective where there is a folder."""
-        if not any(self._exchange(self._folder is not None)):
-            return
-        with _failing_together(self._engine, "Snapshots"):
-            self._flush()
-        for path in self._folder.iterdir() if self._folder is not None else ():
-            named = FILE_NAME.fullmatch(path.name)
-            if named and named["run"] != self._run and int(named["keeper"]) % self.world == self.rank:
-                path.unlink(missing_ok=True)
+        copies: list[tuple[str, ShardCopy]] = []
+        with _failing_together(optimizer._engine, "Snapshots.restore"):
+            if isinstance(source, Snapshots):
+                source.stop()
+                copies = [(source._run, copy) for copy in (source._own, source._kept) if copy is not None]
+            elif source is not None:
+                for about, memory in open_snapshots(private_folder(source)):
+                    copies.append((about["run"], ShardCopy(ShardLayout(about["layout"]), 2, about["slots"], memory)))
+        return restore_from(optimizer, copies)
 
 
 @contextlib.contextmanager
@@ -492,10 +370,3 @@ def _failing_together(engine: Any, what: str) -> Iterator[None]:
     except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
         error = found
     engine.expect_done_by_all(what, error)
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Before threads are joined: what is registered later runs first."""
-    for snapshots in list(_live):
-        snapshots.stop()

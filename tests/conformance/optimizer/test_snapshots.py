@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bucketwheel.checkpoint.replay import ShardCopy, _Mirror
+from bucketwheel.checkpoint.replay import Record
 from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
@@ -101,8 +101,7 @@ def test_a_hundred_steps_replayed_have_the_bits_of_the_shard(name: str, world: i
                 eventful_step(loop, seed)
                 if seed == 50:
                     snapshots.verify()
-            assert snapshots.verify() == snapshots.stats["steps"] == 91, "of 100, 9 were skipped"
-            assert snapshots.last_step == 91
+            assert snapshots.verify() == 91, "of 100, 9 were skipped"
             assert snapshots.stats["rebases"] == 0
 
     on_ranks(world, body)
@@ -179,10 +178,11 @@ def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: 
             for p in loop.params:
                 p.data.mul_(2)
             loop.steps(1)
-            with pytest.raises(
-                RuntimeError, match=r"differs from the shard: 0.param of rank 0's shard at step 2, as rank 0"
-            ):
+            with pytest.raises(RuntimeError, match="from the shard: 0.param of rank 0's shard at step 2, as rank 0"):
                 snapshots.verify()
+            snapshots.rebase()
+            assert snapshots.verify() == 2
+            loop.params[0].data.mul_(2)
             snapshots.rebase()
             loop.steps(2)
             assert snapshots.verify() == 3
@@ -243,11 +243,19 @@ def test_a_step_that_fails_is_followed_by_a_whole_shard(monkeypatch: pytest.Monk
 # ---- what else may happen
 
 
+def gate_rounds(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps are taken over once it is set."""
+    do, gate = Snapshots._do, threading.Event()
+    monkeypatch.setattr(
+        Snapshots, "_do", lambda self, a_round: (not a_round.has_record or gate.wait(60)) and do(self, a_round)
+    )
+    return gate
+
+
 @pytest.mark.parametrize("world", [None, 1])
 def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated; what poses as a device does so in all threads, so the replays wait until nothing does."""
-    begin, gate = Snapshots._begin, threading.Event()
-    monkeypatch.setattr(Snapshots, "_begin", lambda *args: (gate.wait(60), begin(*args)))
+    """Simulated; what poses as a device does so in all threads, so the rounds wait until nothing does."""
+    gate = gate_rounds(monkeypatch)
     with posing():
         comm = None if world is None else Communicator(LocalWorld(1).rank(0), backend="local", device="cuda")
         loop = Loop(comm, BF16, state_dtype=BF16)
@@ -257,23 +265,20 @@ def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypa
     gate.set()
     with snapshots:
         assert snapshots.verify() == 18
-        assert snapshots.stats["rebases"] == snapshots.stats["waits"] == 0
+        assert snapshots.stats["rebases"] == 0
     if comm is not None:
         with posing():
             loop.opt.close()
             comm.close()
 
 
-def test_a_step_waits_where_all_buffers_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, gate = ShardCopy.take, threading.Event()
-    monkeypatch.setattr(ShardCopy, "take", lambda self, step, fill: (gate.wait(20), take(self, step, fill)))
-    loop = Loop(None)
+def test_a_step_waits_where_as_many_as_may_be_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, loop = gate_rounds(monkeypatch), Loop(None)
     with Snapshots(loop.opt, every=3) as snapshots:
         loop.steps(0, 1, 2)
-        assert snapshots.stats["waits"] == 0
+        assert snapshots.stats["waited_s"] < 0.05
         threading.Timer(0.2, gate.set).start()
         loop.steps(3)
-        assert snapshots.stats["waits"] == 1
         assert snapshots.stats["waited_s"] > 0.05
         assert snapshots.verify() == 4
 
@@ -285,7 +290,7 @@ def test_what_a_thread_fails_with_is_told_and_training_goes_on(monkeypatch: pyte
     loop = Loop(None)
     with Snapshots(loop.opt) as snapshots:
         loop.steps(0)
-        monkeypatch.setattr(_Mirror, "replay", fail)
+        monkeypatch.setattr(Record, "replay", fail)
         with pytest.warns(UserWarning, match=r"snapshots end at step \d+: no more memory"):
             for seed in range(1, 200):
                 loop.steps(seed)
@@ -303,11 +308,11 @@ def test_closed_or_stopped_they_cost_nothing_and_leave_no_thread() -> None:
         snapshots = Snapshots(loop.opt)
         loop.steps(0)
         end(snapshots)
-        assert all(ended.is_set() for ended in snapshots._threads)
+        assert snapshots._thread_ended.is_set()
         assert not loop.opt._engine.step_observers
         assert not loop.opt._optimizer_step_post_hooks
         loop.steps(1)
-        assert snapshots.stats["steps"] == 1
+        assert snapshots._step == 1
         snapshots.close()
         with pytest.raises(RuntimeError, match=r"the snapshots have ended: close\(\) or stop\(\) was called"):
             snapshots.verify()
@@ -327,7 +332,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
 def test_ranks_that_were_given_different_numbers_are_told(name: str) -> None:
     def body(comm: Communicator) -> None:
         loop = Loop(comm)
-        with pytest.raises(ValueError, match=rf"{name} must be the same on all ranks, which gave \[1, 2\]"):
+        with pytest.raises(
+            ValueError, match=r"every and first_step must be the same on all ranks, which gave \[\[1, [01]\], \["
+        ):
             Snapshots(loop.opt, **{name: 1 + comm.rank})
         assert not loop.opt._engine.step_observers
 
@@ -342,9 +349,10 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         with pytest.raises(kind, match="must be a folder of this user"):
             Snapshots(loop.opt, directory=folder)
         with pytest.raises(kind, match="must be a folder of this user"):
-            Snapshots.load(folder, loop.opt)
-        with pytest.raises(ValueError, match="no rank has a snapshot. Load a checkpoint instead"):
-            Snapshots.load(folder / "none", loop.opt)
+            Snapshots.restore(loop.opt, folder)
+        for nothing in (folder / "none", None):
+            with pytest.raises(ValueError, match="no rank has a snapshot. Load a checkpoint instead"):
+                Snapshots.restore(loop.opt, nothing)
         assert not loop.opt._engine.step_observers
         with Snapshots(loop.opt) as snapshots:
             loop.steps(0, 1)
@@ -356,16 +364,16 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 def test_a_first_copy_that_is_not_taken_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing older is removed then."""
     (tmp_path / "f").mkdir(0o700)
-    older = tmp_path / "f" / f"{'0' * 16}-0-0.snapshot"
-    older.touch(0o600)
-    take = Snapshots._begin
+    older = tmp_path / "f" / f"bucketwheel-{'0' * 16}-0.snapshot"
+    older.touch()
+    do = Snapshots._do
 
-    def begin(self: Snapshots, *args: Any) -> None:
+    def fail(self: Snapshots, a_round: Any) -> bool:
         if self.rank == 1:
             raise OSError("no more memory")
-        take(self, *args)
+        return do(self, a_round)
 
-    monkeypatch.setattr(Snapshots, "_begin", begin)
+    monkeypatch.setattr(Snapshots, "_do", fail)
 
     def body(comm: Communicator) -> None:
         loop = Loop(comm)
@@ -380,17 +388,14 @@ def test_a_first_copy_that_is_not_taken_fails_on_all(tmp_path: Path, monkeypatch
 def test_groups_that_change_after_a_failure_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(None)
     with Snapshots(loop.opt, timeout_s=0.2) as snapshots:
-        take, gate = ShardCopy.take, threading.Event()
-        monkeypatch.setattr(ShardCopy, "take", lambda self, step, fill: (gate.wait(20), take(self, step, fill)))
+        gate = gate_rounds(monkeypatch)
         loop.steps(0)
         add_group(loop)
-        with pytest.warns(
-            UserWarning, match="snapshots end at step 1: the neighbour has not taken the snapshot within"
-        ):
+        with pytest.warns(UserWarning, match="snapshots end at step 1: the other ranks have not taken it within"):
             loop.steps(1)
         gate.set()
         loop.steps(2)
-        assert snapshots.stats["steps"] == 1
+        assert snapshots._step == 1
 
 
 # ---- going back
@@ -409,7 +414,7 @@ def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: 
         loop.steps(*range(7))
         assert snapshots.verify() == 7
         loop.steps(7)
-        snapshots._flush()
+        snapshots._wait(lambda: not snapshots._rounds)
         if comm is not None:
             comm.exchange(b"all have")
         snapshots.stop()
@@ -419,10 +424,7 @@ def test_a_new_optimizer_goes_on_from_them(name: str, world: int | None, place: 
         fresh = Loop(comm, dtype, **options)
         for p in fresh.params:
             p.data.zero_()
-        if place == "files":
-            assert Snapshots.load(folder, fresh.opt) == 8
-        else:
-            assert Snapshots.restore(fresh.opt, snapshots) == 8
+        assert Snapshots.restore(fresh.opt, folder if place == "files" else snapshots) == 8
         with Snapshots(fresh.opt, first_step=8) as again:
             fresh.steps(8, 9)
             assert again.verify() == 10
@@ -444,40 +446,30 @@ def plain(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 # ---- a replay that is cut short
 
 
-@pytest.mark.parametrize("mirror", [0, 1])
-@pytest.mark.parametrize("place", ["memory", "files"])
-def test_a_torn_copy_is_known_as_such(mirror: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process that is killed in a replay leaves it: files have another one."""
-    loop, folder = Loop(None), tmp_path / "f" if place == "files" else None
-    snapshots = Snapshots(loop.opt, directory=folder)
-    loop.steps(0, 1, 2)
-    snapshots._flush()
-    replays = iter(range(10))
+@pytest.mark.parametrize("torn", ["own", "first mirror", "second mirror"])
+def test_a_torn_copy_is_known_as_such(torn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is killed in a replay leaves it: there is another one."""
+    loop, replay = Loop(None), Record.replay
+    snapshots = Snapshots(loop.opt, directory=tmp_path / "f")
+    loop.steps(0, 1)
+    snapshots._wait(lambda: not snapshots._rounds)
+    replays = iter(["own", "first mirror", "second mirror"])
 
-    def tear(self: Any, slot: int) -> None:
-        if next(replays) == (mirror if folder else 0):
-            self.tensors["0.param"].fill_(7.0)
+    def tear(self: Record, rows: Any) -> None:
+        replay(self, rows)
+        if next(replays) == torn:
             raise KeyboardInterrupt
-        replay(self, slot)
 
     with monkeypatch.context() as patch:
-        replay = _Mirror.replay
-        patch.setattr(_Mirror, "replay", tear)
-        with pytest.warns(UserWarning, match="snapshots end"):
-            for seed in range(3, 200):
-                loop.steps(seed)
-                time.sleep(0.001)
-    snapshots.stop()
-    fresh = Loop(None)
-    if folder is None:
-        with pytest.raises(ValueError, match=r"nobody has the shards of ranks \[0\]"):
-            Snapshots.restore(fresh.opt, snapshots)
-        return
-    step = Snapshots.load(folder, fresh.opt)
-    assert 2 <= step <= 5
-    again = Loop(None)
-    again.steps(*range(step))
-    assert_bitwise_equal([p.detach() for p in fresh.params], [p.detach() for p in again.params])
+        patch.setattr(Record, "replay", tear)
+        loop.steps(2)
+        snapshots._thread_ended.wait(20)
+    for source in (snapshots, tmp_path / "f"):
+        fresh, again = Loop(None), Loop(None)
+        step = Snapshots.restore(fresh.opt, source)
+        assert step == 3
+        again.steps(*range(step))
+        assert_bitwise_equal([p.detach() for p in fresh.params], [p.detach() for p in again.params])
 
 
 @pytest.mark.parametrize("shard, replicate", [(2, 2), (1, 2)])
