@@ -118,12 +118,17 @@ class _Checkpoint:
         if model is not None:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
-        self.reader.check([*self._model[0], *self._of_states])
         if "extra" in self._entries:
             self.extra = self._object("extra")
         if self._first and self._engine is not None:
             self._engine.announce_write()
-            self._read([item for items, _ in self._first for item in items], checks=True)
+        first = {id(item) for items, _ in self._first for item in items}
+        every = [*self._model[0], *self._of_states, *(item for items, _ in self._first for item in items)]
+        for item in self.reader.in_order(every):
+            if id(item) in first:
+                self._read([item], checks=True)
+            else:
+                self.reader.check([item])
         return found
 
     def end(self) -> None:

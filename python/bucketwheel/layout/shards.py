@@ -88,7 +88,9 @@ class Space:
     def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
         lease = self._state_pool.acquire(f"{name} of {self.flat.lease.key}", numel * dtype.itemsize)
-        return lease.tensor(dtype, (numel,)).zero_()
+        shard = lease.tensor(dtype, (numel,))
+        shard.data.zero_()  # its version stays 0 until somebody writes to it: a load asks whether a state is zeros
+        return shard
 
     @property
     def packing(self) -> Packing:

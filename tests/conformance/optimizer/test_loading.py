@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from bucketwheel import CheckpointError, checkpoint
+from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
 from tests.support.checkpoint_jobs import CUTS, KINDS, Job, Model
@@ -187,25 +189,33 @@ def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None
         assert rates == [0.2, 0.05]
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_what_a_load_reads(is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file is opened once, and nothing is read but to be checked and to be loaded; no parameter is copied. A new
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_a_load_reads(world: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank opens each file once, and nothing is read but to be checked and to be loaded; no parameter is copied. A new
     optimizer's moments are checked while they are loaded."""
-    saved_by(None, tmp_path)
-    (size,) = jobs.sizes_of(tmp_path)
+    saved_by(world, tmp_path)
     items = checkpoint.Reader(tmp_path).description.items
-    moments = sum(stored.length for index, stored in items.items() if "exp_avg" in index.fqn)
-    job = jobs.of(None, seed=9)
-    if not is_new:
-        job.steps(7)
-    opened, read, open_file, read_file = [], [], os.open, os.preadv
-    monkeypatch.setattr(os, "open", lambda path, *args: opened.append(Path(path).name) or open_file(path, *args))
+    moments = sum(s.length for index, s in items.items() if "exp_avg" in index.fqn and s.sums.nbytes)
+    read, opened, read_file, open_file = [], [], os.preadv, os.open
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(read_file(*args)) or read[-1])
-    monkeypatch.setattr(type(job.opt._engine), "values_of", None)
-    checkpoint.load(tmp_path, job.model, job.opt)
-    assert opened == ["__0_0.distcp"]
-    most = 2 * size - moments * is_new
-    assert most - moments < sum(read) <= most
+    monkeypatch.setattr(os, "open", lambda *args: opened.append((threading.get_ident(), args[0])) or open_file(*args))
+    if world is None:
+        monkeypatch.setattr(LocalEngine, "values_of", None)
+
+    def load(comm: Any, is_new: bool) -> None:
+        job = jobs.of(comm, seed=9)
+        if not is_new:
+            job.steps(7)
+        checkpoint.load(tmp_path, job.model, job.opt)
+        job.opt.close()
+
+    on_ranks(world, lambda comm: load(comm, is_new=True))
+    assert len(opened) == len(set(opened)) > 0
+    by_new = sum(read)
+    on_ranks(world, lambda comm: load(comm, is_new=False))
+    assert sum(read) - 2 * by_new == moments
+    if world is None:
+        assert moments < by_new <= 2 * sum(jobs.sizes_of(tmp_path)) - moments
 
 
 # ---- parts, and what does not fit
