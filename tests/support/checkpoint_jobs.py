@@ -20,7 +20,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
     "bf16 states": {"dtype": BF16, "state_dtype": BF16},
 }
-CUTS = ("row", 1)
 
 
 class Model(nn.Module):

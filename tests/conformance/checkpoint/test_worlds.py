@@ -95,6 +95,8 @@ def chosen_pairwise(count: int) -> list[Row]:
     rows: list[Row] = [
         (HSDP, 3, "bf16, remainder", "rows", "elements", "dcp.save"),
         (2, HSDP, "amsgrad", "elements", "rows", "get_state_dict"),
+        (HSDP, 2, "fp32", "elements", "rows", "bw.checkpoint.async_save"),
+        (3, HSDP, "bf16, master", "rows", "rows", "bw.checkpoint.save"),
         (3, 2, "bf16 states", "elements", "rows", "async_save, process"),  # each starts processes, which takes seconds
     ]
     met = set().union(*map(pairs, rows))

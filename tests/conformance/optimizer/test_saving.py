@@ -24,7 +24,6 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
 from tests.support.checkpoint_jobs import KINDS, Job, Model
 from tests.support.optim_twins import on_ranks, run_local
-from tests.support.replica_ranks import with_replicas
 
 LEAST = 16 << 10  # bytes of staging memory
 LIMIT_S = 60
@@ -137,21 +136,6 @@ def _train_on_in_process(rank: int, world: int, folder: str, options: dict[str, 
     ends(pending)
     job.opt.close()
     return saved, after
-
-
-def test_replicas_train_on(late_reads: None, tmp_path: Path) -> None:
-    def train(rank: int, shard: Any, replicate: Any) -> Any:
-        job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4)
-        job.steps(1, 2)
-        saved = job.values()
-        pending = checkpoint.async_save(tmp_path, job.model, job.opt, staging_bytes=LEAST)
-        job.steps(3)
-        ends(pending)
-        job.opt.close()
-        return saved
-
-    saved = with_replicas(2, 2, train)[0]
-    assert_bitwise_equal(loaded(tmp_path).values(), saved)
 
 
 def test_nothing_is_staged_that_was_written_in_time(tmp_path: Path) -> None:
