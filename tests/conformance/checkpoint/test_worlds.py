@@ -21,11 +21,13 @@ CAPS = {1: 2e-3, 2: 4e-4, 3: 1e-2, 4: 1e-4, HSDP: 1e-3}
 
 
 def groups_of(rank: int) -> dict[int | str, dict[str, Any]]:
-    """For each number of ranks what `Training` is given. On all 4 ranks alike; {}: not among them."""
+    """For each number of ranks what `Training` is given. On all 4 ranks alike; {}: not among them. Of 3 ranks gathers still
+    run when a save begins."""
     found: dict[int | str, dict[str, Any]] = {}
     for world in (1, 2, 3, 4):
         group = dist.new_group(range(world), backend="gloo")
         found[world] = {"group": group} if rank < world else {}
+    found[3] |= {"process_group": found[3]["group"], "overlap_param_sync": True} if rank < 3 else {}
     return {**found, HSDP: {"group": found[4]["group"], **torch_groups(rank, 4, 2)}}
 
 

@@ -116,28 +116,6 @@ def test_steps_right_after_the_call_do_not_change_what_is_saved(
     assert any(stats.waits and stats.waited_s > 0 for _, _, stats in ranks)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16, remainder"])
-def test_processes_train_on_while_their_gathers_run_too(kind: str, rank_pool: Any, tmp_path: Path) -> None:
-    ranks = rank_pool(3).run(_train_on_in_process, str(tmp_path), KINDS[kind])
-    for saved, after in ranks:
-        job = loaded(tmp_path, **KINDS[kind])
-        assert_bitwise_equal(job.values(), saved)
-        job.steps(3, 4, 5)
-        assert_bitwise_equal(job.values(), after)
-
-
-def _train_on_in_process(rank: int, world: int, folder: str, options: dict[str, Any]) -> Any:
-    job = Job({}, rank, world, overlap_param_sync=True, **options)
-    job.steps(1, 2)
-    saved = job.values()
-    pending = checkpoint.async_save(folder, job.model, job.opt, staging_bytes=LEAST)
-    job.steps(3, 4, 5)
-    after = job.values()
-    ends(pending)
-    job.opt.close()
-    return saved, after
-
-
 def test_nothing_is_staged_that_was_written_in_time(tmp_path: Path) -> None:
     job = jobs.of(None)
     job.steps(1)

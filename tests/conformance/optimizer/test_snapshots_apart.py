@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -193,29 +192,6 @@ def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) ->
     for _, mine in results:
         assert_bitwise_equal(mine, expected[0])
     assert not list(folder.iterdir()), "close() has removed them"
-
-
-def killed_at_random(rank: int, world: int, folder: str, resumes: bool, after_s: float) -> None:
-    loop = Apart(BF16)
-    first = Snapshots.restore(loop.opt, folder) if resumes else 0
-    Snapshots(loop.opt, every=3, directory=folder, first_step=first)
-    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    with contextlib.suppress(bw.Error):  # the other one's timer was faster
-        train(loop, range(first, 10_000))
-    time.sleep(20)
-
-
-def test_a_job_that_is_killed_again_and_again_goes_on_from_files(tmp_path: Path) -> None:
-    """Whatever it is at: in a replay, or in a copy."""
-    folder = str(tmp_path / "f")
-    for number, after_s in enumerate((0.5, 0.73, 0.61)):
-        run_ranks(killed_at_random, 2, folder, number > 0, after_s, timeout_s=60, expect_dead=[0, 1], forked=True)
-        assert all(path.stat().st_mode & 0o777 == 0o600 for path in Path(folder).iterdir())
-    results = run_ranks(resumed, 2, folder, 0, timeout_s=60, forked=True)
-    steps = results[0][0]
-    assert steps > 3
-    for mine in run_ranks(reference, 2, steps, timeout_s=60, forked=True):
-        assert_bitwise_equal(results[0][1], mine)
 
 
 def of_a_group(rank: int, world: int) -> None:
