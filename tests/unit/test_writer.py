@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import functools
 import os
 import pickle
 import subprocess
@@ -150,6 +154,105 @@ def test_each_chunk_has_its_checksum(tmp_path: Path, kind: str) -> None:
     assert sums.envelope == core.crc32c(blob[: sums.begin] + blob[sums.begin + sums.nbytes :])
     if kind != "bytes":
         assert torch.equal(torch.load(BytesIO(blob), weights_only=True), whole)
+
+
+def refuse_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system without O_DIRECT does."""
+    real = fcntl.fcntl
+
+    def refusing(file: Any, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return real(file, command, flags)
+
+    monkeypatch.setattr(writer.fcntl, "fcntl", refusing)
+
+
+def refuse_a_write(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk of larger sectors does."""
+    real, calls = os.writev, iter(range(10**6))
+
+    def refusing(descriptor: int, parts: list[memoryview]) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and next(calls) >= number:
+            raise OSError(errno.EINVAL, "refused")
+        return real(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", refusing)
+
+
+def write_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may write less than it is asked to."""
+
+    def little(descriptor: int, parts: list[memoryview]) -> int:
+        is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        return os.write(descriptor, next(part for part in parts if part)[: 1 << 16 if is_direct else 9999])
+
+    monkeypatch.setattr(os, "writev", little)
+
+
+SYSTEMS: dict[str, Any] = {
+    "takes all": lambda monkeypatch: None,
+    "without O_DIRECT": refuse_the_flag,
+    "refuses the first write": functools.partial(refuse_a_write, 0),
+    "refuses the third write": functools.partial(refuse_a_write, 2),
+    "writes little": write_little,
+}
+
+
+@pytest.mark.parametrize("buffer_bytes", [4096, 1 << 16, writer.BUFFER_BYTES])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_bytes_are_the_same_past_the_page_cache_and_through_it(
+    system: str, buffer_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SYSTEMS[system](monkeypatch)
+    large = writer._IN_PLACE_BYTES
+    memory = torch.randint(256, (3 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    page = -memory.data_ptr() % 4096
+    sizes = [0, 1, 4095, 4096, 4097, large - 1, large, large + 1, large + 4096, (1 << 20) + 5, 2 << 20]
+    boxes = [memory[page + odd :][:size] for odd in (0, 1, 512) for size in sizes]
+    file = DataFile(tmp_path / "f", chunk_bytes=100_000, buffer_bytes=buffer_bytes)
+    results = [file.add(MetadataIndex(str(i)), box) for i, box in enumerate(boxes)]
+    results.append(file.add(MetadataIndex("object"), BytesIO(b"x" * 9)))
+    file.close()
+    content = (tmp_path / "f").read_bytes()
+    end = 0
+    for box, stored in zip([*boxes, None], [result.storage_data for result in results], strict=True):
+        found = content[stored.offset :][: stored.length]
+        before, behind = (b"", b"") if box is None else envelope_of(box.dtype, tuple(box.shape))
+        data = b"x" * 9 if box is None else box.numpy().tobytes()
+        assert found == before + data + behind
+        assert stored.sums.chunks == b"".join(
+            core.crc32c(data[at : at + 100_000]).to_bytes(4, "little") for at in range(0, len(data), 100_000)
+        )
+        assert content[end : stored.offset].strip(b"\0") == b"" and stored.offset - end < 4096
+        end = stored.offset + stored.length
+    assert end == len(content) == file.size
+
+
+def test_large_data_is_written_from_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the page cache: whole pages, but for the end of the file."""
+    real, written = os.writev, []
+    copied = mock.Mock(wraps=ctypes.memmove)
+    monkeypatch.setattr(writer.ctypes, "memmove", copied)
+
+    def recording(descriptor: int, parts: list[memoryview]) -> int:
+        written.append((fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT, [len(part) for part in parts]))
+        return real(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", recording)
+    memory = torch.zeros(3 << 20, dtype=torch.uint8)
+    file = DataFile(tmp_path / "f")
+    for size in (5, 2 << 20, (1 << 20) + 77):
+        file.add(MetadataIndex("x"), memory[-memory.data_ptr() % 4096 :][:size])
+    if not file._is_direct:
+        pytest.skip(f"the file system of {tmp_path} has no O_DIRECT")
+    file.close()
+    assert [(bool(flag), lengths) for flag, lengths in written] == [
+        (True, [4096, 2 << 20]),
+        (True, [4096, 1 << 20]),
+        (False, [file.size % 4096]),
+    ]
+    assert sum(call.args[2] for call in copied.mock_calls) < 3 * 4096
 
 
 def test_what_has_no_bytes_is_refused(tmp_path: Path) -> None:

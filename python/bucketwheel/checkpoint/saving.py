@@ -44,10 +44,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
 from bucketwheel.checkpoint.format import METADATA, Stored, Sums
-from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
+from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
-from bucketwheel.checkpoint.writer import CHUNK_BYTES, SAVING, DataFile, publish, start
+from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.torch_internals import timeout_of
@@ -227,7 +227,6 @@ class _Item:
     shape: tuple[int, ...] | None
     data: Any
     nbytes: int
-    watched: Watched | None = None  # to be looked at when it has been written
 
 
 class _Plan:
@@ -237,9 +236,10 @@ class _Plan:
         self, model: Module | None, optimizer: Any, engine: Engine | None, extra: Any, everyone: Everyone, limit: int
     ) -> None:
         self.everyone = everyone
-        chunk_bytes = min(CHUNK_BYTES, max(limit // 4, 4096))
+        self.part_bytes = min(BUFFER_BYTES, limit // 4 // 4096 * 4096)  # what is read, staged and written at a time
+        self.chunk_bytes = min(CHUNK_BYTES, self.part_bytes)
         device = next((info.device for info in engine.infos), torch.device("cpu")) if engine else torch.device("cpu")
-        self.staging = Staging(limit, chunk_bytes, device)
+        self.staging = Staging(limit - self.part_bytes, self.part_bytes, device)  # the rest is the DataFile's
         self.items: list[_Item] = []
         self.same: dict[str, str] = {}  # tied weights: a name, and that under which it is written
         self._engine = engine
@@ -252,7 +252,7 @@ class _Plan:
             tree["extra"] = _Object(_saved("extra", extra))
         if not tree:
             raise ValueError("nothing to save: give a model, an optimizer or extra")
-        planner = DefaultSavePlanner()
+        planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(tree, is_coordinator=True)
         self.paths = dict(planner.mappings)
         self._add_sharded({key: leaf for key, leaf in planner.state_dict.items() if isinstance(leaf, _Sharded)})
@@ -282,10 +282,12 @@ class _Plan:
             if key not in self.same:
                 of_param.setdefault(leaf.info.index, []).append((key, leaf))
         for index in dict.fromkeys([*self._engine.write_order(), *of_param]):  # those without elements are in no bucket
-            for key, leaf in of_param.get(index, ()):
-                self._add_boxes(key, leaf, turns)
+            if index in of_param:
+                boxes = live_boxes(self._engine, of_param[index][0][1].info)
+                for key, leaf in of_param[index]:
+                    self._add_boxes(key, leaf, boxes, turns)
 
-    def _add_boxes(self, key: str, leaf: _Sharded, turns: _Turns) -> None:
+    def _add_boxes(self, key: str, leaf: _Sharded, boxes: Sequence[LiveBox], turns: _Turns) -> None:
         assert self._engine is not None
         info, states = leaf.info, self._engine.states[leaf.info.index]
         what = "parameter" if leaf.name == PARAM else f"the state {leaf.name!r} of parameter"
@@ -294,7 +296,7 @@ class _Plan:
             ", or of another whose states lie beside it," if leaf.name != PARAM and self._engine.part[1] > 1 else ""
         )
         watched = Watched(f"{what} {info.name!r}{others}", source)
-        for live in live_boxes(self._engine, info):
+        for live in boxes:
             views = live.of(leaf.name)
             dtype = torch.float32 if len(views) > 1 else views[0].dtype
             nbytes = live.box.numel * dtype.itemsize
@@ -320,13 +322,12 @@ class _Plan:
                 content = leaf.content if isinstance(leaf, _Object) else _saved(key, leaf)
                 self.items.append(_Item(MetadataIndex(key), None, BytesIO(content), len(content)))
                 continue
-            data, watched = leaf.detach(), None
+            value = leaf.detach().resolve_conj().resolve_neg()
             if not isinstance(leaf, Parameter) and self.staging.reserve(leaf.nbytes):
-                data = data.to("cpu", copy=True)
-            else:
-                watched = Watched(repr(key), leaf)
-            index = MetadataIndex(key, torch.Size([0] * data.dim()))
-            self.items.append(_Item(index, tuple(data.shape), data, data.nbytes, watched))
+                leaf = value = value.to("cpu", copy=True)
+            data = LiveTensor(self.staging, None, [value], value.dtype, Watched(repr(key), leaf))
+            index = MetadataIndex(key, torch.Size([0] * value.dim()))
+            self.items.append(_Item(index, tuple(value.shape), data, value.nbytes))
 
 
 class _Turns:
@@ -405,9 +406,9 @@ class PendingSave:
         self._owner = None if engine is None else weakref.ref(engine)
         self._staging = plan.staging
         self._bytes = plan.nbytes
-        self._written_others = 0  # bytes beside those of the optimizer
+        self._written_others = 0  # bytes of what is no tensor
         self._before = _stamp(folder / METADATA)
-        self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.staging.chunk_bytes)
+        self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.chunk_bytes, buffer_bytes=plan.part_bytes)
         self._written = threading.Event()  # this rank's data
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
@@ -453,7 +454,7 @@ class PendingSave:
             self._write()
             if self._everyone.rank == 0:
                 reports = self._collect()
-                publish(self._folder, *_joined(reports, self._plan), chunk_bytes=self._staging.chunk_bytes)
+                publish(self._folder, *_joined(reports, self._plan), chunk_bytes=self._plan.chunk_bytes)
             else:
                 self._await_commit()
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
@@ -469,8 +470,6 @@ class PendingSave:
         results = []
         for item in self._plan.items:
             results.append((item, self._file.add(item.index, item.data).storage_data))
-            if item.watched is not None:
-                item.watched.expect_unedited()
             if not isinstance(item.data, LiveTensor):
                 self._written_others += item.nbytes
         self._staging.expect_good()

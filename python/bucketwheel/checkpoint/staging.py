@@ -61,10 +61,9 @@ class _Progress(enum.Enum):
 
 
 class _Chunk:
-    __slots__ = ("copied", "dtype", "index", "is_pooled", "nbytes", "progress", "staged", "views", "watched")
+    __slots__ = ("copied", "dtype", "is_pooled", "nbytes", "progress", "staged", "views", "watched")
 
-    def __init__(self, index: int, views: tuple[Tensor, ...], dtype: torch.dtype, watched: Watched) -> None:
-        self.index = index
+    def __init__(self, views: tuple[Tensor, ...], dtype: torch.dtype, watched: Watched) -> None:
         self.views = views
         self.dtype = dtype
         self.watched = watched
@@ -84,17 +83,19 @@ class _Chunk:
 
 
 class LiveTensor:
-    """A box of a state or of a parameter: what `DataFile.add` takes."""
+    """A tensor, or a box of a state or of a parameter: what `DataFile.add` takes. ``index``: of the parameter that is trained
+    with it, whose chunks `Staging.before_write` copies."""
 
     def __init__(
-        self, staging: Staging, index: int, views: Sequence[Tensor], dtype: torch.dtype, watched: Watched
+        self, staging: Staging, index: int | None, views: Sequence[Tensor], dtype: torch.dtype, watched: Watched
     ) -> None:
         self.dtype = dtype
         self.shape = views[0].shape
         self._staging = staging
         most = staging.chunk_bytes // dtype.itemsize
-        self._chunks = [_Chunk(index, part, dtype, watched) for part in split_views(views, most)]
-        staging.add(self._chunks)
+        self._chunks = [_Chunk(part, dtype, watched) for part in split_views(views, most)]
+        if index is not None:
+            staging.add(index, self._chunks)
 
     def chunks(self, chunk_bytes: int) -> Iterator[Tensor]:
         for chunk in self._chunks:
@@ -121,9 +122,8 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def add(self, chunks: Sequence[_Chunk]) -> None:
-        for chunk in chunks:
-            self._of_param.setdefault(chunk.index, []).append(chunk)
+    def add(self, index: int, chunks: Sequence[_Chunk]) -> None:
+        self._of_param.setdefault(index, []).extend(chunks)
 
     def reserve(self, nbytes: int) -> bool:
         """Whether a copy that lasts as long as the save fits; then it counts."""

@@ -9,12 +9,15 @@ it the new one is and does. Then folders of earlier checkpoints go. What a crash
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import functools
+import mmap
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -32,11 +35,17 @@ from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
-__all__ = ["CHUNK_BYTES", "ChunkedTensor", "DataFile", "SAVING", "Writer", "publish", "start"]
+__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "ChunkedTensor", "DataFile", "SAVING", "Writer", "publish", "start"]
 
-CHUNK_BYTES = 1 << 20  # a chunk stays in the second-level cache between its checksum and its write
+CHUNK_BYTES = 1 << 20
+BUFFER_BYTES = 4 << 20
 SAVING = ".saving"
 
+_PAGE = 4096  # where a write past the page cache begins and ends, of any disk and file system
+_SECTOR = 512  # where its memory begins
+_IN_PLACE_BYTES = 1 << 18  # what is smaller is copied: a write has its own cost
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 
 
@@ -61,6 +70,11 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def _address(memory: memoryview) -> int:
+    """Of writable memory of at least one byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class _Recorder:
@@ -92,37 +106,31 @@ def envelope_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, byte
     return before, behind
 
 
-class _Summing:
-    """CRC32C of each ``chunk_bytes`` of what passes in pieces of any size."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self.chunk_bytes = chunk_bytes
-        self.sums: list[int] = []
-        self.filled = chunk_bytes  # of the last chunk
-
-    def add(self, piece: torch.Tensor) -> None:
-        at = 0
-        while at < piece.numel():
-            if self.filled == self.chunk_bytes:
-                self.sums.append(0)
-                self.filled = 0
-            taken = min(piece.numel() - at, self.chunk_bytes - self.filled)
-            self.sums[-1] = core.crc32c(piece[at : at + taken], self.sums[-1])
-            at, self.filled = at + taken, self.filled + taken
-
-
 class DataFile:
     """One rank's file of a save in progress. From one thread at a time, any thread; local.
 
-    Holds one chunk beside the data: nothing where the data is contiguous and on the CPU.
+    [Note: past the page cache]
+    With O_DIRECT the disk reads from the memory that is written, where the page cache copies it, keeps it and frees it
+    again. That costs a fraction of the processor's time, which training has. It takes whole pages of the file, and memory
+    that begins like a sector. So large data begins on a page of the file, behind a gap, and is written from where it lies if
+    that does; all else is copied into one buffer, which is written when it is full. The end goes through the page cache;
+    so does the rest where the file system, or the disk, refuses.
+
+    Holds the buffer, and one chunk of data that is not contiguous or not on the CPU.
     """
 
-    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES, sync: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, chunk_bytes: int = CHUNK_BYTES, buffer_bytes: int = BUFFER_BYTES, sync: bool = True
+    ) -> None:
         self.path = path
         self.chunk_bytes = chunk_bytes
         self.sync = sync
-        self.size = 0
+        self.size = 0  # with what is in the buffer
         self._file = open(path, "xb", buffering=0)
+        self._is_direct = False
+        self._set_direct(True)
+        self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))  # begins on a page, and has memory where it was used
+        self._filled = 0  # of the buffer
         self._staging: torch.Tensor | None = None  # made for the first data that cannot be written from where it lies
 
     def add(self, index: MetadataIndex, data: torch.Tensor | ChunkedTensor | BytesIO) -> WriteResult:
@@ -130,45 +138,89 @@ class DataFile:
 
         Raises `TypeError` for a tensor without strided memory, `OSError` if the disk is full.
         """
-        begin = self.size
+        before, behind, gap = b"", b"", 0
+        pieces: Iterable[torch.Tensor]
         if isinstance(data, BytesIO):
-            before, behind, pieces = (
-                b"",
-                b"",
-                iter([torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] * (data.getbuffer().nbytes > 0)),
-            )
+            pieces = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] * (data.getbuffer().nbytes > 0)
         else:
             before, behind = envelope_of(data.dtype, tuple(data.shape))
             pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks(self.chunk_bytes)
-        summing = _Summing(self.chunk_bytes)
-        self._write(memoryview(before))
+            if data.shape.numel() * data.dtype.itemsize >= _IN_PLACE_BYTES:
+                gap = -(self.size + len(before)) % _PAGE
+        self._write(memoryview(bytearray(gap) + before))
+        nbytes = 0
+        sums: list[int] = []  # of each chunk
         for piece in pieces:
-            for part in piece.split(self.chunk_bytes):
-                summing.add(part)
-                self._write(buffer_of(part))
-        nbytes = self.size - begin - len(before)
-        self._write(memoryview(behind))
-        chunks = b"".join(one.to_bytes(4, "little") for one in summing.sums)
-        sums = Sums(len(before), nbytes, core.crc32c(behind, core.crc32c(before)), chunks)
-        stored = Stored(self.path.name, begin, self.size - begin, sums)
-        return WriteResult(index=index, size_in_bytes=stored.length, storage_data=stored)
+            left = view = buffer_of(piece)
+            while left:
+                at = nbytes % self.chunk_bytes
+                part = left[: self.chunk_bytes - at]
+                sums.append(core.crc32c(part, sums.pop() if at else 0))
+                nbytes, left = nbytes + len(part), left[len(part) :]
+            self._write(view)
+        self._write(memoryview(bytearray(behind)))
+        length = len(before) + nbytes + len(behind)
+        envelope = core.crc32c(behind, core.crc32c(before))
+        chunks = b"".join(one.to_bytes(4, "little") for one in sums)
+        stored = Stored(self.path.name, self.size - length, length, Sums(len(before), nbytes, envelope, chunks))
+        return WriteResult(index=index, size_in_bytes=length, storage_data=stored)
 
     def close(self) -> None:
         """The file is on disk when this returns, if ``sync``."""
-        if self.sync and not self._file.closed:
+        self._set_direct(False)
+        self._put(self._buffer[: self._filled])
+        if self.sync:
             os.fsync(self._file.fileno())
-        self._file.close()
+        self._end()
 
     def discard(self) -> None:
         """Give its space back: the save has failed."""
-        self._file.close()
+        self._end()
         self.path.unlink(missing_ok=True)
 
+    def _end(self) -> None:
+        self._file.close()
+        self._buffer = memoryview(b"")
+
     def _write(self, data: memoryview) -> None:
-        while len(data):
-            written = os.write(self._file.fileno(), data)
-            self.size += written
-            data = data[written:]
+        """Of writable memory. Without O_DIRECT all that is large goes from where it lies."""
+        self.size += len(data)
+        if len(data) >= _IN_PLACE_BYTES:
+            is_aligned = _address(data) % _SECTOR == 0 and self._filled % _PAGE == 0
+            whole = len(data) // _PAGE * _PAGE if is_aligned or not self._is_direct else 0
+            if whole:
+                self._put(self._buffer[: self._filled], data[:whole])
+                self._filled, data = 0, data[whole:]
+        while data:
+            part = data[: len(self._buffer) - self._filled]
+            ctypes.memmove(_address(self._buffer[self._filled :]), _address(part), len(part))  # without the GIL
+            self._filled, data = self._filled + len(part), data[len(part) :]
+            if self._filled == len(self._buffer):
+                self._put(self._buffer)
+                self._filled = 0
+
+    def _put(self, *parts: memoryview) -> None:
+        left = list(parts)
+        while left:
+            try:
+                written = os.writev(self._file.fileno(), left)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._set_direct(False)  # the file system, or the disk, takes no such write
+                continue
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+    def _set_direct(self, is_direct: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_O_DIRECT
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (_O_DIRECT if is_direct else 0))
+        except OSError:  # of a file system without it
+            is_direct = False
+        self._is_direct = is_direct and _O_DIRECT != 0
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -177,7 +229,7 @@ class DataFile:
             )
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cpu and tensor.is_contiguous():
-            yield bytes_of(tensor)
+            yield from bytes_of(tensor).split(BUFFER_BYTES)
         else:
             yield from self._staged(tensor)
 
