@@ -10,7 +10,7 @@ import array
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,20 +22,20 @@ from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
 __all__ = ["Record", "ShardCopy", "ShardLayout"]
 
 _ALIGN = 64
+# Of each group, in a record's scalars; before them all the average.
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
-_AVERAGE, _GROUPS = 0, 1  # of a record's scalars
 
 
 class _Regions:
-    """Cuts one piece of memory into tensors, each aligned."""
+    """Cuts one piece of memory into tensors, each aligned. ``fields``: name, dtype and number of elements of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: Iterable[tuple[str, str, int]]) -> None:
         self._places: dict[str, tuple[int, torch.dtype, int]] = {}
         self.nbytes = 0
-
-    def add(self, name: str, dtype: torch.dtype, numel: int) -> None:
-        self._places[name] = (self.nbytes, dtype, numel)
-        self.nbytes += -(-numel * dtype.itemsize // _ALIGN) * _ALIGN
+        for name, dtype_name, numel in fields:
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            self._places[name] = (self.nbytes, dtype, numel)
+            self.nbytes += -(-numel * dtype.itemsize // _ALIGN) * _ALIGN
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
         """Of ``memory``: uint8 [nbytes]."""
@@ -55,17 +55,22 @@ class ShardLayout:
         self.rank, self.world = int(given["rank"]), int(given["world"])
         self.amsgrad, self._resync = bool(given["amsgrad"]), bool(given["resync"])
         self.rows = [ShardRow(*row) for row in given["rows"]]
-        self.mirror, self.record = _Regions(), _Regions()
-        params, groups = len(given["names"]), int(given["groups"])
-        self.mirror.add("steps", torch.int64, params)
-        self.record.add("scalars", torch.float64, _GROUPS + len(_HYPERPARAMETERS) * groups)
-        self.record.add("factors", torch.float64, params)
-        self.record.add("used", torch.uint8, params)
-        self._names_in = [list(dtypes) for _, dtypes, _ in given["spaces"]]  # of the tensors of each space
-        for number, (numel, dtypes, grad) in enumerate(given["spaces"]):
-            for name, dtype in dtypes.items():
-                self.mirror.add(f"{number}.{name}", getattr(torch, dtype), numel)
-            self.record.add(f"{number}.grad", getattr(torch, grad), numel)
+        self.mirror, self.record = _Regions(given["mirror"]), _Regions(given["record"])
+
+    @classmethod
+    def of(cls, memory: ShardMemory, groups: int, rank: int, world: int) -> ShardLayout:
+        params = len(memory.names)
+        mirror = [("steps", "int64", params)]
+        scalars = 1 + len(_HYPERPARAMETERS) * groups
+        record = [("scalars", "float64", scalars), ("factors", "float64", params), ("used", "uint8", params)]
+        for number, space in enumerate(memory.spaces):
+            for name, pieces in space.pieces.items():
+                mirror.append((f"{number}.{name}", _text(pieces[0].dtype if pieces else torch.uint8), space.numel))
+            record.append((f"{number}.grad", _text(space.grad_dtype), space.numel))
+        given = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync}
+        return cls(
+            json.dumps({**given, "names": memory.names, "rows": memory.rows, "mirror": mirror, "record": record})
+        )
 
     def pairs(self, memory: ShardMemory, mirror: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each piece of the shard with its place in a mirror."""
@@ -92,25 +97,12 @@ class ShardLayout:
     def rows_over(self, mirror: Tensor) -> AdamRows:
         """The kernel's rows, without gradients."""
         tensors = self.mirror.tensors(mirror)
-        rows = AdamRows(tensors["steps"], amsgrad=self.amsgrad, resync=self._resync)
+        rows = AdamRows(tensors.pop("steps"), amsgrad=self.amsgrad, resync=self._resync)
         for row in self.rows:
-            names, place = self._names_in[row.space], slice(row.begin, row.begin + row.numel)
-            cut = {name: tensors[f"{row.space}.{name}"][place] for name in names}
+            of_space = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{row.space}.")}
+            cut = {name.split(".")[1]: whole[row.begin : row.begin + row.numel] for name, whole in of_space.items()}
             rows.add(row.param, row.group, cut.pop("param"), None, cut, param_begin=row.param_begin)
         return rows
-
-    @classmethod
-    def of(cls, memory: ShardMemory, groups: int, rank: int, world: int) -> ShardLayout:
-        spaces = [
-            (
-                s.numel,
-                {name: _text(p[0].dtype if p else torch.uint8) for name, p in s.pieces.items()},
-                _text(s.grad_dtype),
-            )
-            for s in memory.spaces
-        ]
-        flags = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync, "groups": groups}
-        return cls(json.dumps({**flags, "names": memory.names, "spaces": spaces, "rows": memory.rows}))
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -134,10 +126,10 @@ class Record:
         """Copies what the kernel gets. Does not wait for the device where this memory is pinned."""
         scalars: list[float] = [given.average]
         on_device = []
-        for number, group in enumerate(given.param_groups):
+        for group in given.param_groups:
             lr = group["lr"]
             if isinstance(lr, Tensor) and not lr.is_cpu:
-                on_device.append((_GROUPS + number * len(_HYPERPARAMETERS), lr))
+                on_device.append((len(scalars), lr))
                 lr = 0.0
             flags = (group["maximize"], group.get("decoupled_weight_decay", True))
             scalars += [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
@@ -175,36 +167,36 @@ class ShardCopy:
     """``memory``: uint8 [`nbytes_of`] that a file keeps; None: of its own, with records that are pinned if ``is_pinned``. A
     copy is used by one thread at a time, but for `record`.
 
-        | words | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
+        | base, steps, kept | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
 
     A *mirror* is the shard after some step; records of later steps wait until `advance`. With two mirrors one is whole at
-    any moment, also if the process is killed in the middle of a replay. Words are the step that the copy has begun with,
-    of each mirror the step that it is at, -1 while it is replayed, and of each record its step.
+    any moment, also if the process is killed in the middle of a replay. *steps* has the step that each mirror is at, -1
+    while it is replayed; *kept* the step of each record.
     """
 
     def __init__(
         self, layout: ShardLayout, mirrors: int, slots: int, memory: Tensor | None = None, is_pinned: bool = False
     ) -> None:
         self.layout = layout
-        head, tail = _words_nbytes(mirrors, slots) + mirrors * layout.mirror.nbytes, slots * layout.record.nbytes
+        head, nbytes = _head(layout, mirrors, slots), slots * layout.record.nbytes
         if memory is None:  # touched here, which steps need not do then
-            first = torch.empty(head, dtype=torch.uint8, device="cpu")
-            last = torch.empty(tail, dtype=torch.uint8, device="cpu", pin_memory=is_pinned).zero_()
+            first = torch.empty(head.nbytes, dtype=torch.uint8, device="cpu")
+            records = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned).zero_()
         else:
-            first, last = memory.split([head, tail])
-        words, state = first.split([_words_nbytes(mirrors, slots), mirrors * layout.mirror.nbytes])
-        self._words = words.view(torch.int64)[: 1 + mirrors + slots]
-        self._base, self._steps, self._kept = self._words.split([1, mirrors, slots])
-        self._mirrors = state.split(layout.mirror.nbytes)
-        self._records = [Record(layout, slot) for slot in last.split(layout.record.nbytes)]
+            first, records = memory.split([head.nbytes, nbytes])
+        tensors = head.tensors(first)
+        self._base, self._steps, self._kept = (tensors[name] for name in ("base", "steps", "kept"))
+        self._mirrors = tensors["mirrors"].split(layout.mirror.nbytes)
+        self._records = [Record(layout, slot) for slot in records.split(layout.record.nbytes)]
 
     @staticmethod
     def nbytes_of(layout: ShardLayout, mirrors: int, slots: int) -> int:
-        return _words_nbytes(mirrors, slots) + mirrors * layout.mirror.nbytes + slots * layout.record.nbytes
+        return _head(layout, mirrors, slots).nbytes + slots * layout.record.nbytes
 
     def begin(self, step: int, fill: Callable[[Tensor], Any]) -> None:
         """Has ``fill(mirror)`` write the shard after ``step``, as `ShardLayout.read` does."""
-        self._words.fill_(-1)
+        self._steps.fill_(-1)
+        self._kept.fill_(-1)
         fill(self._mirrors[0])
         for mirror in self._mirrors[1:]:
             mirror.copy_(self._mirrors[0])
@@ -230,7 +222,7 @@ class ShardCopy:
 
     @property
     def step(self) -> int:
-        """The step that it is at; -1: it was torn, or never begun."""
+        """The step that it is at; -1: it was torn."""
         return int(self._steps.max())
 
     @property
@@ -256,5 +248,6 @@ class ShardCopy:
         return self._mirrors[int(self._steps.argmax())]
 
 
-def _words_nbytes(mirrors: int, slots: int) -> int:
-    return -(-8 * (1 + mirrors + slots) // _ALIGN) * _ALIGN
+def _head(layout: ShardLayout, mirrors: int, slots: int) -> _Regions:
+    words = [("base", "int64", 1), ("steps", "int64", mirrors), ("kept", "int64", slots)]
+    return _Regions([*words, ("mirrors", "uint8", mirrors * layout.mirror.nbytes)])
