@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import secrets
 from typing import Any
@@ -25,30 +26,39 @@ def exchange(engine: Any, mine: Any) -> list[Any]:
 
 
 class Neighbours:
-    """All ranks of ``engine``, which has several. Collective."""
+    """All ranks of ``engine``. Collective. Ranks that are threads of one process reach only themselves: each is its own
+    neighbour, as one rank alone is."""
 
     def __init__(self, engine: Any) -> None:
-        rank, size = engine.ranks
-        token = exchange(engine, secrets.token_hex(8))[0]
-        self._group = gloo.connect(
-            Rendezvous(store_of(None), rank, size, engine.timeout_s, f"bucketwheel/snapshots/{token}"), "ring"
-        )
-        self.next, self.previous = (rank + 1) % size, (rank - 1) % size
+        self._rank, size = engine.ranks
+        self._to_itself: collections.deque[Tensor] = collections.deque()
+        self._group: Any = None
+        distance = 0
+        if size > 1 and engine.comm.backend != "local":
+            prefix = f"bucketwheel/snapshots/{exchange(engine, secrets.token_hex(8))[0]}"
+            rendezvous = Rendezvous(store_of(None), self._rank, size, engine.timeout_s, prefix)
+            self._group, distance = gloo.connect(rendezvous, "ring"), 1
+        self.next, self.previous = (self._rank + distance) % size, (self._rank - distance) % size
 
     def send(self, tensor: Tensor, to: int) -> list[Any]:
-        """Of the host, 1-D. Returns what to ``wait()`` for; that raises RuntimeError if the other one has gone, or after
-        `give_up`."""
-        return [self._group.send([part], to, 0) for part in tensor.split(_CHUNK_BYTES)] if tensor.numel() else []
+        """Of the host, 1-D, not empty. Returns what to ``wait()`` for; that raises RuntimeError if the other one has gone, or
+        after `give_up`."""
+        if to == self._rank:
+            self._to_itself.append(tensor)
+            return []
+        return [self._group.send([part], to, 0) for part in tensor.split(_CHUNK_BYTES)]
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Waits for what is sent, as long as ``tensor``, which it returns. RuntimeError as from `send`."""
-        for part in tensor.split(_CHUNK_BYTES) if tensor.numel() else ():
+        if source == self._rank:
+            return tensor.copy_(self._to_itself.popleft())
+        for part in tensor.split(_CHUNK_BYTES):
             self._group.recv([part], source, 0).wait()
         return tensor
 
     def give_up(self) -> None:
         """What waits ends with a RuntimeError, here and then at the neighbours."""
-        for other in {self.next, self.previous} if self._group is not None else ():
+        for other in {self.next, self.previous} if self._group else ():
             gloo.give_up(self._group, other)
 
     def release(self) -> None:

@@ -77,22 +77,16 @@ def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int
     mine = [Offer(run, c.layout.rank, c.layout.world, c.layout.digest, c.base, c.step, c.newest) for run, c in copies]
     everyone = exchange(engine, [layout.digest, mine])
     plan = plan_restore([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
-    shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
-    travels = any(holder != owner for owner, (holder, _) in enumerate(plan.holders))
-    link = Neighbours(engine) if travels else None
+    link, sent = Neighbours(engine), []
     for owner, (holder, number) in enumerate(plan.holders):
         if holder == rank:
             copies[number][1].advance(plan.step)
-            found = copies[number][1].shard
-            if owner == rank:
-                shard = found
-            elif link is not None:
-                for sent in link.send(found, owner):
-                    sent.wait()
-        elif owner == rank and link is not None:
-            link.receive(shard, holder)
-    if link is not None:
-        link.release()
+            sent += link.send(copies[number][1].shard, owner)
+    shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
+    link.receive(shard, plan.holders[rank][0])
+    for work in sent:
+        work.wait()
+    link.release()
     engine.announce_write()
     with torch.no_grad():
         for piece, place in layout.pairs(memory, shard):

@@ -18,9 +18,8 @@ from torch import Tensor
 
 __all__ = ["SnapshotFile", "open_snapshots", "private_folder", "remove_other_runs"]
 
-_VERSION = 1
 _PAGE = 4096  # the line of JSON is padded to a multiple of it
-_PREFIX, _SUFFIX = "bucketwheel-", ".snapshot"
+_PREFIX, _SUFFIX = "bucketwheel-1-", ".snapshot"  # 1: the version of what is in it
 
 
 def private_folder(directory: str | os.PathLike[str]) -> Path:
@@ -43,7 +42,7 @@ class SnapshotFile:
     def __init__(self, folder: Path, run: str, owner: int, about: dict[str, Any], nbytes: int) -> None:
         self._path = folder / f"{_PREFIX}{run}-{owner}{_SUFFIX}"
         self._made = folder / f"{self._path.name}.unfinished"
-        text = json.dumps({**about, "version": _VERSION, "run": run, "nbytes": nbytes}).encode()
+        text = json.dumps({**about, "run": run}).encode()
         line = text.ljust(-(-(len(text) + 1) // _PAGE) * _PAGE - 1) + b"\n"
         file = os.open(self._made, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -75,16 +74,10 @@ def remove_other_runs(folder: Path, run: str) -> None:
 
 def open_snapshots(folder: Path) -> list[tuple[dict[str, Any], Tensor]]:
     """All files of a folder: what they say they are, and memory, to which writes do not reach the file."""
-    return [_open(path) for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))]
-
-
-def _open(path: Path) -> tuple[dict[str, Any], Tensor]:
-    try:
+    found = []
+    for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         about = json.loads(memory.readline())
-        if about["version"] == _VERSION and len(memory) == memory.tell() + about["nbytes"]:
-            return about, torch.frombuffer(memory, dtype=torch.uint8)[memory.tell() :]
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} is no snapshot of this version, or was cut short; remove it")
+        found.append((about, torch.frombuffer(memory, dtype=torch.uint8)[memory.tell() :]))
+    return found

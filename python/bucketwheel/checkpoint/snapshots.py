@@ -109,8 +109,7 @@ class Snapshots:
             raise ValueError(f"Snapshots: every and first_step must be the same on all ranks, which gave {given}")
         self._run = said[0][0]
         self._timeout_s = timeout_s
-        is_apart = self.world > 1 and self._engine.comm.backend != "local"
-        self._link = Neighbours(self._engine) if is_apart else None
+        self._link = Neighbours(self._engine)
         self.stats: dict[str, float] = {"rebases": 0, "waited_s": 0.0}
         self._versions: list[int] | None = None  # after the last step; None: in a step, one has failed, or `rebase`
         self._own: ShardCopy | None = None  # the training writes records, the thread does the rest
@@ -222,8 +221,7 @@ class Snapshots:
                     return
         except BaseException as error:  # noqa: BLE001 (the training hears of it, and the other ranks)
             self._end(error)
-            if self._link is not None:
-                self._link.give_up()
+            self._link.give_up()
         finally:
             self._thread_ended.set()
 
@@ -239,14 +237,10 @@ class Snapshots:
                 given.ready.synchronize()  # not the training's thread
             own.keep(given.step)
             mine.append(own.record(given.step).memory)
-        if link is None:
-            left = iter(mine)
-            self._receive(given.step, lambda memory: memory.copy_(next(left)))
-        else:
-            sent = [work for tensor in mine for work in link.send(tensor, link.next)]
-            self._receive(given.step, lambda memory: link.receive(memory, link.previous))
-            for work in sent:
-                work.wait()
+        sent = [work for tensor in mine for work in link.send(tensor, link.next)]
+        self._receive(given.step, lambda memory: link.receive(memory, link.previous))
+        for work in sent:
+            work.wait()
         for copy in (own, self._kept):
             if copy is not None:
                 copy.advance(given.step - 1 - self._every)
@@ -294,7 +288,7 @@ class Snapshots:
         mine = [own.layout.digests(live), own.layout.digests(own.shard), kept.layout.digests(kept.shard)]
         everyone, problems = exchange(self._engine, mine), []
         for rank, (shard, own_copy, _) in enumerate(everyone):
-            behind = rank if self._link is None else (rank + 1) % self.world
+            behind = (rank + self._link.next - self.rank) % self.world
             for keeper, found in ((rank, own_copy), (behind, everyone[behind][2])):
                 what = f"of rank {rank}'s shard at step {self._step}, as rank {keeper} keeps it"
                 problems += [f"{name} {what}" for name in shard if found.get(name) != shard[name]]
@@ -307,11 +301,10 @@ class Snapshots:
         self._end(ClosedError("close() or stop() was called"))
         atexit.unregister(self.stop)
         self._engine.step_observers = [other for other in self._engine.step_observers if other != self._observe]
-        if self._link is not None and not self._thread_ended.is_set():
+        if not self._thread_ended.is_set():
             self._link.give_up()
         self._thread_ended.wait(self._timeout_s)
-        if self._link is not None:
-            self._link.release()
+        self._link.release()
 
     def _end(self, why: BaseException) -> None:
         with self._changed:

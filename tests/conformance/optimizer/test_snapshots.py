@@ -259,6 +259,7 @@ def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypa
     with posing():
         comm = None if world is None else Communicator(LocalWorld(1).rank(0), backend="local", device="cuda")
         loop = Loop(comm, BF16, state_dtype=BF16)
+        loop.opt.param_groups[1]["lr"] = torch.tensor(0.03)
         snapshots = Snapshots(loop.opt, every=20)
         for seed in range(20):
             eventful_step(loop, seed)
@@ -364,7 +365,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 def test_a_first_copy_that_is_not_taken_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing older is removed then."""
     (tmp_path / "f").mkdir(0o700)
-    older = tmp_path / "f" / f"bucketwheel-{'0' * 16}-0.snapshot"
+    older = tmp_path / "f" / f"bucketwheel-1-{'0' * 16}-0.snapshot"
     older.touch()
     do = Snapshots._do
 

@@ -175,7 +175,7 @@ def resumed(rank: int, world: int, folder: str, steps: int) -> Any:
     snapshots = Snapshots(loop.opt, directory=folder, first_step=step)
     train(loop, range(step, steps))
     assert snapshots.verify() == max(step, steps)
-    assert len({name.split("-")[1] for name in os.listdir(folder)}) == 1, "those of the run before are gone"
+    assert len({name.split("-")[2] for name in os.listdir(folder)}) == 1, "those of the run before are gone"
     snapshots.close()
     loop.opt.close()
     return step, values(loop)
