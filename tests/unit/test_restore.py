@@ -11,8 +11,8 @@ from bucketwheel.checkpoint.restore import Offer, Plan, plan_restore
 LAYOUTS = ["a", "b", "c"]
 
 
-def offer(owner: int, step: int, newest: int, base: int = 0, run: str = "r", world: int = 3, layout: str = "") -> Offer:
-    return Offer(run, owner, world, layout or LAYOUTS[owner], base, step, newest)
+def offer(owner: int, step: int, newest: int, base: int = 0, run: str = "r") -> Offer:
+    return Offer(run, "abcd"[owner], base, step, newest)
 
 
 def ring(*ranges: tuple[int, int, int, int]) -> list[list[Offer]]:
@@ -46,8 +46,7 @@ def test_the_newest_complete_run_counts() -> None:
         ([[], [], []], "no rank has a snapshot"),
         ([[offer(0, 1, 2)], [offer(0, 1, 2)], []], r"nobody has the shards of ranks \[1, 2\]"),
         ([[offer(0, 1, 2), offer(1, -1, -1)], [], [offer(2, 1, 2)]], r"nobody has the shards of ranks \[1\]"),
-        ([[offer(r, 1, 2, world=2)] for r in range(3)], r"of a world of \[2\] ranks, this one has 3"),
-        ([[offer(r, 1, 2, layout="a")] for r in range(3)], "of other parameters, options or buckets"),
+        ([[offer(1 + r, 1, 2)] for r in range(3)], r"nobody has the shards of ranks \[0\] as this optimizer has them"),
         ([[offer(0, 1, 2)], [offer(1, 3, 4)], [offer(2, 1, 4)]], "from outside has not reached .* at step 2"),
         ([[offer(0, 0, 4)], [offer(1, 4, 4, base=4)], [offer(2, 0, 4)]], "from outside has not reached .* at step 4"),
     ],

@@ -46,13 +46,13 @@ class _Regions:
 
 
 class ShardLayout:
-    """What a copy must know of a shard beside its values. ``text`` is all of it, equal where shards are alike."""
+    """What a copy must know of a shard beside its values, whose it is too. ``text`` is all of it."""
 
     def __init__(self, text: str) -> None:
         given = json.loads(text)
         self.text = text
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.rank, self.world = int(given["rank"]), int(given["world"])
+        self.rank = int(given["rank"])
         self.amsgrad, self._resync = bool(given["amsgrad"]), bool(given["resync"])
         self.rows = [ShardRow(*row) for row in given["rows"]]
         self.mirror, self.record = _Regions(given["mirror"]), _Regions(given["record"])

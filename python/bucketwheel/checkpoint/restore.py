@@ -14,12 +14,10 @@ __all__ = ["Offer", "Plan", "plan_restore", "restore_from"]
 
 
 class Offer(NamedTuple):
-    """A copy that a rank has. ``run``: which snapshots it is of; ``base``: the step since which it has followed by replay;
-    it may be had at any step from ``step`` to ``newest``. ``layout``: a digest."""
+    """A copy that a rank has. ``run``: which snapshots it is of; ``layout``: the digest of its `ShardLayout`, which says whose
+    shard it is; ``base``: the step since which it has followed by replay; it may be had from ``step`` to ``newest``."""
 
     run: str
-    owner: int
-    world: int
     layout: str
     base: int
     step: int
@@ -48,15 +46,13 @@ def plan_restore(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> P
 
 
 def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> Plan:
-    worlds = {offer.world for _, _, offer in found}
-    if worlds != {len(layouts)}:
-        raise ValueError(f"they are of a world of {sorted(worlds)} ranks, this one has {len(layouts)}")
-    whole = [[f for f in found if f[2].owner == owner and f[2].step >= 0] for owner in range(len(layouts))]
-    if not all(whole):
-        raise ValueError(f"nobody has the shards of ranks {[owner for owner, some in enumerate(whole) if not some]}")
-    alike = [[f for f in some if f[2].layout == layout] for some, layout in zip(whole, layouts, strict=True)]
-    if not all(alike):
-        raise ValueError("they are of other parameters, options or buckets than the optimizer has")
+    alike = [[f for f in found if f[2].layout == layout and f[2].step >= 0] for layout in layouts]
+    missing = [owner for owner, some in enumerate(alike) if not some]
+    if missing:
+        raise ValueError(
+            f"nobody has the shards of ranks {missing} as this optimizer has them (of its world size, parameters, options "
+            "and buckets)"
+        )
     step = min(max(f[2].newest for f in some) for some in alike)
     able = [[f for f in some if f[2].step <= step <= f[2].newest] for some in alike]
     # A rank's own copy first: it travels nowhere.
@@ -74,7 +70,7 @@ def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int
     rank, world = engine.ranks
     memory = engine.shard_memory()
     layout = ShardLayout.of(memory, len(optimizer.param_groups), rank, world)
-    mine = [Offer(run, c.layout.rank, c.layout.world, c.layout.digest, c.base, c.step, c.newest) for run, c in copies]
+    mine = [Offer(run, copy.layout.digest, copy.base, copy.step, copy.newest) for run, copy in copies]
     everyone = exchange(engine, [layout.digest, mine])
     plan = plan_restore([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
     link, sent = Neighbours(engine), []
