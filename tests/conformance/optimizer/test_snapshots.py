@@ -259,7 +259,6 @@ def test_steps_of_the_device_are_replayed_on_the_cpu(world: int | None, monkeypa
     with posing():
         comm = None if world is None else Communicator(LocalWorld(1).rank(0), backend="local", device="cuda")
         loop = Loop(comm, BF16, state_dtype=BF16)
-        loop.opt.param_groups[1]["lr"] = torch.tensor(0.03)
         snapshots = Snapshots(loop.opt, every=20)
         for seed in range(20):
             eventful_step(loop, seed)
