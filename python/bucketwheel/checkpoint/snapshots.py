@@ -219,9 +219,8 @@ class Snapshots:
                     self._changed.notify_all()
                 if not given.has_base and not given.has_record:
                     return
-        except BaseException as error:  # noqa: BLE001 (the training hears of it, and the other ranks)
+        except BaseException as error:  # noqa: BLE001 (the training hears of it)
             self._end(error)
-            self._link.give_up()
         finally:
             self._thread_ended.set()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,25 +279,6 @@ def test_a_step_waits_where_as_many_as_may_be_are_on_their_way(monkeypatch: pyte
         loop.steps(3)
         assert snapshots.stats["waited_s"] > 0.05
         assert snapshots.verify() == 4
-
-
-def test_what_a_thread_fails_with_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, record: Any) -> None:
-        raise OSError("no more memory")
-
-    loop = Loop(None)
-    with Snapshots(loop.opt) as snapshots:
-        loop.steps(0)
-        monkeypatch.setattr(Record, "replay", fail)
-        with pytest.warns(UserWarning, match=r"snapshots end at step \d+: no more memory"):
-            for seed in range(1, 200):
-                loop.steps(seed)
-                time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="the snapshots have ended: no more memory"):
-            snapshots.verify()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loop.steps(200)
 
 
 def test_closed_or_stopped_they_cost_nothing_and_leave_no_thread() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,39 @@ def test_a_neighbour_has_the_bits_of_the_shard(world: int) -> None:
     run_ranks(followed, world, timeout_s=90, forked=True)
 
 
+def failing(rank: int, world: int) -> None:
+    loop = Apart()
+    snapshots = Snapshots(loop.opt)
+    fail_from(3, snapshots, OSError("no more memory")) if rank == 1 else None
+    with pytest.warns(UserWarning, match=rf"snapshots end at step \d: {'no more memory' if rank == 1 else ''}"):
+        loop.steps(*range(9))
+    with warnings.catch_warnings(action="error"):
+        loop.steps(9)
+    with pytest.raises(RuntimeError, match="the snapshots have ended: "):
+        snapshots.verify()
+    snapshots.close()
+    loop.opt.close()
+
+
+def fail_from(step: int, snapshots: Snapshots, error: BaseException | None) -> None:
+    """The thread fails, or does nothing more."""
+    do: Any = snapshots._do
+
+    def fail(a_round: Any) -> None:
+        if a_round.step < step:
+            do(a_round)
+        elif error is not None:
+            raise error
+        else:
+            time.sleep(60)
+
+    snapshots._do = fail  # type: ignore[method-assign]
+
+
+def test_what_the_thread_of_a_rank_fails_with_is_told_and_all_train_on() -> None:
+    run_ranks(failing, 2, timeout_s=60, forked=True)
+
+
 # ---- a rank is lost, the others go on
 
 
@@ -95,8 +129,11 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
         loop = Apart(BF16, timeout_s=20)
         snapshots = Snapshots(loop.opt, every=2)
         with contextlib.suppress(bw.Error):
+            if moment == "behind" and rank == lost:  # no other rank may go on to what its neighbour will never have
+                fail_from(dies_at - 1, snapshots, None)
             train(loop, range(dies_at))
             if rank == lost:
+                time.sleep(0.3 if moment == "behind" else 0.0)
                 if moment == "step":
                     loop.opt._engine.step_observers.append(lambda _: os.kill(os.getpid(), signal.SIGKILL))
                     train(loop, range(dies_at, steps))
@@ -131,7 +168,7 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
 
 
 @pytest.mark.parametrize(
-    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (3, 2, "renumbered")]
+    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (5, 1, "behind"), (3, 2, "renumbered")]
 )
 def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, tmp_path: Path) -> None:
     results = run_ranks(
