@@ -44,6 +44,11 @@ class _Regions:
             for name, (at, dtype, numel) in self._places.items()
         }
 
+    def unequal(self, one: Tensor, other: Tensor) -> list[str]:
+        """The tensors whose bits differ between two pieces of memory."""
+        pairs = zip(self.tensors(one).items(), self.tensors(other).values(), strict=True)
+        return [name for (name, a), b in pairs if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))]
+
 
 class ShardLayout:
     """What a copy must know of a shard beside its values, whose it is too. ``text`` is all of it."""
@@ -86,13 +91,6 @@ class ShardLayout:
         """Copies the shard into a mirror; waits for the device."""
         for piece, place in self.pairs(memory, mirror):
             place.copy_(piece)
-
-    def digests(self, mirror: Tensor) -> dict[str, str]:
-        """Of each tensor of a mirror."""
-        bytes_of: dict[str, Any] = {
-            name: tensor.view(torch.uint8).numpy() for name, tensor in self.mirror.tensors(mirror).items()
-        }
-        return {name: hashlib.sha256(given).hexdigest() for name, given in bytes_of.items()}
 
     def rows_over(self, mirror: Tensor) -> AdamRows:
         """The kernel's rows, without gradients."""

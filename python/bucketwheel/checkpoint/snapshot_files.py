@@ -44,17 +44,11 @@ class SnapshotFile:
         self._made = folder / f"{self._path.name}.unfinished"
         text = json.dumps({**about, "run": run}).encode()
         line = text.ljust(-(-(len(text) + 1) // _PAGE) * _PAGE - 1) + b"\n"
-        file = os.open(self._made, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
+        with self._made.open("w+b") as file:
             # Else a write would end the process where memory is short.
-            os.posix_fallocate(file, 0, len(line) + nbytes)
-            os.pwrite(file, line, 0)
-            self.memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)[len(line) :]
-        except BaseException:
-            self._made.unlink()
-            raise
-        finally:
-            os.close(file)
+            os.posix_fallocate(file.fileno(), 0, len(line) + nbytes)
+            os.pwrite(file.fileno(), line, 0)
+            self.memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)[len(line) :]
 
     def publish(self) -> None:
         """It has its name from now on, instead of another one of that name."""

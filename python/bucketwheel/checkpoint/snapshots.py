@@ -278,19 +278,20 @@ class Snapshots:
             if is_edited:
                 self._send_base()
             self._wait(lambda: not self._rounds)
-        own, kept = self._own, self._kept
+        own, kept, link = self._own, self._kept, self._link
         assert own is not None and kept is not None
-        live = torch.empty_like(own.shard)
+        live, theirs = torch.empty_like(own.shard), torch.empty_like(kept.shard)
         own.layout.read(self._memory, live)
-        for copy in (own, kept):
+        sent = link.send(live, link.next)
+        link.receive(theirs, link.previous)
+        for work in sent:
+            work.wait()
+        problems = []
+        for copy, shard in ((own, live), (kept, theirs)):
             copy.advance(self._step)
-        mine = [own.layout.digests(live), own.layout.digests(own.shard), kept.layout.digests(kept.shard)]
-        everyone, problems = exchange(self._engine, mine), []
-        for rank, (shard, own_copy, _) in enumerate(everyone):
-            behind = (rank + self._link.next - self.rank) % self.world
-            for keeper, found in ((rank, own_copy), (behind, everyone[behind][2])):
-                what = f"of rank {rank}'s shard at step {self._step}, as rank {keeper} keeps it"
-                problems += [f"{name} {what}" for name in shard if found.get(name) != shard[name]]
+            what = f"of rank {copy.layout.rank}'s shard at step {self._step}, as rank {self.rank} keeps it"
+            problems += [f"{name} {what}" for name in copy.layout.mirror.unequal(copy.shard, shard)]
+        problems = [problem for found in exchange(self._engine, problems) for problem in found]
         if problems:
             raise RuntimeError(f"a snapshot differs from the shard: {'; '.join(problems)}")
         return self._step
