@@ -117,16 +117,6 @@ def zero_a_block(folder: Path, whole: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-def swap_two_blocks(folder: Path, whole: Path, chance: random.Random) -> None:
-    path = data_files(folder)[0]
-    content = path.read_bytes()
-    size = 1024
-    first, second = sorted(chance.sample(range(len(content) // size), 2))
-    a, b = (content[size * at : size * (at + 1)] for at in (first, second))
-    middle = content[size * (first + 1) : size * second]
-    path.write_bytes(content[: size * first] + b + middle + a + content[size * (second + 1) :])
-
-
 def cut_off(folder: Path, whole: Path, chance: random.Random) -> None:
     path = any_file(folder, chance)
     os.truncate(path, chance.choice([0, 1, path.stat().st_size - 1, chance.randrange(path.stat().st_size)]))
@@ -230,7 +220,7 @@ def hostile_pickle(folder: Path, whole: Path, chance: random.Random) -> None:
 
 OURS = [
     *[flip_bits] * 6,
-    *(zero_a_block, swap_two_blocks, cut_off, cut_off, lengthen, remove, rename, swap_files, foreign_file),
+    *(zero_a_block, cut_off, cut_off, lengthen, remove, rename, swap_files, foreign_file),
     *(file_of_another, tamper_with_names, tamper_with_places, hostile_pickle),
 ]
 TORCHS = [cut_off, remove, rename, foreign_file, hostile_pickle]

@@ -22,7 +22,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bucketwheel.optim.module_sync import sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, share
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout_s(200)]
@@ -134,21 +133,3 @@ def fsdp_and_ours(rank: int, world: int, is_flat: bool) -> None:
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_fsdp2(rank_pool: Callable[[int], Any], is_flat: bool) -> None:
     rank_pool(2).run(fsdp_and_ours, is_flat, timeout_s=100)
-
-
-def moments_in_bf16(rank: int, world: int) -> None:
-    model = new_model(torch.bfloat16)
-    with ShardedAdamW(model.named_parameters(), **OPTIONS, **TINY) as opt:
-        model_steps(model, opt, range(3))
-        theirs, stock = by_fsdp(torch.bfloat16, rank)
-        saved = opt.full_state_dict(masters=False, model=model)
-        set_optimizer_state_dict(theirs, stock, saved, options=FROM_FIRST)
-        found = get_optimizer_state_dict(theirs, stock, options=WHOLE)
-        if rank == 0:
-            for name, entry in saved["state"].items():
-                expected = {k: v if k == "step" else v.to(torch.bfloat16) for k, v in entry.items()}
-                assert_bitwise_equal(found["state"][name], expected)
-
-
-def test_fsdp2_takes_states_in_bf16(rank_pool: Callable[[int], Any]) -> None:
-    rank_pool(2).run(moments_in_bf16, timeout_s=100)

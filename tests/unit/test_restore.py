@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from bucketwheel.checkpoint.restore import Offer, Plan, plan_restore
@@ -59,34 +57,3 @@ def test_what_is_missing_is_said(offers: list[list[Offer]], message: str) -> Non
 def test_a_change_from_outside_that_reached_all_is_no_obstacle() -> None:
     assert plan_restore(LAYOUTS, [[offer(r, 4, 4, base=4)] for r in range(3)]).step == 4
     assert plan_restore(LAYOUTS, [[offer(0, 4, 6, base=4)], [offer(1, 4, 5, base=3)], [offer(2, 5, 9)]]).step == 5
-
-
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_whoever_is_lost_whenever_there_is_a_step(every: int) -> None:
-    """Ranks that take turns at random, as [Note: the step that all can go back to] lets them; then one is lost, or all are and
-    the copies of the ranks before are in files."""
-    rng = random.Random(every)
-    for _ in range(300):
-        copied, sent, kept, done = (
-            [0] * 3 for _ in range(4)
-        )  # steps: by the training, of the round, of the rank before
-        own, mirror = [0] * 3, [0] * 3  # the steps that the copies are at: of the own shard, of the rank before
-        for _ in range(rng.randrange(200)):
-            r = rng.randrange(3)
-            action = rng.randrange(4)
-            if action == 0 and copied[r] <= min(copied) and copied[r] - done[r] < every:
-                copied[r] += 1
-                assert copied[r] - own[r] <= 2 * every + 1, "the slots that there are"
-            elif action == 1 and done[r] == sent[r] < copied[r]:
-                sent[r] += 1
-            elif action == 2 and done[r] == kept[r] < min(sent[r], sent[r - 1]):
-                kept[r] += 1
-                assert kept[r] - mirror[r] <= every + 2, "the slots that there are"
-            elif action == 3 and kept[r] > done[r]:
-                own[r], mirror[r] = (max(at, kept[r] - 1 - every) for at in (own[r], mirror[r]))
-                done[r] = kept[r]
-        one_lost = ring(*[(own[r], sent[r], mirror[r], kept[r]) for r in range(3)])
-        all_lost = [offers[1:] for offers in one_lost]
-        one_lost[rng.randrange(3)] = []
-        for offers in (one_lost, all_lost):
-            assert plan_restore(LAYOUTS, offers).step >= max(copied) - 1 - every
