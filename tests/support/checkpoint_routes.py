@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -44,6 +45,10 @@ def two_groups(params: list[Parameter]) -> list[dict[str, Any]]:
     return [{"params": params[:half], "lr": 0.05}, {"params": params[half:], "weight_decay": 0.0}]
 
 
+def one_each(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)]
+
+
 class Training:
     """A model, its optimizer, and gradients that are the same whatever the number of ranks."""
 
@@ -66,7 +71,8 @@ class Training:
         self.model = nn.Module()
         for i, p in enumerate(self.params):
             self.model.register_parameter(f"p{i}", p)
-        given = [{**group, **CUTS[cut]} for group in (grouping or two_groups)(self.params)]
+        grouping = grouping or (one_each if kind == "amsgrad" else two_groups)
+        given = [{**group, **CUTS[cut]} for group in grouping(self.params)]
         alone = {"process_group": LocalWorld(1).rank(0)} if group is None else {"process_group": group}
         self.opt = bw.ShardedAdamW(
             given, lr=0.01, weight_decay=0.1, bucket_cap_mb=bucket_cap_mb, **options, **(groups or alone)
@@ -129,8 +135,12 @@ def both(run: Training) -> dict[str, Any]:
 
 
 def set_both(run: Training, state: dict[str, Any]) -> None:
+    """Changes nothing in ``state``."""
+    given = copy.deepcopy(state["optim"])
     run.model.load_state_dict(state["model"])
     run.opt.load_state_dict(state["optim"])
+    assert_bitwise_equal(state["optim"]["state"], given["state"])
+    assert state["optim"]["param_groups"] == given["param_groups"]
 
 
 def dcp_save(run: Training, where: Path) -> None:

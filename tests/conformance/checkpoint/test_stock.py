@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.checkpoint_routes import ROUTES, Training, both, set_both
-from tests.support.optim_twins import make_params
 
 
 def matrices() -> list[Parameter]:
@@ -92,8 +91,9 @@ def test_parts_that_are_shown_are_not_saved(rank_pool: Any, tmp_path: Path) -> N
 
 
 def with_the_stager_of_a_writer(rank: int, size: int, directory: str) -> None:
-    """torch makes a plain tensor for a scalar there, on all ranks."""
-    run = Training("fp32", group=dist.group.WORLD, params=matrices())
+    """torch makes a plain tensor for a scalar there, on all ranks. A group without parameters is saved too."""
+    grouping = lambda params: [{"params": params}, {"params": []}]  # noqa: E731
+    run = Training("fp32", group=dist.group.WORLD, params=matrices(), grouping=grouping)
     run.steps(0, 1)
     state = both(run)
     dcp.async_save(state, storage_writer=dcp.FileSystemWriter(directory)).result(timeout=60)
@@ -101,6 +101,8 @@ def with_the_stager_of_a_writer(rank: int, size: int, directory: str) -> None:
     loaded = both(run)
     dcp.load(loaded, checkpoint_id=directory)
     assert_bitwise_equal(loaded, state)
+    set_both(run, loaded)
+    assert_bitwise_equal(both(run), state)
     scalar = Training("fp32", group=dist.group.WORLD, params=[Parameter(torch.ones(()))])
     writer = dcp.FileSystemWriter(directory + "/scalar")
     expect_refusal(lambda: dcp.async_save(both(scalar), storage_writer=writer), "DefaultStager")
@@ -117,22 +119,14 @@ def with_whole_states(rank: int, size: int) -> None:
     run = Training("bf16, remainder", group=dist.group.WORLD)
     run.steps(0, 1)
     expected = run.opt.full_state_dict(None, model=run.model)
-    get = lambda **options: torch_states.get_optimizer_state_dict(  # noqa: E731
-        run.model, run.opt, options=StateDictOptions(full_state_dict=True, **options)
+    flat = torch_states.get_optimizer_state_dict(
+        run.model, run.opt, options=StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     )
-    assert_bitwise_equal(get()["state"], expected["state"])
-    on_one = get(cpu_offload=True)
-    if rank == 0:
-        assert_bitwise_equal(on_one["state"], expected["state"])
-    else:
-        assert on_one == {}
-    flat = get(flatten_optimizer_state_dict=True)
     assert_bitwise_equal(flat["state.p3.exp_avg"], expected["state"]["p3"]["exp_avg"])
     # What torch sends of a transposed parameter is garbled there, whoever made it.
-    put = lambda state: torch_states.set_optimizer_state_dict(  # noqa: E731
-        run.model, run.opt, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
-    expect_refusal(lambda: put(on_one), "has strides", "load_full_state_dict")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    put = lambda: torch_states.set_optimizer_state_dict(run.model, run.opt, expected, options=options)  # noqa: E731
+    expect_refusal(put, "has strides", "load_full_state_dict")
 
 
 def test_whole_states(rank_pool: Any) -> None:
@@ -194,34 +188,3 @@ def at_any_moment(rank: int, size: int, directory: str, route: str) -> None:
 @pytest.mark.parametrize("route", ["dcp.save", "get_state_dict", "async_save, thread", "bw.checkpoint.async_save"])
 def test_at_any_moment(rank_pool: Any, route: str, tmp_path: Path) -> None:
     rank_pool(2).run(at_any_moment, str(tmp_path), route)
-
-
-def one_each(params: list[Parameter]) -> list[dict[str, Any]]:
-    return [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)] + [{"params": []}]
-
-
-def from_world(rank: int, size: int, directory: str, is_save: bool) -> None:
-    """One parameter in each group, a group without any. What is given to be loaded stays as it is."""
-    given = {"params": make_params(seed=0 if is_save else 1), "grouping": one_each}
-    run = Training("fp32", group=dist.group.WORLD, **given)
-    if is_save:
-        run.steps(0, 1)
-        dcp.save(both(run), checkpoint_id=directory)
-    else:
-        state = both(run)
-        dcp.load(state, checkpoint_id=directory)
-        untouched = copy.deepcopy(state)
-        set_both(run, state)
-        assert_bitwise_equal(state["optim"]["state"], untouched["optim"]["state"])
-        assert state["optim"]["param_groups"] == untouched["optim"]["param_groups"]
-        run.steps(2)
-        alone = Training("fp32", params=make_params(), grouping=one_each)
-        alone.steps(0, 1, 2)
-        run.expect(alone.left(), "one each")
-    run.opt.close()
-
-
-@pytest.mark.parametrize(("a", "b"), [(4, 2), (2, 4)])
-def test_a_group_for_each_parameter(rank_pool: Any, a: int, b: int, tmp_path: Path) -> None:
-    rank_pool(a).run(from_world, str(tmp_path), True)
-    rank_pool(b).run(from_world, str(tmp_path), False)
