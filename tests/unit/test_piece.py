@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from bucketwheel.checkpoint import TensorShard, piece
 from bucketwheel.checkpoint.piece import Buffers
@@ -129,13 +128,6 @@ def test_what_a_stager_is_asked_for_it_does_itself(buffers: Buffers) -> None:
     assert buffers.nbytes == 0
 
 
-def test_the_stager_of_file_system_writers() -> None:
-    given = {"a": part(1), "nothing": TensorShard(torch.zeros(0), (3, 4), (4, 1), [], (1, 2), "w")}
-    copies = BlockingAsyncStager().stage(given)
-    assert torch.equal(copies["a"], given["a"]) and torch.equal(copies["nothing"], given["nothing"])
-    assert copies["a"].piece.data_ptr() != given["a"].piece.data_ptr()
-
-
 def test_a_process_that_loads_a_shard_needs_no_native_code() -> None:
     """The one of `async_save` writes files, nothing else."""
     code = (
@@ -145,8 +137,3 @@ def test_a_process_that_loads_a_shard_needs_no_native_code() -> None:
         "assert 'bucketwheel._cpu' not in sys.modules, 'native code is loaded'\n"
     )
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(part(1, 2)), check=True, timeout=120)
-
-
-def test_tensors_over_a_buffer_are_all_of_it() -> None:
-    lent = piece._Buffer(64).lend(torch.float64)
-    assert isinstance(lent, Tensor) and lent.shape == (8,) and not lent.any()
