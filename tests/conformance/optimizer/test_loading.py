@@ -41,9 +41,7 @@ def saved_by(world: int | None, folder: Path, **options: Any) -> tuple[Any, Any]
 
     def train(comm: Any) -> tuple[Any, Any]:
         job = jobs.of(comm, **options)
-        found = save_after_two(job, folder), three_more(job)
-        job.opt.close()
-        return found
+        return save_after_two(job, folder), three_more(job)
 
     return on_ranks(world, train)[0]
 
@@ -56,9 +54,7 @@ def loaded_by(world: int | None, folder: Path, then: Callable[[Job], Any] = thre
         job.steps(7)
         extra = checkpoint.load(folder, job.model, job.opt)
         loaded = job.values()
-        found = extra, loaded, then(job)
-        job.opt.close()
-        return found
+        return extra, loaded, then(job)
 
     return on_ranks(world, train)
 
@@ -66,9 +62,7 @@ def loaded_by(world: int | None, folder: Path, then: Callable[[Job], Any] = thre
 def test_replicas_write_once(tmp_path: Path) -> None:
     def train(rank: int, shard: Any, replicate: Any) -> Any:
         job = Job({"process_group": shard, "replicate_group": replicate}, rank, 4)
-        found = save_after_two(job, tmp_path), three_more(job)
-        job.opt.close()
-        return found
+        return save_after_two(job, tmp_path), three_more(job)
 
     saved, went_on = with_replicas(2, 2, train)[0]
     sizes = jobs.sizes_of(tmp_path)
@@ -151,7 +145,6 @@ def test_what_a_load_reads(world: int | None, tmp_path: Path, monkeypatch: pytes
         if not is_new:
             job.steps(7)
         checkpoint.load(tmp_path, job.model, job.opt)
-        job.opt.close()
 
     on_ranks(world, lambda comm: load(comm, is_new=True))
     assert len(opened) == len(set(opened)) > 0
@@ -205,7 +198,6 @@ def test_the_state_of_a_frozen_parameter_is_saved_again(world: int | None, tmp_p
         again = jobs.of(comm, seed=9)
         checkpoint.load(tmp_path / "again", again.model, again.opt)
         assert_bitwise_equal(again.values(), saved)
-        again.opt.close()
 
     on_ranks(world, freeze_and_save)
 
@@ -286,7 +278,6 @@ def test_what_does_not_fit_changes_nothing(
         with pytest.raises(ValueError, match=error):
             checkpoint.load(tmp_path, job.model, job.opt)
         assert_bitwise_equal(job.values(), before)
-        job.opt.close()
 
     on_ranks(world, load)
 
@@ -314,7 +305,6 @@ def test_a_damaged_file_changes_nothing_on_any_rank(item: str, before: str, tmp_
         with pytest.raises((CheckpointError, ValueError), match="damaged") as raised:
             checkpoint.load(tmp_path, job.model, job.opt)
         assert_bitwise_equal(job.values(), values)
-        job.opt.close()
         return str(raised.value)
 
     assert all(item in text for text in on_ranks(3, load))
@@ -337,7 +327,6 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="gradients are pending"):
             checkpoint.load(tmp_path, other.model, other.opt)
         other.opt.zero_grad()
-        other.opt.close()
 
     on_ranks(2, load)
 
@@ -387,7 +376,6 @@ def test_parameters_that_were_moved(when: str, world: int | None, tmp_path: Path
         assert_bitwise_equal(dict(other.model.state_dict()), shown)
         other.steps(2)
         assert_bitwise_equal(other.values(), went_on)
-        other.opt.close()
 
     on_ranks(world, train)
 
@@ -406,6 +394,5 @@ def test_a_moved_parameter_is_refused_where_edits_are(tmp_path: Path) -> None:
         job.params[1].data = torch.zeros(3)
         with pytest.raises(RuntimeError, match=r"'weights\.1' was modified"):
             checkpoint.save(tmp_path, job.model, job.opt)
-        job.opt.close()
 
     on_ranks(2, train)
