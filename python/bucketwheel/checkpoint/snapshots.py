@@ -240,9 +240,8 @@ class Snapshots:
         self._receive(given.step, lambda memory: link.receive(memory, link.previous))
         for work in sent:
             work.wait()
-        for copy in (own, self._kept):
-            if copy is not None:
-                copy.advance(given.step - 1 - self._every)
+        for copy in filter(None, (own, self._kept)):
+            copy.advance(given.step - 1 - self._every)
 
     def _receive(self, step: int, receive: Callable[[Tensor], Tensor]) -> None:
         """What the rank before says in the round of a step."""
