@@ -253,6 +253,7 @@ def test_large_data_is_written_from_where_it_lies(tmp_path: Path, monkeypatch: p
         (False, [file.size % 4096]),
     ]
     assert sum(call.args[2] for call in copied.mock_calls) < 3 * 4096
+    assert not DataFile(tmp_path / "later", sync=False)._is_direct
 
 
 def test_what_has_no_bytes_is_refused(tmp_path: Path) -> None:

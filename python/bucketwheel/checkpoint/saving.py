@@ -607,6 +607,7 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
     for name, written in plan.same.items():
         also.setdefault(written, []).append(name)
     entries: dict[str, Any] = {}
+    properties: dict[str, TensorProperties] = {}  # by dtype: pickled once
     results: list[list[WriteResult]] = [[] for _ in reports]
     for rank, rows in enumerate(reports):
         for fqn, shape, dtype, offset, sizes, path, begin, length, sums in rows:
@@ -618,8 +619,8 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
                 if shape is None:
                     entries[name] = BytesStorageMetadata()
                     continue
-                properties = TensorProperties(dtype=getattr(torch, dtype))
-                entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+                kind = properties.setdefault(dtype, TensorProperties(dtype=getattr(torch, dtype)))
+                entry = entries.setdefault(name, TensorStorageMetadata(kind, torch.Size(shape), []))
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
     return Metadata(entries, planner_data=plan.paths), results
 

@@ -128,7 +128,7 @@ class DataFile:
         self.size = 0  # with what is in the buffer
         self._file = open(path, "xb", buffering=0)
         self._is_direct = False
-        self._set_direct(True)
+        self._set_direct(sync)  # who does not wait for the disk has the page cache write later
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))  # begins on a page, and has memory where it was used
         self._filled = 0  # of the buffer
         self._staging: torch.Tensor | None = None  # made for the first data that cannot be written from where it lies
