@@ -65,33 +65,6 @@ def test_what_is_about_to_be_written_is_staged_and_nothing_else() -> None:
     assert staging.stats.staged_bytes == 4 * CHUNK
 
 
-@pytest.mark.parametrize("held", [1, 2, 5])
-def test_memory_is_bounded_and_used_again(held: int) -> None:
-    staging, live, tensors = make(7, held, params=3)
-    before = [t.tolist() for t in tensors]
-    found: list[list[float]] = []
-    reader = threading.Thread(target=lambda: found.extend(values(one.chunks(CHUNK)) for one in live))
-    trainer = threading.Thread(target=lambda: [(staging.before_write([i]), overwrite(tensors[i])) for i in (1, 0, 2)])
-    trainer.start()
-    trainer.join(0.1)
-    assert trainer.is_alive() and staging.stats.waits == 1
-    reader.start()
-    for thread in (reader, trainer):
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    assert found == before
-    assert staging.stats.peak_staging_bytes == held * CHUNK
-    assert staging.stats.staged_bytes >= held * CHUNK
-
-
-def test_a_strided_tensor_takes_the_readers_chunk() -> None:
-    staging = Staging(4 * CHUNK, CHUNK, torch.device("cpu"))
-    tensor = torch.arange(96.0).view(8, 12).t()
-    live = LiveTensor(staging, 0, [tensor], tensor.dtype, Watched("tensor", tensor))
-    assert values(live.chunks(CHUNK)) == tensor.reshape(-1).tolist()
-    assert staging.stats.peak_staging_bytes == CHUNK
-
-
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> None:
     staging, live, tensors = make(3, 6)
@@ -120,12 +93,6 @@ def test_a_save_that_has_ended_holds_nobody_up() -> None:
     staging.before_write([0])
     with pytest.raises(OSError, match="disk full"):
         list(live[0].chunks(CHUNK))
-
-
-def test_copies_that_last_are_counted() -> None:
-    staging, _, _ = make(2, 3)
-    assert staging.reserve(CHUNK) and staging.reserve(CHUNK) and not staging.reserve(1)
-    assert staging.stats.peak_staging_bytes == 2 * CHUNK
 
 
 # ---- CUDA, by recording what is asked of the streams
