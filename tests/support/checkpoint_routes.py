@@ -148,7 +148,11 @@ def dcp_save(run: Training, where: Path) -> None:
 
 
 def async_save(run: Training, where: Path, kind: AsyncCheckpointerType) -> Callable[[], Any]:
-    found = dcp.async_save(both(run), checkpoint_id=where, process_group=run.group, async_checkpointer_type=kind)
+    """A process writes by our writer, which is pickled for it."""
+    writer = bw.checkpoint.Writer(where, sync=False) if kind is AsyncCheckpointerType.PROCESS else None
+    found = dcp.async_save(
+        both(run), checkpoint_id=where, storage_writer=writer, process_group=run.group, async_checkpointer_type=kind
+    )
     assert isinstance(found, Future)
     return functools.partial(found.result, timeout=60)
 

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import functools
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,11 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketwheel.checkpoint import Reader, Writer, writer
-from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA
+from bucketwheel.checkpoint import Writer, writer
+from bucketwheel.checkpoint.format import METADATA
 from bucketwheel.checkpoint.writer import DataFile, envelope_of
 from bucketwheel.native import core
-from bucketwheel.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -76,14 +74,6 @@ def test_torchs_reader_reads_it(tmp_path: Path, chunk_bytes: int) -> None:
     found = blank(state)
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
     assert_equal(found, state)
-
-
-def test_torchs_converter_reads_it(tmp_path: Path) -> None:
-    state = some_state()
-    save(tmp_path / "saved", state)
-    convert = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
-    subprocess.run([*convert, tmp_path / "saved", tmp_path / "plain.pt"], check=True, timeout=120, capture_output=True)
-    assert_equal(torch.load(tmp_path / "plain.pt"), state)
 
 
 def test_torch_reads_it_without_bucketwheel(tmp_path: Path) -> None:
@@ -334,18 +324,21 @@ def test_everything_is_on_disk_before_the_commit(tmp_path: Path) -> None:
         assert order == ["commit"]
 
 
-def test_a_failed_save_leaves_the_last_one_and_no_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["data", "metadata"])
+def test_a_failed_save_leaves_the_last_one_and_no_data(where: str, tmp_path: Path) -> None:
     state = {"x": values(50), "y": values(60)}
     save(tmp_path, state)
     before = files(tmp_path)
     real = DataFile.add
+    error = OSError(28, "No space left on device")
 
     def full(file: DataFile, index: MetadataIndex, data: Any) -> Any:
         if index.fqn == "y":
-            raise OSError(28, "No space left on device")
+            raise error
         return real(file, index, data)
 
-    with mock.patch.object(DataFile, "add", full), pytest.raises(CheckpointException, match="No space left"):
+    patches = {"data": (DataFile, "add", full), "metadata": (Path, "write_bytes", mock.Mock(side_effect=error))}
+    with mock.patch.object(*patches[where]), pytest.raises(CheckpointException, match="No space left"):
         save(tmp_path, {"x": values(50, seed=1), "y": values(60)})
     assert files(tmp_path) == before
     found = blank(state)
@@ -353,22 +346,6 @@ def test_a_failed_save_leaves_the_last_one_and_no_data(tmp_path: Path) -> None:
     assert_equal(found, state)
     save(tmp_path, state)
     assert len(files(tmp_path)) == 2 and not (tmp_path / ".saving").exists()
-
-
-def test_metadata_that_cannot_be_written_leaves_no_data(tmp_path: Path) -> None:
-    state = {"x": values(50)}
-    save(tmp_path, state)
-    before = files(tmp_path)
-    full = OSError(28, "No space left on device")
-    with (
-        mock.patch.object(Path, "write_bytes", side_effect=full),
-        pytest.raises(CheckpointException, match="No space left"),
-    ):
-        save(tmp_path, {"x": values(50, seed=1)})
-    assert files(tmp_path) == before
-    found = blank(state)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
-    assert_equal(found, state)
 
 
 def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:
@@ -393,17 +370,6 @@ def test_plans_that_the_planner_caches(tmp_path: Path) -> None:
         assert_equal(found, state)
 
 
-def test_the_checksums_are_plain_values(tmp_path: Path) -> None:
-    """So stock unpickles the metadata without this package."""
-    save(tmp_path, some_state())
-    content = (tmp_path / METADATA).read_bytes()
-    assert b"bucketwheel." not in content  # no class of ours
-    facts = getattr(pickle.loads(content), ATTRIBUTE)
-    assert (facts["world"], facts["chunk_bytes"]) == (1, 1 << 20)
-    (path,) = facts["files"]
-    assert facts["files"][path] == (tmp_path / path).stat().st_size
-
-
 @pytest.mark.parametrize(
     ("options", "message"), [({"chunk_bytes": 100}, "at least 4096"), ({"chunk_bytes": 1.5}, "int")]
 )
@@ -415,23 +381,3 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
 def test_one_metadata_for_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use_collectives=False"):
         dcp.save({"x": values(3)}, storage_writer=Writer(tmp_path), use_collectives=False)
-
-
-def save_in_the_background(rank: int, world: int, folder: str, kind: str) -> None:
-    state = {"x": values(3000), f"of rank {rank}": values(500, seed=rank)}
-    kinds = {"thread": dcp.state_dict_saver.AsyncCheckpointerType.THREAD}
-    kinds["process"] = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-    saving = dcp.async_save(state, storage_writer=Writer(folder), async_checkpointer_type=kinds[kind])
-    for tensor in state.values():
-        tensor.zero_()  # what is saved is staged
-    saving.result(timeout=100)
-    found = {"x": torch.zeros(3000), "of rank 0": torch.zeros(500), "of rank 1": torch.zeros(500)}
-    dcp.load(found, storage_reader=Reader(folder))
-    assert torch.equal(found["of rank 0"], values(500)) and torch.equal(found["of rank 1"], values(500, seed=1))
-
-
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_stock_async_save_of_two_ranks(tmp_path: Path, kind: str) -> None:
-    run_ranks(save_in_the_background, 2, str(tmp_path), kind, timeout_s=200)
-    assert len(files(tmp_path)) == 3
