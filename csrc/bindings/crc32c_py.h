@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "bindings/dlpack.h"
@@ -49,8 +50,12 @@ inline void bind_crc32c(py::module_& m) {
   m.def(
       "crc32c",
       [](py::handle buffer, uint32_t initial) {
+        constexpr size_t kLong = size_t{1} << 16;  // what takes longer than other threads take to notice
         const ByteSpan span(buffer);
-        py::gil_scoped_release unlocked;
+        std::optional<py::gil_scoped_release> unlocked;
+        if (span.size() >= kLong) {
+          unlocked.emplace();
+        }
         return crc32c(span.data(), span.size(), initial);
       },
       py::arg("buffer"), py::arg("initial") = 0);

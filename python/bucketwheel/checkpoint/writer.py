@@ -147,7 +147,7 @@ class DataFile:
             pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks(self.chunk_bytes)
             if data.shape.numel() * data.dtype.itemsize >= _IN_PLACE_BYTES:
                 gap = -(self.size + len(before)) % _PAGE
-        self._write(memoryview(bytearray(gap) + before))
+        self._write(memoryview(bytes(gap) + before))
         nbytes = 0
         sums: list[int] = []  # of each chunk
         for piece in pieces:
@@ -158,7 +158,7 @@ class DataFile:
                 sums.append(core.crc32c(part, sums.pop() if at else 0))
                 nbytes, left = nbytes + len(part), left[len(part) :]
             self._write(view)
-        self._write(memoryview(bytearray(behind)))
+        self._write(memoryview(behind))
         length = len(before) + nbytes + len(behind)
         envelope = core.crc32c(behind, core.crc32c(before))
         chunks = b"".join(one.to_bytes(4, "little") for one in sums)
@@ -193,8 +193,12 @@ class DataFile:
                 self._filled, data = 0, data[whole:]
         while data:
             part = data[: len(self._buffer) - self._filled]
-            ctypes.memmove(_address(self._buffer[self._filled :]), _address(part), len(part))  # without the GIL
-            self._filled, data = self._filled + len(part), data[len(part) :]
+            end = self._filled + len(part)
+            if len(part) < _IN_PLACE_BYTES:
+                self._buffer[self._filled : end] = part
+            else:  # the same without the GIL
+                ctypes.memmove(_address(self._buffer) + self._filled, _address(part), len(part))
+            self._filled, data = end, data[len(part) :]
             if self._filled == len(self._buffer):
                 self._put(self._buffer)
                 self._filled = 0
