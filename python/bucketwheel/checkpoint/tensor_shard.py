@@ -26,7 +26,7 @@ class TensorShard(Tensor):
     """A tensor of the whole ``shape`` of which this rank holds ``ranges``: [begin, end) in memory order, ascending.
 
     ``piece`` has their elements one behind the other: 1-D, memory of its own. ``stride`` is that of the whole tensor and
-    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages.
+    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages; ``is_unseen``: see `Piece`.
 
     It has no elements where torch looks for them, so code that does not know it raises instead of taking a part for the
     whole. It can be copied, moved to another device, pickled (and loaded with ``weights_only=True``), compared by
