@@ -32,24 +32,31 @@ class Neighbours:
     def __init__(self, engine: Any) -> None:
         self._rank, size = engine.ranks
         self._to_itself: collections.deque[Tensor] = collections.deque()
+        self._sent: list[Any] = []
         self._group: Any = None
         distance = 0
         if size > 1 and engine.comm.backend != "local":
             prefix = f"bucketwheel/snapshots/{exchange(engine, secrets.token_hex(8))[0]}"
             rendezvous = Rendezvous(store_of(None), self._rank, size, engine.timeout_s, prefix)
             self._group, distance = gloo.connect(rendezvous, "ring"), 1
+            exchange(engine, None)  # one that let go of the group earlier would fail the others' connecting
         self.next, self.previous = (self._rank + distance) % size, (self._rank - distance) % size
 
-    def send(self, tensor: Tensor, to: int) -> list[Any]:
-        """Of the host, 1-D, not empty. Returns what to ``wait()`` for; that raises RuntimeError if the other one has gone, or
-        after `give_up`."""
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Of the host, 1-D, not empty. It must not change before `finish`."""
         if to == self._rank:
             self._to_itself.append(tensor)
-            return []
-        return [self._group.send([part], to, 0) for part in tensor.split(_CHUNK_BYTES)]
+        else:
+            self._sent += [self._group.send([part], to, 0) for part in tensor.split(_CHUNK_BYTES)]
+
+    def finish(self) -> None:
+        """Waits until all is sent. RuntimeError if the other one has gone, or after `give_up`."""
+        for work in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Waits for what is sent, as long as ``tensor``, which it returns. RuntimeError as from `send`."""
+        """Waits for what is sent, as long as ``tensor``, which it returns. RuntimeError as from `finish`."""
         if source == self._rank:
             return tensor.copy_(self._to_itself.popleft())
         for part in tensor.split(_CHUNK_BYTES):

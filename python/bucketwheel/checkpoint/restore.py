@@ -73,15 +73,14 @@ def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int
     mine = [Offer(run, copy.layout.digest, copy.base, copy.step, copy.newest) for run, copy in copies]
     everyone = exchange(engine, [layout.digest, mine])
     plan = plan_restore([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
-    link, sent = Neighbours(engine), []
+    link = Neighbours(engine)
     for owner, (holder, number) in enumerate(plan.holders):
         if holder == rank:
             copies[number][1].advance(plan.step)
-            sent += link.send(copies[number][1].shard, owner)
+            link.send(copies[number][1].shard, owner)
     shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
     link.receive(shard, plan.holders[rank][0])
-    for work in sent:
-        work.wait()
+    link.finish()
     link.release()
     engine.announce_write()
     with torch.no_grad():

@@ -236,10 +236,10 @@ class Snapshots:
                 given.ready.synchronize()  # not the training's thread
             own.keep(given.step)
             mine.append(own.record(given.step).memory)
-        sent = [work for tensor in mine for work in link.send(tensor, link.next)]
+        for tensor in mine:
+            link.send(tensor, link.next)
         self._receive(given.step, lambda memory: link.receive(memory, link.previous))
-        for work in sent:
-            work.wait()
+        link.finish()
         for copy in filter(None, (own, self._kept)):
             copy.advance(given.step - 1 - self._every)
 
@@ -279,12 +279,11 @@ class Snapshots:
             self._wait(lambda: not self._rounds)
         own, kept, link = self._own, self._kept, self._link
         assert own is not None and kept is not None
-        live, theirs = torch.empty_like(own.shard), torch.empty_like(kept.shard)
+        live = torch.empty_like(own.shard)
         own.layout.read(self._memory, live)
-        sent = link.send(live, link.next)
-        link.receive(theirs, link.previous)
-        for work in sent:
-            work.wait()
+        link.send(live, link.next)
+        theirs = link.receive(torch.empty_like(kept.shard), link.previous)
+        link.finish()
         problems = []
         for copy, shard in ((own, live), (kept, theirs)):
             copy.advance(self._step)
