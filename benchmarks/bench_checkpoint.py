@@ -13,7 +13,7 @@ save: save and load of the rank's parameters and states ("load": into a new job'
         and one of its folder, then renamed over the last one; no checksums, no metadata.
     fsdp2: the same model under FSDP2 with fused AdamW; stock dcp.save with FileSystemWriter(sync_files=True), and dcp.load
         in place. Its state dicts are made before, which favours it.
-  A time is that of the job: from the first rank's begin to the last rank's end.
+  A time is that of the job: from the first rank's begin to the last rank's end. "limit": `BareFiles.load_checked`.
 stall: the call of `async_save`, plus what 10 steps (batch 1 x 64 tokens) that begin right after it take longer than 10 steps
     without a save, against our synchronous save. A stall of 0 or less was lost in the noise.
 stock: `optimizer.state_dict()` and `dcp.async_save` of it until that returns, with a stager that is kept, against a memcpy of
@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import bucketwheel as bw
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
+from bucketwheel.native import core
 
 WORLD = 2
 STATES = 3  # of each parameter: itself and two moments
@@ -164,11 +165,23 @@ class BareFiles:
         self.rank.barrier()
 
     def load(self) -> None:
+        self._read(CHUNK_BYTES, lambda chunk: None)
+        self.rank.barrier()
+
+    def load_checked(self) -> None:
+        """The least that a load with checksums does, if it may have loaded some of a damaged file: CRC32C of what was just
+        read, then an all-gather of the parameters, of which a rank has read its part."""
+        self._read(CHUNK_BYTES // 4, core.crc32c)
+        self.system.optimizer._engine.share_params()
+        self.rank.barrier()
+
+    def _read(self, size: int, use: Callable[[memoryview], object]) -> None:
         with self.path.open("rb", buffering=0) as file:
             for view in self.views:
-                for at in range(0, len(view), CHUNK_BYTES):
-                    file.readinto(view[at : at + CHUNK_BYTES])
-        self.rank.barrier()
+                for at in range(0, len(view), size):
+                    chunk = view[at : at + size]
+                    file.readinto(chunk)
+                    use(chunk)
 
 
 class Fsdp2Files:
@@ -240,6 +253,7 @@ def save_job(rank: Rank, config: GptConfig, folder: Path, repeats: int) -> dict[
 
     saves = {name: each.save for name, each in files.items()}
     loads = {"new": new_job.load, **{name: each.load for name, each in files.items()}}
+    loads["limit"] = files["bare"].load_checked
     out: dict[str, Any] = {"bytes": nbytes}
     for what, cases in (("save", saves), ("load", loads), ("load from the disk", loads)):
         calls = {name: WithCpu(call) for name, call in cases.items()}
@@ -270,6 +284,7 @@ def run_save(results: Results, config: GptConfig, folder: Path, repeats: int) ->
                 times[ours],
                 peer,
                 times[peer],
+                limit_s=times["limit"].median_s if "limit" in times else None,
                 bytes=sum(rank["bytes"] for rank in ranks),
                 ours_cpu_s=cpu_s[ours],
                 peer_cpu_s=cpu_s[peer],
@@ -466,9 +481,17 @@ def run_snapshots(results: Results, quick: bool, repeats: int) -> None:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def add(results: Results, case: str, ours: Timing, peer: str, peer_timing: Timing, **extra: Any) -> None:
+def add(
+    results: Results,
+    case: str,
+    ours: Timing,
+    peer: str,
+    peer_timing: Timing,
+    limit_s: float | None = None,
+    **extra: Any,
+) -> None:
     goal = GOALS.get((case.split(",")[0], peer))
-    line = results.add(case, ours, peer=peer, peer_timing=peer_timing, goal=goal, **extra)
+    line = results.add(case, ours, peer=peer, peer_timing=peer_timing, limit_s=limit_s, goal=goal, **extra)
     facts = {**extra, "goal": goal, "reached": None if goal is None else line["ratio"] >= goal or line["ours_s"] <= 0}
     told = ", ".join(f"{key} {value:.4g}" for key, value in facts.items() if value is not None)
     print(f"{case} / {peer}: ratio {line['ratio']:.3f}, {told}", flush=True)
