@@ -115,7 +115,7 @@ def test_checkpoints_have_a_line_for_every_case_and_peer(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     found = {(line["case"], line["peer"]): line for line in map(json.loads, (tmp_path / "lines").open())}
     assert list(found) == [
-        *((what, peer) for what in ("save", "load") for peer in ("bare", "fsdp2")),
+        *((what, peer) for what in ("save", "load", "load again", "load from the disk") for peer in ("bare", "fsdp2")),
         ("async_save: stall", "save"),
         ("stock dcp.async_save: call", "memcpy"),
         ("snapshots: in step, 1 x 64 tokens", "memcpy"),
