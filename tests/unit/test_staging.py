@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -79,6 +80,37 @@ def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> N
         staging.before_write(None)
     with pytest.raises(CheckpointError, match="tensor 0 was written to"):
         list(first)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no device")])
+def test_a_copy_that_fails_ends_the_wait_for_it(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file waits for the chunk that the step copies. An edit fails the save alone, anything else the step too."""
+    staging, (live,), (tensor,) = make(1, 6)
+    found: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            list(live.chunks(CHUNK))
+        except Exception as error:
+            found.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+
+    def value_of(views: tuple[Tensor, ...]) -> Tensor:
+        reader.start()
+        while not staging._changed._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        if error is not None:
+            raise error
+        return views[0]
+
+    monkeypatch.setattr(module, "value_of", value_of)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="no device") if error else contextlib.nullcontext():
+        staging.before_write(None)
+    reader.join(LIMIT_S)
+    assert not reader.is_alive()
+    assert [type(one) for one in found] == [CheckpointError if error is None else RuntimeError]
 
 
 def test_a_save_that_has_ended_holds_nobody_up() -> None:

@@ -43,11 +43,14 @@ class Watched:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self._tensor = tensor
-        self._version = tensor._version
+        self._version = self._version_now()
+
+    def _version_now(self) -> int:
+        return 0 if self._tensor.is_inference() else self._tensor._version  # a copy made in inference mode has none
 
     def expect_unedited(self) -> None:
         """CheckpointError naming it if somebody has written to it since."""
-        if self._tensor.numel() and self._tensor._version != self._version:
+        if self._tensor.numel() and self._version_now() != self._version:
             raise CheckpointError(
                 f"{self.name} was written to, by others than the optimizer, while the checkpoint was being saved; wait() for "
                 "the save before that"
@@ -137,7 +140,7 @@ class Staging:
     def read(self, chunk: _Chunk) -> Iterator[Tensor]:
         """Its bytes; the next use of the iterator says that they have been used."""
         with self._changed:
-            while chunk.progress is _Progress.READ:
+            while chunk.progress is _Progress.READ and self._error is None:
                 self._changed.wait()
             self.expect_good()
             is_live = chunk.progress is _Progress.LIVE
@@ -212,8 +215,10 @@ class Staging:
             chunk.is_pooled = True
             try:
                 self._copy(chunk, memory, stream_of(self._device))
-            except CheckpointError as error:  # the save fails, and not the step
+            except Exception as error:
                 self.end(error)
+                if not isinstance(error, CheckpointError):  # of an edit the save fails, and not the step
+                    raise
             self.stats.staged_bytes += chunk.nbytes
         if chunk.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(chunk.copied)
