@@ -158,13 +158,13 @@ def refuse_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.fcntl, "fcntl", refusing)
 
 
-def refuse_a_write(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a disk of larger sectors does."""
+def refuse_a_write(number: int, monkeypatch: pytest.MonkeyPatch, error: int = errno.EINVAL) -> None:
+    """As a disk of larger sectors does; EFAULT: memory of a device's driver."""
     real, calls = os.writev, iter(range(10**6))
 
     def refusing(descriptor: int, parts: list[memoryview]) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and next(calls) >= number:
-            raise OSError(errno.EINVAL, "refused")
+            raise OSError(error, "refused")
         return real(descriptor, parts)
 
     monkeypatch.setattr(os, "writev", refusing)
@@ -185,6 +185,7 @@ SYSTEMS: dict[str, Any] = {
     "without O_DIRECT": refuse_the_flag,
     "refuses the first write": functools.partial(refuse_a_write, 0),
     "refuses the third write": functools.partial(refuse_a_write, 2),
+    "refuses memory": functools.partial(refuse_a_write, 1, error=errno.EFAULT),
     "writes little": write_little,
 }
 

@@ -117,7 +117,8 @@ def async_save(
     `ShardedAdamW.step`, and what else of it writes to parameters and states, first copies what has not been written yet
     into staging memory, and waits where more than ``staging_bytes`` would be needed: `PendingSave.stats` counts. Buffers are
     copied at the call as far as they fit. A write by others to a tensor that is not saved yet fails the save, naming it, if
-    it raises the tensor's version; writes through ``p.data`` do not and may be saved in part. An optimizer made with
+    it raises the tensor's version. Writes through ``p.data`` raise none: the checkpoint may have them in part, or loads may
+    refuse it as damaged, since a checksum is computed before the disk reads the memory. An optimizer made with
     ``capturable=True`` may be replayed without a word, so for that the call waits until this rank's data is written.
 
     A save that is still running, of this optimizer or into this folder, is waited for. At the end of the process a save is waited for up to a minute.
@@ -493,6 +494,7 @@ class PendingSave:
             text = f"the save into {self._folder} has failed on rank {rank}, so the checkpoint there stays what it was: {text}"
         self._error = CheckpointError(text)
         self._error.__cause__ = error
+        self._file.empty()  # the disk may be full
         try:  # what cannot be said is seen from the file that is gone
             if rank == 0:
                 (self._folder / SAVING).mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ it the new one is and does. Then folders of earlier checkpoints go. What a crash
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -173,8 +174,14 @@ class DataFile:
             os.fsync(self._file.fileno())
         self._end()
 
+    def empty(self) -> None:
+        """Give its space back, and write no more: the save has failed."""
+        self._end()
+        with contextlib.suppress(OSError):  # it is gone already
+            os.truncate(self.path, 0)
+
     def discard(self) -> None:
-        """Give its space back: the save has failed."""
+        """The same, and remove it."""
         self._end()
         self.path.unlink(missing_ok=True)
 
@@ -209,9 +216,9 @@ class DataFile:
             try:
                 written = os.writev(self._file.fileno(), left)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+                if error.errno not in (errno.EINVAL, errno.EFAULT) or not self._is_direct:
                     raise
-                self._set_direct(False)  # the file system, or the disk, takes no such write
+                self._set_direct(False)  # the file system, the disk or a device's driver (EFAULT) allows no such write
                 continue
             while left and written >= len(left[0]):
                 written -= len(left.pop(0))

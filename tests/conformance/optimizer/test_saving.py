@@ -311,6 +311,20 @@ def test_a_buffer_that_does_not_fit_must_not_be_edited(gate: threading.Event, tm
         pending.wait(LIMIT_S)
 
 
+def test_a_save_in_inference_mode(tmp_path: Path) -> None:
+    """As from a hook of a validation loop. What is made there, copies too, has no version."""
+    model = Model()
+    with torch.inference_mode():
+        model.register_buffer("mean", torch.ones(3))
+        model.register_buffer("table", torch.ones(LEAST))
+        checkpoint.save(tmp_path, model, staging_bytes=LEAST)
+    found = Model()
+    for name in ("mean", "table"):
+        found.register_buffer(name, torch.zeros_like(model.get_buffer(name)))
+    checkpoint.load(tmp_path, found)
+    assert_bitwise_equal(list(found.state_dict().values()), list(model.state_dict().values()))
+
+
 # ---- failures
 
 
@@ -332,13 +346,18 @@ FAILURES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
         "_write",
         lambda file, rank, *_: file.path.name == f"__{rank}_0.distcp" and file.size > 8000,
     ),
+    "one that has room once the data is gone": (
+        saving.PendingSave,
+        "_say",
+        lambda pending, rank, *_: pending._everyone.rank == rank and pending._file.path.stat().st_size > 0,
+    ),
     "one too full to say so": (saving.PendingSave, "_say", lambda pending, rank, *_: pending._everyone.rank == rank),
     "the commit": (Path, "replace", lambda path, rank, *_: path.name == ".metadata.tmp"),
 }
 
 
 @pytest.mark.parametrize(
-    ("what", "rank"), [*((what, rank) for what in list(FAILURES)[:2] for rank in (0, 1)), ("the commit", 0)]
+    ("what", "rank"), [*((what, rank) for what in list(FAILURES)[:3] for rank in (0, 1)), ("the commit", 0)]
 )
 def test_what_fails_on_one_rank_fails_on_all(
     what: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
