@@ -104,7 +104,7 @@ class _Checkpoint:
         self._into = _Into()
         self._of_states: list[ReadItem] = []  # all that will be read into the optimizer's, but for:
         self._first: list[tuple[list[ReadItem], Tensor]] = []  # moments that are zeros, until the load is certain
-        self._is_new = engine is not None and _is_new(engine)
+        self._is_new = False  # see `_is_new`; found by `plan`
         self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
 
     @property
@@ -112,9 +112,10 @@ class _Checkpoint:
         return self.reader.description.metadata.state_dict_metadata
 
     def plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
-        """Checks everything, and returns what the optimizer is to load. Writes nothing."""
+        """Checks everything, and returns what the optimizer is to load. Writes nothing but moments that were zeros."""
         if self._engine is not None:
             self._engine.bind_moved()
+            self._is_new = _is_new(self._engine)
         if model is not None:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
@@ -317,10 +318,14 @@ class _Checkpoint:
 
 
 def _is_new(engine: Engine) -> bool:
-    """Whether no step was taken and nobody has written to a state, so that moments are zeros."""
-    return not engine.steps.any() and not any(
-        state._version for of_param in engine.states for state in of_param.values()
-    )
+    """Whether no step was taken and nobody has written to moments or to numbers of steps, so that moments are zeros."""
+    moments = [
+        state
+        for of_param in engine.states
+        for name, state in of_param.items()
+        if name not in ("master_param", "remainder")
+    ]
+    return not engine.steps.any() and not any(tensor._version for tensor in (engine.steps, *moments))
 
 
 def _whole(tensor: Tensor) -> tuple[Box, Sequence[Tensor]]:

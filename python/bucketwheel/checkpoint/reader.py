@@ -170,20 +170,19 @@ class Reader(StorageReader):
         """Reads these to where ``planner`` wants them; if it ``checks``, compares checksums on the way in any case."""
         before, self._checks = self._checks, self._checks or checks
         try:
-            self._load_all(items, planner)
+            for item in self.in_order(items):
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                self._load(item, target)
+                planner.commit_tensor(item, target)
+                if self._checks and (stored := self._stored(item.storage_index)).sums is not None:
+                    self._check_item(item.storage_index, stored, 0, 0)  # what lies around its data
         finally:
             self._checks = before
 
     # ---- inside
-
-    def _load_all(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        for item in self.in_order(items):
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
-            else:
-                target = planner.resolve_tensor(item).detach()
-                self._load(item, target)
-                planner.commit_tensor(item, target)
 
     def _stored(self, index: MetadataIndex) -> Stored:
         try:

@@ -127,13 +127,13 @@ def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None
         assert rates == [0.2, 0.05]
 
 
-@pytest.mark.parametrize("world", [None, 2])
-def test_what_a_load_reads(world: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world", "kind"), [(None, "fp32"), (2, "fp32"), (2, "bf16, master")])
+def test_what_a_load_reads(world: int | None, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank opens each file once, and nothing is read but to be checked and to be loaded; no parameter is copied. A new
     optimizer's moments are checked while they are loaded."""
-    saved_by(world, tmp_path)
+    saved_by(world, tmp_path, **KINDS[kind])
     items = checkpoint.Reader(tmp_path).description.items
-    moments = sum(s.length for index, s in items.items() if "exp_avg" in index.fqn and s.sums.nbytes)
+    moments = sum(s.sums.nbytes for index, s in items.items() if "exp_avg" in index.fqn)
     read, opened, read_file, open_file = [], [], os.preadv, os.open
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(read_file(*args)) or read[-1])
     monkeypatch.setattr(os, "open", lambda *args: opened.append((threading.get_ident(), args[0])) or open_file(*args))
@@ -141,7 +141,7 @@ def test_what_a_load_reads(world: int | None, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(LocalEngine, "values_of", None)
 
     def load(comm: Any, is_new: bool) -> None:
-        job = jobs.of(comm, seed=9)
+        job = jobs.of(comm, seed=9, **KINDS[kind])
         if not is_new:
             job.steps(7)
         checkpoint.load(tmp_path, job.model, job.opt)
@@ -282,22 +282,31 @@ def test_what_does_not_fit_changes_nothing(
     on_ranks(world, load)
 
 
-@pytest.mark.parametrize("item", ["optim.state.3.exp_avg", "model.weights.3", "model.frozen", "extra"])
-@pytest.mark.parametrize("before", ["stepped", "edited", "new"])
-def test_a_damaged_file_changes_nothing_on_any_rank(item: str, before: str, tmp_path: Path) -> None:
-    """Moments of a new optimizer are read before all is checked; they are zeros again. Not so what somebody wrote there."""
+DAMAGED = ["optim.state.3.exp_avg", "model.weights.3", "model.frozen", "extra"]
+
+
+@pytest.mark.parametrize("before", ["stepped", "steps zeroed", "edited", "new"])
+@pytest.mark.parametrize(
+    ("item", "place"), [*((item, 0.5) for item in DAMAGED), ("optim.state.3.exp_avg", 0), ("optim.state.3.step", 0)]
+)
+def test_a_damaged_file_changes_nothing_on_any_rank(item: str, place: float, before: str, tmp_path: Path) -> None:
+    """Moments of a new optimizer are read before all is checked; they are zeros again. Not so what somebody wrote there.
+    ``place``: in the item's data, or 0: before it."""
     saved_by(2, tmp_path)
     stored = [s for index, s in checkpoint.Reader(tmp_path).description.items.items() if index.fqn == item]
     with open(tmp_path / stored[0].path, "r+b") as file:
-        file.seek(stored[0].offset + stored[0].sums.begin + stored[0].sums.nbytes // 2)
+        file.seek(stored[0].offset + (stored[0].sums.begin + int(stored[0].sums.nbytes * place) if place else 0))
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
 
     def load(comm: Any) -> str:
         job = jobs.of(comm, seed=9)
-        if before == "stepped":
+        if before.startswith("step"):
             job.steps(7)
+        if before == "steps zeroed":
+            for state in job.opt.state.values():
+                state["step"].zero_()
         elif before == "edited":
             for state in job.opt.state.values():
                 state["exp_avg_sq"].fill_(2.0)
