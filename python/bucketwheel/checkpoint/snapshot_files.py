@@ -45,8 +45,12 @@ class SnapshotFile:
         text = json.dumps({**about, "run": run}).encode()
         line = text.ljust(-(-(len(text) + 1) // _PAGE) * _PAGE - 1) + b"\n"
         with self._made.open("w+b") as file:
-            # Else a write would end the process where memory is short.
-            os.posix_fallocate(file.fileno(), 0, len(line) + nbytes)
+            try:  # else a write would end the process where memory is short
+                os.posix_fallocate(file.fileno(), 0, len(line) + nbytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"{error.strerror} for {len(line) + nbytes} bytes", str(self._made)
+                ) from None
             os.pwrite(file.fileno(), line, 0)
             self.memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)[len(line) :]
 

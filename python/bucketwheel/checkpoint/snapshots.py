@@ -221,6 +221,7 @@ class Snapshots:
                     return
         except BaseException as error:  # noqa: BLE001 (the training hears of it)
             self._end(error)
+            self._link.give_up()  # the neighbours do not wait for what will not come
         finally:
             self._thread_ended.set()
 

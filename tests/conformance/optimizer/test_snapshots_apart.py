@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +94,27 @@ def fail_from(step: int, snapshots: Snapshots, error: BaseException | None) -> N
 
 def test_what_the_thread_of_a_rank_fails_with_is_told_and_all_train_on() -> None:
     run_ranks(failing, 2, timeout_s=60, forked=True)
+
+
+def without_room(rank: int, world: int, folder: str) -> None:
+    """Here the training would wait for who waits for the neighbour."""
+    loop = Apart(timeout_s=10)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        monkeypatch.setattr(os, "posix_fallocate", full) if rank == 1 else None
+        with pytest.raises((RuntimeError, ValueError), match=f"No space left.*{folder}" if rank == 1 else "have ended"):
+            Snapshots(loop.opt, directory=folder)
+    loop.steps(0, 1)
+    with Snapshots(loop.opt, directory=folder, first_step=2) as snapshots:
+        loop.steps(2)
+        assert snapshots.verify() == 3
+    assert not os.listdir(folder)
+    loop.opt.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_first_copy_without_room_fails_at_once_on_all(world: int, tmp_path: Path) -> None:
+    run_ranks(without_room, world, str(tmp_path / "f"), timeout_s=60, forked=True)
 
 
 # ---- a rank is lost, the others go on
