@@ -125,9 +125,6 @@ class OurFiles:
         self.system.close()
         self.system = Ours(config)
         self.system.optimizer._engine.share_params()  # of the communicator
-        for of_param in self.system.optimizer._engine.states:
-            for state in of_param.values():
-                state.data.zero_()  # as if nobody had: see `_is_new` in loading.py
 
     def tensors(self) -> list[Tensor]:
         return [*live_tensors(self.system.optimizer), *(p.detach() for p in self.system.model.parameters())]

@@ -1,8 +1,8 @@
 """load: a checkpoint into a model and an optimizer, whatever world size and buckets it was saved with; all of it or nothing.
 
 Each rank reads what it owns of sharded parameters and states, straight to where it lies, and the parameters are gathered
-afterwards. Nothing is written before all ranks have checked names, shapes and checksums, but for the moments of an optimizer
-that has not stepped yet: these are zeros, so they are read once, checked on the way, and zeroed again if the load fails.
+afterwards. Nothing is written before all ranks have checked names, shapes and checksums, except moments of an optimizer that
+has not stepped yet: they are zeros, so they are read once, into place, while they are checked, and zeroed if the load fails.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
     checkpoint of another writer one box.
 
-    Raises, on all ranks, before anything is written anywhere (but for moments of an optimizer that has not stepped yet, which
-    are zeros again then):
+    Raises, on all ranks, before anything is written anywhere (moments of an optimizer that has not stepped yet are zeros again):
         CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.
         ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
     """
@@ -102,8 +101,10 @@ class _Checkpoint:
         self._folder = folder
         self._engine = engine
         self._into = _Into()
-        self._of_states: list[ReadItem] = []  # all that will be read into the optimizer's, but for:
-        self._first: list[tuple[list[ReadItem], Tensor]] = []  # moments that are zeros, until the load is certain
+        self._of_states: list[ReadItem] = []  # what is read into states once all ranks have checked theirs
+        self._first: list[
+            tuple[list[ReadItem], Tensor]
+        ] = []  # and into moments that were zeros; until all have checked
         self._is_new = False  # see `_is_new`; found by `plan`
         self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
 
@@ -123,9 +124,9 @@ class _Checkpoint:
             self.extra = self._object("extra")
         if self._first and self._engine is not None:
             self._engine.announce_write()
-        first = {id(item) for items, _ in self._first for item in items}
-        every = [*self._model[0], *self._of_states, *(item for items, _ in self._first for item in items)]
-        for item in self.reader.in_order(every):
+        at_once = [item for items, _ in self._first for item in items]
+        first = set(map(id, at_once))
+        for item in self.reader.in_order([*self._model[0], *self._of_states, *at_once]):
             if id(item) in first:
                 self._read([item], checks=True)
             else:
@@ -133,7 +134,7 @@ class _Checkpoint:
         return found
 
     def end(self) -> None:
-        """The load is over, or has failed."""
+        """The load is over. Has it failed before `load_model`, moments are zeros again."""
         for _, moment in self._first:
             moment.zero_()
         self.reader.close()

@@ -2,8 +2,9 @@
 
 `torch.distributed.checkpoint.async_save` copies what it saves first, with a `StateDictStager`. Nobody has seen the memory of
 a piece that `state_dict` has just copied, so the stager's `Piece` has it too, and the first of the two that is looked at
-while the other is there takes a copy. Other pieces are copied. Both kinds of copies lie in memory of the save before, where
-nobody refers to that any more: the pages of new memory take longer than the copy.
+while the other is there takes a copy (the save's own, if the caller keeps the dict). Other pieces are copied by the stager.
+What `state_dict` and the stager copy lies in memory of the save before, where nobody refers to that any more: the pages of new
+memory take longer than the copy.
 """
 
 from __future__ import annotations
