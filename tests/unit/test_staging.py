@@ -14,6 +14,7 @@ from torch import Tensor
 from bucketwheel import CheckpointError
 from bucketwheel.checkpoint import staging as module
 from bucketwheel.checkpoint.staging import LiveTensor, Staging, Watched
+from bucketwheel.layout.masters import split_master
 
 CHUNK = 64  # bytes: 16 float32
 LIMIT_S = 30
@@ -80,6 +81,20 @@ def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> N
         staging.before_write(None)
     with pytest.raises(CheckpointError, match="tensor 0 was written to"):
         list(first)
+
+
+def test_a_master_is_joined_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that takes for a moment is a fraction of the chunk."""
+    real, joined = module.value_of, []
+    monkeypatch.setattr(module, "value_of", lambda views: joined.append(views[0].numel()) or real(views))
+    master = torch.randn(300, 301)
+    param, remainder = (half.t() for half in split_master(master))
+    chunk_bytes = master.nbytes
+    staging = Staging(4 * chunk_bytes, chunk_bytes, torch.device("cpu"))
+    live = LiveTensor(staging, 0, [param, remainder], torch.float32, Watched("master", param))
+    (found,) = live.chunks(chunk_bytes)
+    assert torch.equal(found.view(torch.float32).view(301, 300), master.t())
+    assert sum(joined) == master.numel() and max(joined) <= master.numel() // 16
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")])

@@ -256,6 +256,17 @@ def test_what_has_no_bytes_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_space_of_a_failed_save_is_free_though_somebody_has_the_file(tmp_path: Path) -> None:
+    """A process that was forked meanwhile has."""
+    file = DataFile(tmp_path / "f")
+    file.add(MetadataIndex("x"), torch.zeros(2 * writer.BUFFER_BYTES, dtype=torch.uint8))
+    held = os.dup(file._file.fileno())
+    assert os.fstat(held).st_size > 0
+    file.discard()
+    assert os.fstat(held).st_size == 0 and not list(tmp_path.iterdir())
+    os.close(held)
+
+
 def test_a_rank_holds_one_chunk(tmp_path: Path) -> None:
     """Contiguous data is written from where it lies; other data passes through one buffer."""
     file = DataFile(tmp_path / "f", chunk_bytes=65536, sync=False)

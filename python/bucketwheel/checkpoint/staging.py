@@ -63,6 +63,11 @@ class _Progress(enum.Enum):
     SAFE = 2  # it is in the file or in staging memory: its live memory may change
 
 
+def _most_joined(chunk: Tensor) -> int:
+    """How many elements of a master are put together at a time: that takes some ten times their memory for a moment."""
+    return max(chunk.numel() // 16, 1024)
+
+
 class _Chunk:
     __slots__ = ("copied", "dtype", "is_pooled", "nbytes", "progress", "staged", "views", "watched")
 
@@ -228,8 +233,11 @@ class Staging:
         with torch.cuda.stream(self._stream):  # None: nothing
             if self._stream is not None and after is not None:
                 self._stream.wait_stream(after)
-            shape = chunk.views[0].shape
-            memory.view(chunk.dtype).view(shape).copy_(value_of(chunk.views), non_blocking=True)
+            place = memory.view(chunk.dtype)
+            for views in split_views(chunk.views, place.numel() if len(chunk.views) == 1 else _most_joined(place)):
+                numel = views[0].numel()
+                place[:numel].view(views[0].shape).copy_(value_of(views), non_blocking=True)
+                place = place[numel:]
             if self._stream is not None:
                 chunk.copied = self._stream.record_event()
         chunk.watched.expect_unedited()

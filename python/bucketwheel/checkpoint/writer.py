@@ -182,7 +182,7 @@ class DataFile:
 
     def discard(self) -> None:
         """The same, and remove it."""
-        self._end()
+        self.empty()  # a process that was forked meanwhile has it open still
         self.path.unlink(missing_ok=True)
 
     def _end(self) -> None:
