@@ -102,9 +102,7 @@ class _Checkpoint:
         self._engine = engine
         self._into = _Into()
         self._of_states: list[ReadItem] = []  # what is read into states once all ranks have checked theirs
-        self._first: list[
-            tuple[list[ReadItem], Tensor]
-        ] = []  # and into moments that were zeros; until all have checked
+        self._first: list[tuple[list[ReadItem], Tensor]] = []  # into moments that were zeros, until all have checked
         self._is_new = False  # see `_is_new`; found by `plan`
         self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
 
@@ -134,7 +132,7 @@ class _Checkpoint:
         return found
 
     def end(self) -> None:
-        """The load is over. Has it failed before `load_model`, moments are zeros again."""
+        """The load is over. If it has failed before `load_model`, moments become zeros again."""
         for _, moment in self._first:
             moment.zero_()
         self.reader.close()

@@ -121,7 +121,8 @@ def async_save(
     refuse it as damaged, since a checksum is computed before the disk reads the memory. An optimizer made with
     ``capturable=True`` may be replayed without a word, so for that the call waits until this rank's data is written.
 
-    A save that is still running, of this optimizer or into this folder, is waited for. At the end of the process a save is waited for up to a minute.
+    A save that is still running, of this optimizer or into this folder, is waited for. At the end of the process a save is
+    waited for up to a minute.
     """
     limit = expect_int(staging_bytes, "staging_bytes")
     if limit < _LEAST_STAGING:
