@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def tensor(self) -> Tensor:
-        """For whoever may write to it."""
+        """For whoever may write to it: no other piece has it from now on."""
         with _lock:
             twin = self._living_twin()
             if twin is not None:

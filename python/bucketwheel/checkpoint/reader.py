@@ -48,7 +48,7 @@ class Reader(StorageReader):
         self.path = Path(path)
         self.verify_when = verify
         self.weights_only = weights_only
-        self._checks = verify == "reading"  # while reading, now
+        self._checks = verify == "reading"  # whether a read compares checksums now; see `load`
         self._description: Description | None = None
         self._files: dict[str, int] = {}  # open ones, by relative path, until close()
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -167,7 +167,8 @@ class Reader(StorageReader):
                 self._check_item(item.storage_index, stored, *self._needed(item))
 
     def load(self, items: Iterable[ReadItem], planner: LoadPlanner, *, checks: bool = False) -> None:
-        """Reads these to where ``planner`` wants them; if it ``checks``, compares checksums on the way in any case."""
+        """Reads these to where ``planner`` wants them. With ``checks`` it compares checksums on the way, whatever ``verify``
+        says."""
         before, self._checks = self._checks, self._checks or checks
         try:
             for item in self.in_order(items):

@@ -89,7 +89,7 @@ class Space:
         numel = self.packing.shard_numel
         lease = self._state_pool.acquire(f"{name} of {self.flat.lease.key}", numel * dtype.itemsize)
         shard = lease.tensor(dtype, (numel,))
-        shard.data.zero_()  # its version stays 0 until somebody writes to it: a load asks whether a state is zeros
+        shard.data.zero_()  # its version stays 0 until somebody writes to it: so a load knows that a state is zeros
         return shard
 
     @property
