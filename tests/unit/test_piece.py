@@ -22,9 +22,9 @@ def part(value: float, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -
     return TensorShard(torch.full((numel,), value, dtype=dtype), (2 * numel,), (1,), [(numel, 2 * numel)], (1, 2), "w")
 
 
-def unseen(value: float) -> TensorShard:
+def unseen(value: float, of_optimizer: Buffers | None = None) -> TensorShard:
     """As `state_dict` makes them."""
-    copied = piece.copy_unseen(part(value).piece, {})
+    copied = piece.copy_unseen(part(value).piece, of_optimizer or Buffers(), {})
     return TensorShard(copied, (2 * NUMEL,), (1,), [(NUMEL, 2 * NUMEL)], (1, 2), "w", is_unseen=True)
 
 
@@ -103,15 +103,19 @@ def test_what_somebody_has_seen_is_copied(buffers: Buffers) -> None:
     assert torch.equal(copied, part(1)) and buffers.nbytes == 4 * NUMEL
 
 
-def test_state_dicts_take_the_memory_of_the_staging_before(buffers: Buffers) -> None:
-    unseen(0)
-    assert buffers.nbytes == 0, "memory is kept before anything has been staged"
-    staged({"a": unseen(1)})
-    copied = staged({"a": unseen(2)})
-    taken = places(copied)
-    del copied
-    again = staged({"a": unseen(3)})
-    assert places(again) == taken and buffers.nbytes == 4 * NUMEL
+def test_state_dicts_of_optimizers_take_the_memory_of_those_before(buffers: Buffers) -> None:
+    """Also where a piece is copied by the stager because somebody has seen it."""
+    of = {"a": Buffers(), "b": Buffers()}
+
+    def save(value: float) -> set[int]:
+        return places(staged({"a": unseen(value, of["a"]), "b": unseen(value, of["b"]), "seen": part(value)}))
+
+    for one in of.values():
+        unseen(0, one)
+        assert one.nbytes == 0, "memory is kept before anything has been staged"
+    save(1)
+    assert save(2) == save(3)
+    assert [one.nbytes for one in (*of.values(), buffers)] == [4 * NUMEL] * 3
 
 
 def test_small_pieces_and_other_copies_are_ordinary_memory(buffers: Buffers) -> None:

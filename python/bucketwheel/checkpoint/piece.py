@@ -87,9 +87,9 @@ class Piece:
         return other
 
 
-def copy_unseen(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
-    """A copy for a piece that is unseen. ``memo``: one for all of a state dict."""
-    return _buffers.copy(tensor, memo) if _buffers.are_wanted and tensor.is_cpu else tensor.clone()
+def copy_unseen(tensor: Tensor, buffers: Buffers, memo: dict[Any, Any]) -> Tensor:
+    """A copy for a piece that is unseen. ``buffers``: of the optimizer; ``memo``: one for all of a state dict."""
+    return buffers.copy(tensor, memo) if _buffers.are_wanted and tensor.is_cpu else tensor.clone()
 
 
 class _Buffer:
@@ -110,8 +110,8 @@ class _Buffer:
 
 
 class Buffers:
-    """Memory for stagings, and for state dicts that are staged: that of the last one is kept for the next, older memory until
-    nobody refers to it."""
+    """Memory for stagings, or for an optimizer's state dicts that are staged: that of the last one is kept for the next, older
+    memory until nobody refers to it."""
 
     def __init__(self) -> None:
         self.are_wanted = False  # once a stager has copied a piece: others have no use for memory that is kept
@@ -148,5 +148,5 @@ class Buffers:
                 self._free.setdefault(len(buffer.memory), []).append(buffer)
 
 
-_buffers = Buffers()
+_buffers = Buffers()  # of what stagers copy
 _lock = threading.RLock()  # a save's thread reads what the caller's thread may write to

@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from bucketwheel.checkpoint.piece import Buffers
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
@@ -214,6 +215,7 @@ class ShardedAdamW(Optimizer):
         others = given.frozen_in(self.param_groups)
         self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._made_engine.watch(trained.frozen)
+        self._copies = Buffers()  # of states, by `state_dict`: the memory of one is kept for the next
         self._shown = ShownState()
         self.state = self._shown.dict
         self._shown.publish(self.state, self._made_engine)

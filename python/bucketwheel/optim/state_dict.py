@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,20 +66,22 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     engine = optimizer._engine
     number = numbers_of(optimizer.param_groups)
     state: dict[int, Any] = {}
-    copied: dict[Any, Any] = {}
+    copy_of = partial(copy_unseen, buffers=optimizer._copies, memo={})
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
-            state[number[info.param]] = _saved_entry(engine, info, copied)
+            state[number[info.param]] = _saved_entry(engine, info, copy_of)
     for param, entry in optimizer._trained.waiting(number, optimizer.state).items():
         state[number[param]] = deepcopy(dict(entry))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
-def _saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo, memo: dict[Any, Any]) -> dict[str, Any]:
-    """`own_entry`, as `TensorShard` where the states are sharded. ``memo``: see `copy_unseen`."""
+def _saved_entry(
+    engine: LocalEngine | ShardedEngine, info: ParamInfo, copy_of: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """`own_entry`, as `TensorShard` that is unseen where the states are sharded."""
     if engine.world == 1:
         return own_entry(engine, info)
-    entry = own_entry(engine, info, lambda tensor: copy_unseen(tensor, memo))
+    entry = own_entry(engine, info, copy_of)
     ranges = engine.owned_ranges(info.index)
     of = (info.param.shape, info.stride, ranges, engine.part, info.name)
     shards = {name: TensorShard(entry[name], *of, is_unseen=True) for name in entry.keys() - {"step"}}
