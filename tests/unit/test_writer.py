@@ -247,6 +247,13 @@ def test_large_data_is_written_from_where_it_lies(tmp_path: Path, monkeypatch: p
     assert not DataFile(tmp_path / "later", sync=False)._is_direct
 
 
+def test_an_object_of_no_bytes(tmp_path: Path) -> None:
+    file = DataFile(tmp_path / "f")
+    stored = file.add(MetadataIndex("x"), BytesIO()).storage_data
+    file.close()
+    assert (stored.length, stored.sums.chunks) == (0, b"")
+
+
 def test_what_has_no_bytes_is_refused(tmp_path: Path) -> None:
     file = DataFile(tmp_path / "f")
     for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):

@@ -142,7 +142,7 @@ class DataFile:
         before, behind, gap = b"", b"", 0
         pieces: Iterable[torch.Tensor]
         if isinstance(data, BytesIO):
-            pieces = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] * (data.getbuffer().nbytes > 0)
+            pieces = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] if data.getbuffer() else []
         else:
             before, behind = envelope_of(data.dtype, tuple(data.shape))
             pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks(self.chunk_bytes)
