@@ -37,7 +37,7 @@ from bucketwheel.native import core
 STEPS = 8
 KILLED_AT = 5  # the step in which the last rank dies, once
 WORLD = 2
-EXIT_S = 20.0  # a rank may take, then it is killed; it waits some seconds for peers that do not come
+EXIT_S = 60.0  # a rank may take, then it is killed: some seconds alone, eight times as long on a machine that is full
 kept: list[Any] = []  # until the interpreter ends
 
 
