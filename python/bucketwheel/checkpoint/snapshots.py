@@ -2,8 +2,8 @@
 
 | who | does |
 |---|---|
-| the training, in `step` | copies its gradient shard, with what else the kernel gets, into a record of the rank's own copy; waits where ``every`` rounds are still to be done |
-| a thread, a *round* for each step | sends the record to the next rank, receives that of the rank before, replays older records in both copies |
+| the training, in `step` | copies what the kernel gets into a record; waits while ``every`` rounds are to be done |
+| a thread, a *round* for each step | sends its record to the next rank, receives one, replays older ones in both copies |
 
 A rank keeps a copy of its own because its live memory cannot go back: after an error it may be in the middle of a step,
 and it is ahead of what the next rank has of a rank that was lost.

@@ -191,7 +191,8 @@ class TensorShard(Tensor):
         elif packet is _aten.copy_ and args[0].dim() == 0 and call_of_torch("_copy_state_dict"):
             raise RuntimeError(
                 "torch's FileSystemWriter, where it stages by itself, makes a scalar of each rank's part of a scalar. Give "
-                "async_save async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id and no writer"
+                "async_save async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id "
+                "and no writer"
             )
         next(arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, TensorShard))._refuse(func)
 
@@ -213,7 +214,8 @@ class TensorShard(Tensor):
         rank, world = self.part
         raise RuntimeError(
             f"{func} needs the whole of {self.param_name or 'a tensor'!r}, and this is rank {rank}'s part of {world}. Save and "
-            "load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole states that any "
+            "load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole "
+            "states that any "
             "torch optimizer loads"
         )
 
