@@ -22,7 +22,7 @@ from torch.nn import Module
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
 from bucketwheel.checkpoint.reader import Reader
-from bucketwheel.checkpoint.saving import engine_of, everyone_of, finish_before, is_extra_state, model_tensors
+from bucketwheel.checkpoint.saving import agree, engine_of, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
@@ -48,9 +48,8 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
         ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
     """
     engine = engine_of(optimizer)
-    everyone = everyone_of(engine)
     folder = Path(directory)
-    finish_before(engine, everyone, folder)
+    finish_before(engine, everyone_of(engine), folder)
     checkpoint = _Checkpoint(folder, engine)
     try:
         if engine is not None:
@@ -61,7 +60,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
                 checkpoint.plan(model, None)
             except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
                 error = found
-            everyone.agree("bw.checkpoint.load", error)
+            agree(None, "bw.checkpoint.load", error)
             checkpoint.load_model()
         return checkpoint.extra
     finally:

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -50,12 +50,14 @@ from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watch
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
+from bucketwheel.layout.masters import saved_names
 from bucketwheel.torch_internals import timeout_of
 
 __all__ = [
     "STAGING_BYTES",
     "Everyone",
     "PendingSave",
+    "agree",
     "async_save",
     "engine_of",
     "everyone_of",
@@ -144,16 +146,15 @@ def async_save(
             start(folder)
     except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
         error = found
-    everyone.agree("bw.checkpoint.save", error)
+    agree(engine, "bw.checkpoint.save", error)
     try:
-        pending = PendingSave(folder, plan, engine, everyone)
+        pending = PendingSave(folder, plan)
     except OSError as found:
         error = found
-    everyone.agree("bw.checkpoint.save", error)
+    agree(engine, "bw.checkpoint.save", error)
     assert pending is not None
     pending._start()
-    groups = optimizer.param_groups if optimizer is not None else ()
-    if any(group["capturable"] for group in groups):
+    if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
         pending._written.wait()
     return pending
 
@@ -163,12 +164,11 @@ def async_save(
 
 @dataclass(frozen=True)
 class Everyone:
-    """All ranks of a checkpoint. ``agree(what, error)`` raises ``error``, or another rank's; collective."""
+    """All ranks of a checkpoint."""
 
     rank: int
     size: int
-    timeout_s: float
-    agree: Callable[[str, Exception | None], None]
+    timeout_s: float  # how long they wait for each other
 
 
 def engine_of(optimizer: Any) -> Engine | None:
@@ -181,23 +181,28 @@ def engine_of(optimizer: Any) -> Engine | None:
 
 def everyone_of(engine: Engine | None) -> Everyone:
     if engine is not None:
-        return Everyone(*engine.ranks, engine.timeout_s, engine.expect_done_by_all)
-    if dist.is_available() and dist.is_initialized():
-        limit_s = timeout_of(None, torch.device("cpu"))
-        limit_s = _USUAL_LIMIT_S if limit_s is None else limit_s
-        return Everyone(dist.get_rank(), dist.get_world_size(), limit_s, _agree_in_world)
-    return Everyone(0, 1, 0.0, _agree_alone)
+        return Everyone(*engine.ranks, engine.timeout_s)
+    if not _has_world():
+        return Everyone(0, 1, 0.0)
+    limit_s = timeout_of(None, torch.device("cpu"))
+    return Everyone(dist.get_rank(), dist.get_world_size(), _USUAL_LIMIT_S if limit_s is None else limit_s)
 
 
-def _agree_alone(what: str, error: Exception | None) -> None:
+def _has_world() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def agree(engine: Engine | None, what: str, error: Exception | None) -> None:
+    """Raises ``error``, or another rank's. Collective."""
+    if engine is not None:
+        engine.expect_done_by_all(what, error)
+        return
+    said: list[Any] = []
+    if _has_world():
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-
-
-def _agree_in_world(what: str, error: Exception | None) -> None:
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
-    _agree_alone(what, error)
     for rank, text in enumerate(said):
         if text is not None:
             raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
@@ -212,13 +217,6 @@ class _Sharded:
 
     info: ParamInfo
     name: str
-
-
-@dataclass(frozen=True)
-class _Object:
-    """A leaf that is no tensor, as torch.save writes it."""
-
-    content: bytes
 
 
 @dataclass(frozen=True)
@@ -244,14 +242,14 @@ class _Plan:
         self.staging = Staging(limit - self.part_bytes, self.part_bytes, device)  # the rest is the DataFile's
         self.items: list[_Item] = []
         self.same: dict[str, str] = {}  # tied weights: a name, and that under which it is written
-        self._engine = engine
+        self.engine = engine  # until all is written
         tree: dict[str, Any] = {}
         if model is not None:
             tree["model"] = self._of_model(model)
         if engine is not None:
             tree["optim"] = _of_optimizer(optimizer, engine)
         if extra is not None:
-            tree["extra"] = _Object(_saved("extra", extra))
+            tree["extra"] = _saved("extra", extra)  # one object, whatever it is made of
         if not tree:
             raise ValueError("nothing to save: give a model, an optimizer or extra")
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
@@ -262,41 +260,40 @@ class _Plan:
         self.nbytes = sum(item.nbytes for item in self.items)
 
     def _of_model(self, model: Module) -> dict[str, Any]:
-        known: dict[Tensor, ParamInfo] = {info.param: info for info in self._engine.infos} if self._engine else {}
+        known: dict[Tensor, ParamInfo] = {info.param: info for info in self.engine.infos} if self.engine else {}
         found: dict[str, Any] = {}
         first: dict[Tensor, str] = {}
         for key, value in model_tensors(model).items():
-            if isinstance(value, Tensor) and value in first:
-                self.same[f"model.{key}"] = f"model.{first[value]}"
+            found[key] = value
             if isinstance(value, Tensor):
-                first.setdefault(value, key)
-            found[key] = _Sharded(known[value], PARAM) if isinstance(value, Tensor) and value in known else value
+                if (written := first.setdefault(value, key)) != key:
+                    self.same[f"model.{key}"] = f"model.{written}"
+                if value in known:
+                    found[key] = _Sharded(known[value], PARAM)
         return found
 
     def _add_sharded(self, leaves: Mapping[str, _Sharded]) -> None:
         """In the order in which a step will write to them. Replicas share the boxes of their shard out among them."""
-        if self._engine is None:
+        if self.engine is None:
             return
-        world = self._engine.part[1]
+        world = self.engine.part[1]
         turns = _Turns(self.everyone.size // world, self.everyone.rank // world)
         of_param: dict[int, list[tuple[str, _Sharded]]] = {}
         for key, leaf in leaves.items():
             if key not in self.same:
                 of_param.setdefault(leaf.info.index, []).append((key, leaf))
-        for index in dict.fromkeys([*self._engine.write_order(), *of_param]):  # those without elements are in no bucket
+        for index in dict.fromkeys([*self.engine.write_order(), *of_param]):  # those without elements are in no bucket
             if index in of_param:
-                boxes = live_boxes(self._engine, of_param[index][0][1].info)
+                boxes = live_boxes(self.engine, of_param[index][0][1].info)
                 for key, leaf in of_param[index]:
                     self._add_boxes(key, leaf, boxes, turns)
 
     def _add_boxes(self, key: str, leaf: _Sharded, boxes: Sequence[LiveBox], turns: _Turns) -> None:
-        assert self._engine is not None
-        info, states = leaf.info, self._engine.states[leaf.info.index]
+        assert self.engine is not None
+        info, states = leaf.info, self.engine.states[leaf.info.index]
         what = "parameter" if leaf.name == PARAM else f"the state {leaf.name!r} of parameter"
         source = info.param if leaf.name == PARAM else states.get(leaf.name, states.get("remainder"))
-        others = (
-            ", or of another whose states lie beside it," if leaf.name != PARAM and self._engine.part[1] > 1 else ""
-        )
+        others = ", or of another whose states lie beside it," if leaf.name != PARAM and self.engine.part[1] > 1 else ""
         watched = Watched(f"{what} {info.name!r}{others}", source)
         for live in boxes:
             views = live.of(leaf.name)
@@ -321,7 +318,7 @@ class _Plan:
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
                 continue
             if not isinstance(leaf, Tensor):
-                content = leaf.content if isinstance(leaf, _Object) else _saved(key, leaf)
+                content = leaf if key == "extra" else _saved(key, leaf)
                 self.items.append(_Item(MetadataIndex(key), None, BytesIO(content), len(content)))
                 continue
             value = leaf.detach().resolve_conj().resolve_neg()
@@ -363,18 +360,12 @@ def is_extra_state(key: str) -> bool:
 def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
     numbers = numbers_of(optimizer.param_groups)
     steps = engine.steps.to("cpu", torch.float32)
-    state = {
-        numbers[info.param]: {
-            "step": steps[info.index].clone(),
-            **{
-                name: _Sharded(info, name)
-                for name in ("master_param" if n == "remainder" else n for n in engine.states[info.index])
-            },
-        }
-        for info in engine.infos
-    }
-    waiting = optimizer._trained.waiting(numbers, optimizer.state)
-    state.update({numbers[p]: dict(entry) for p, entry in waiting.items()})
+    state: dict[int, dict[str, Any]] = {}
+    for info in engine.infos:
+        sharded = {name: _Sharded(info, name) for name in saved_names(engine.states[info.index])}
+        state[numbers[info.param]] = {"step": steps[info.index], **sharded}
+    for param, entry in optimizer._trained.waiting(numbers, optimizer.state).items():
+        state[numbers[param]] = dict(entry)
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
@@ -400,21 +391,16 @@ _running: set[PendingSave] = set()  # of this process; until each has ended, and
 class PendingSave:
     """A save that a thread carries out; see `async_save`. All methods are local."""
 
-    def __init__(self, folder: Path, plan: _Plan, engine: Engine | None, everyone: Everyone) -> None:
+    def __init__(self, folder: Path, plan: _Plan) -> None:
         self._folder = folder
         self._plan = plan
-        self._everyone = everyone
-        self._engine = engine
-        self._owner = None if engine is None else weakref.ref(engine)
-        self._staging = plan.staging
-        self._bytes = plan.nbytes
+        self._owner = None if plan.engine is None else weakref.ref(plan.engine)
         self._written_others = 0  # bytes of what is no tensor
         self._before = _stamp(folder / METADATA)
         self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.chunk_bytes, buffer_bytes=plan.part_bytes)
         self._written = threading.Event()  # this rank's data
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
-        self._thread = threading.Thread(target=self._run, name="bucketwheel checkpoint", daemon=True)
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when the checkpoint is complete, on disk. `CheckpointError` if it has failed: the one before stays.
@@ -431,12 +417,12 @@ class PendingSave:
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written, and all that it writes."""
-        return self._staging.written_bytes + self._written_others, self._bytes
+        return self._plan.staging.written_bytes + self._written_others, self._plan.nbytes
 
     @property
     def stats(self) -> SaveStats:
         """What it has cost training so far."""
-        return self._staging.stats
+        return self._plan.staging.stats
 
     def _show_error(self) -> None:
         if self._error is not None:
@@ -446,15 +432,15 @@ class PendingSave:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._engine is not None:
-            self._engine.write_observers.append(self._staging.before_write)
+        if self._plan.engine is not None:
+            self._plan.engine.write_observers.append(self._plan.staging.before_write)
         _running.add(self)
-        self._thread.start()
+        threading.Thread(target=self._run, name="bucketwheel checkpoint", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._write()
-            if self._everyone.rank == 0:
+            if self._plan.everyone.rank == 0:
                 reports = self._collect()
                 publish(self._folder, *_joined(reports, self._plan), chunk_bytes=self._plan.chunk_bytes)
             else:
@@ -469,27 +455,28 @@ class PendingSave:
             self._ended.set()
 
     def _write(self) -> None:
-        results = []
+        rows = []
         for item in self._plan.items:
-            results.append((item, self._file.add(item.index, item.data).storage_data))
+            rows.append(_row(item, self._file.add(item.index, item.data).storage_data))
             if not isinstance(item.data, LiveTensor):
                 self._written_others += item.nbytes
-        self._staging.expect_good()
+        self._plan.staging.expect_good()
         self._let_go(None)
         self._file.close()
-        self._say("done", json.dumps([_row(*result) for result in results]))
+        self._say("done", json.dumps(rows))
         self._written.set()
 
     def _let_go(self, error: BaseException | None) -> None:
         """The live memory is not needed any more."""
-        self._staging.end(error)
-        self._plan.items = []
-        if self._engine is not None and self._staging.before_write in self._engine.write_observers:
-            self._engine.write_observers.remove(self._staging.before_write)
-        self._engine = None
+        plan = self._plan
+        plan.staging.end(error)
+        plan.items = []
+        if plan.engine is not None:
+            plan.engine.write_observers.remove(plan.staging.before_write)
+        plan.engine = None
 
     def _fail(self, error: BaseException) -> None:
-        rank = self._everyone.rank
+        rank = self._plan.everyone.rank
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, _OfOther):
             text = f"the save into {self._folder} has failed on rank {rank}, so the checkpoint there stays what it was: {text}"
@@ -507,7 +494,7 @@ class PendingSave:
     # --- through the folder ------------------------------------------------------------------------------------------
 
     def _path(self, suffix: str, rank: int | None = None) -> Path:
-        return self._folder / SAVING / f"__{self._everyone.rank if rank is None else rank}{suffix}"
+        return self._folder / SAVING / f"__{self._plan.everyone.rank if rank is None else rank}{suffix}"
 
     def _say(self, what: str, text: str) -> None:
         new = self._path(f".{what}.new")
@@ -518,7 +505,7 @@ class PendingSave:
         """Of each rank what it has written, when all have."""
         reports: dict[int, Any] = {}
         for _ in self._looks("the other ranks' data"):
-            for rank in range(self._everyone.size):
+            for rank in range(self._plan.everyone.size):
                 if rank in reports:
                     continue
                 is_gone = not self._path("_0.distcp", rank).exists()  # looked at first
@@ -530,9 +517,9 @@ class PendingSave:
                         self._path("_0.distcp", rank).unlink()
                 else:
                     self._expect_at_work(rank, is_gone)
-            if len(reports) == self._everyone.size:
+            if len(reports) == self._plan.everyone.size:
                 break
-        return [reports[rank] for rank in range(self._everyone.size)]
+        return [reports[rank] for rank in range(self._plan.everyone.size)]
 
     def _await_commit(self) -> None:
         saving = self._folder / SAVING
@@ -561,9 +548,9 @@ class PendingSave:
             sizes, now = _sizes(self._folder / SAVING), time.monotonic()
             if sizes != seen:
                 seen, since = sizes, now
-            elif now - since > self._everyone.timeout_s:
+            elif now - since > self._plan.everyone.timeout_s:
                 raise CheckpointError(
-                    f"waited {self._everyone.timeout_s:g} s for {what}, and nothing was written in that time"
+                    f"waited {self._plan.everyone.timeout_s:g} s for {what}, and nothing was written in that time"
                 )
             time.sleep(min(max(_POLL_SHARE * (now - began), _POLL_S[0]), _POLL_S[1]))
 
@@ -634,7 +621,7 @@ def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> No
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
         is_related = owner is engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
-        if is_related and pending._everyone.rank == everyone.rank:
+        if is_related and pending._plan.everyone.rank == everyone.rank:
             pending._ended.wait()
             pending._show_error()
 

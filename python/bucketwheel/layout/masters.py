@@ -10,7 +10,7 @@ a ``master_param``, so that either kind loads what the other one saved.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,21 @@ __all__ = [
     "join_master",
     "load_master",
     "master_of",
+    "moments_of",
+    "saved_names",
     "split_master",
     "take_param",
 ]
+
+
+def saved_names(states: Iterable[str]) -> list[str]:
+    """What is saved of the states of these names: a remainder as the master that it makes with its parameter."""
+    return ["master_param" if name == "remainder" else name for name in states]
+
+
+def moments_of(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All but the master: what is zero before the first step."""
+    return {name: state for name, state in states.items() if name not in ("master_param", "remainder")}
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,11 @@ def test_nothing_is_staged_that_was_written_in_time(tmp_path: Path) -> None:
     pending.wait(LIMIT_S)
     job.steps(2)
     assert pending.stats.waits == pending.stats.staged_bytes == 0
-    assert not job.opt._engine.write_observers
+    engine = weakref.ref(job.opt._engine)
+    assert not engine().write_observers
+    del job
+    gc.collect()
+    assert engine() is None and pending.done(), "who keeps the handle keeps the states"
 
 
 def new_group(job: Job) -> None:
@@ -349,9 +355,13 @@ FAILURES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "one that has room once the data is gone": (
         saving.PendingSave,
         "_say",
-        lambda pending, rank, *_: pending._everyone.rank == rank and pending._file.path.stat().st_size > 0,
+        lambda pending, rank, *_: pending._plan.everyone.rank == rank and pending._file.path.stat().st_size > 0,
     ),
-    "one too full to say so": (saving.PendingSave, "_say", lambda pending, rank, *_: pending._everyone.rank == rank),
+    "one too full to say so": (
+        saving.PendingSave,
+        "_say",
+        lambda pending, rank, *_: pending._plan.everyone.rank == rank,
+    ),
     "the commit": (Path, "replace", lambda path, rank, *_: path.name == ".metadata.tmp"),
 }
 
