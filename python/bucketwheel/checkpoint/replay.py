@@ -1,7 +1,7 @@
 """Replay: a host copy of one rank's shard, which follows the rank's steps by doing them again on the CPU.
 
-The CPU's Adam kernel has the bits of the CUDA one, so the copy has those of the shard. A step comes as a *record*: the
-gradient shard, and what else the kernel got.
+The CPU's Adam kernel has the bits of the CUDA one, so the copy has those of the shard. What it needs of a step is a
+*record*: the gradient shard, and what else the kernel got.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
 __all__ = ["Record", "ShardCopy", "ShardLayout"]
 
 _ALIGN = 64
-# Of each group, in a record's scalars; before them all the average.
+# A record's scalars: the average, then these of each group.
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
@@ -51,7 +51,7 @@ class _Regions:
 
 
 class ShardLayout:
-    """What a copy must know of a shard beside its values, whose it is too. ``text`` is all of it."""
+    """What a copy must know of a shard beside its values: rank, dtypes, sizes, rows. ``text``: all of it, as JSON."""
 
     def __init__(self, text: str) -> None:
         given = json.loads(text)
@@ -108,7 +108,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 class Record:
-    """What the kernel gets in one step, in ``memory``: uint8 [layout.record.nbytes]."""
+    """What the kernel gets in one step, in ``memory`` (uint8 [layout.record.nbytes])."""
 
     def __init__(self, layout: ShardLayout, memory: Tensor) -> None:
         self.memory = memory
@@ -117,11 +117,11 @@ class Record:
         self.grads = [  # of each row
             self._tensors[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in layout.rows
         ]
-        # What the host writes: without torch, each call of which lets another thread have the interpreter.
+        # Written by the host without torch: in a call of torch another thread may take the interpreter.
         self._host = {name: self._tensors[name].numpy().data for name in ("scalars", "factors", "used")}
 
     def fill(self, memory: ShardMemory, given: StepInputs) -> None:
-        """Copies what the kernel gets. Does not wait for the device where this memory is pinned."""
+        """Copies what the kernel gets. If this memory is pinned, it does not wait for the device."""
         scalars: list[float] = [given.average]
         on_device = []
         for group in given.param_groups:
@@ -162,14 +162,14 @@ class Record:
 
 
 class ShardCopy:
-    """``memory``: uint8 [`nbytes_of`] that a file keeps; None: of its own, with records that are pinned if ``is_pinned``. A
-    copy is used by one thread at a time, but for `record`.
+    """``memory``: uint8 [`nbytes_of`], of a file; None: of its own, with records that are pinned if ``is_pinned``. For
+    one thread at a time, except `record`.
 
         | base, steps, kept | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
 
-    A *mirror* is the shard after some step; records of later steps wait until `advance`. With two mirrors one is whole at
-    any moment, also if the process is killed in the middle of a replay. *steps* has the step that each mirror is at, -1
-    while it is replayed; *kept* the step of each record.
+    A *mirror* is the shard after some step; records of later steps stay until `advance`. With two mirrors one is whole
+    at any moment, even if the process is killed in a replay. *steps*: the step of each mirror, -1 during a replay;
+    *kept*: the step of each record.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class ShardCopy:
     ) -> None:
         self.layout = layout
         head, nbytes = _head(layout, mirrors, slots), slots * layout.record.nbytes
-        if memory is None:  # touched here, which steps need not do then
+        if memory is None:  # zeroed, so that steps need not wait for pages
             first = torch.empty(head.nbytes, dtype=torch.uint8, device="cpu")
             records = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned).zero_()
         else:
@@ -192,7 +192,7 @@ class ShardCopy:
         return _head(layout, mirrors, slots).nbytes + slots * layout.record.nbytes
 
     def begin(self, step: int, fill: Callable[[Tensor], Any]) -> None:
-        """Has ``fill(mirror)`` write the shard after ``step``, as `ShardLayout.read` does."""
+        """A new beginning: ``fill(mirror)`` writes the shard after ``step``, as `ShardLayout.read` does."""
         self._steps.fill_(-1)
         self._kept.fill_(-1)
         fill(self._mirrors[0])
@@ -202,7 +202,7 @@ class ShardCopy:
         self._steps.fill_(step)
 
     def record(self, step: int) -> Record:
-        """Where the record of a step lies; it counts from `keep` on."""
+        """The slot of a step's record. The record counts after `keep`."""
         return self._records[step % len(self._records)]
 
     def keep(self, step: int) -> None:
@@ -215,24 +215,24 @@ class ShardCopy:
 
     @property
     def base(self) -> int:
-        """The step since which it follows by replay alone."""
+        """The step of the last `begin`."""
         return int(self._base)
 
     @property
     def step(self) -> int:
-        """The step that it is at; -1: it was torn."""
+        """The step of the newest whole mirror; -1: there is none, a replay was cut short."""
         return int(self._steps.max())
 
     @property
     def newest(self) -> int:
-        """The step that it can `advance` to."""
+        """The newest step that it can `advance` to."""
         kept, step = self._kept.tolist(), self.step
         while kept[(step + 1) % len(kept)] == step + 1:
             step += 1
         return step
 
     def advance(self, upto: int) -> None:
-        """Replays records up to a step, of those that there are."""
+        """Replays the records up to a step, as far as there are any."""
         upto = min(upto, self.newest)
         for number, at in enumerate(self._steps.tolist()):
             for step in range(at + 1, upto + 1) if at >= 0 else ():
@@ -242,7 +242,7 @@ class ShardCopy:
 
     @property
     def shard(self) -> Tensor:
-        """The mirror after `step`: its own memory."""
+        """The mirror of `step`: a view."""
         return self._mirrors[int(self._steps.argmax())]
 
 

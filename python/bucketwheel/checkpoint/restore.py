@@ -1,4 +1,4 @@
-"""Restore: which copies of shards a new optimizer goes on from, and how they come to the ranks that need them."""
+"""Restore: which copies of shards a new optimizer takes, and how they come to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Offer", "Plan", "plan_restore", "restore_from"]
 
 
 class Offer(NamedTuple):
-    """A copy that a rank has. ``run``: which snapshots it is of; ``layout``: the digest of its `ShardLayout`, which says whose
-    shard it is; ``base``: the step since which it has followed by replay; it may be had from ``step`` to ``newest``."""
+    """A copy that a rank has. ``run``: of which snapshots; ``layout``: the digest of its `ShardLayout`, which says
+    whose shard it is; ``base``, ``step``, ``newest``: as of `ShardCopy`."""
 
     run: str
     layout: str
@@ -30,8 +30,8 @@ class Plan(NamedTuple):
 
 
 def plan_restore(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> Plan:
-    """The newest step that all shards are to be had at, and from whom. ``layouts``: of the new optimizer's shards, by rank;
-    ``offers``: by rank. ValueError that says what is missing. The same on all ranks."""
+    """The newest step of which there are copies of all shards, and who has them. ``layouts``: of the new optimizer's
+    shards, by rank; ``offers``: by rank. ValueError that says what is missing. The same on all ranks."""
     found = [(rank, number, offer) for rank, some in enumerate(offers) for number, offer in enumerate(some)]
     plans, refused = [], []
     for run in sorted({offer.run for _, _, offer in found}):
@@ -50,12 +50,12 @@ def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]
     missing = [owner for owner, some in enumerate(alike) if not some]
     if missing:
         raise ValueError(
-            f"nobody has the shards of ranks {missing} as this optimizer has them (of its world size, parameters, options "
-            "and buckets)"
+            f"nobody has the shards of ranks {missing} as this optimizer has them (of its world size, parameters, "
+            "options and buckets)"
         )
     step = min(max(f[2].newest for f in some) for some in alike)
     able = [[f for f in some if f[2].step <= step <= f[2].newest] for some in alike]
-    # A rank's own copy first: it travels nowhere.
+    # A rank's own copy first: it need not be sent.
     chosen = [next((f for f in some if f[0] == owner), some[0]) for owner, some in enumerate(able) if some]
     bases = {offer.base for _, _, offer in chosen}
     if not all(able) or (len(bases) > 1 and max(bases) >= step):
@@ -64,8 +64,7 @@ def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]
 
 
 def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int:
-    """Makes ``optimizer`` and its parameters those of the newest step that all shards are to be had at, which is returned.
-    ``copies``: what this rank has, each with its run. Collective."""
+    """Carries out `plan_restore` and returns its step. ``copies``: of this rank, each with its run. Collective."""
     engine = optimizer._engine
     rank, world = engine.ranks
     memory = engine.shard_memory()

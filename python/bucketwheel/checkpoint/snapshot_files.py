@@ -1,7 +1,6 @@
-"""Files of snapshots: memory that outlives its process, in a folder that the user named, which nobody else may look into.
+"""Files of snapshots: memory that outlives its process, in a folder that other users have no access to.
 
-A file is made under another name and renamed when its copy has been begun, so what has a snapshot's name is a whole one.
-It begins with a line of JSON that describes it.
+A file begins with a line of JSON that describes it. It gets its name when it holds a whole copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PREFIX, _SUFFIX = "bucketwheel-1-", ".snapshot"  # 1: the version of what is in
 
 
 def private_folder(directory: str | os.PathLike[str]) -> Path:
-    """Makes the folder, mode 0700. PermissionError if it is somebody else's, or others may look into it."""
+    """Makes the folder with mode 0700. PermissionError if it is another user's, or others have access to it."""
     folder = Path(directory)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = os.stat(folder, follow_symlinks=False)
@@ -36,8 +35,8 @@ def private_folder(directory: str | os.PathLike[str]) -> Path:
 
 
 class SnapshotFile:
-    """A new file with ``nbytes`` of memory for the shard of ``owner``; ``about``: JSON, for who reads it. OSError where there
-    is no room."""
+    """A new file with ``nbytes`` of memory for a copy of the shard of rank ``owner``. ``about``: what `open_snapshots`
+    returns of it. OSError if there is no room."""
 
     def __init__(self, folder: Path, run: str, owner: int, about: dict[str, Any], nbytes: int) -> None:
         self._path = folder / f"{_PREFIX}{run}-{owner}{_SUFFIX}"
@@ -45,7 +44,7 @@ class SnapshotFile:
         text = json.dumps({**about, "run": run}).encode()
         line = text.ljust(-(-(len(text) + 1) // _PAGE) * _PAGE - 1) + b"\n"
         with self._made.open("w+b") as file:
-            try:  # else a write would end the process where memory is short
+            try:  # without it a write where there is no room is a signal (SIGBUS)
                 os.posix_fallocate(file.fileno(), 0, len(line) + nbytes)
             except OSError as error:
                 raise OSError(
@@ -55,7 +54,7 @@ class SnapshotFile:
             self.memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)[len(line) :]
 
     def publish(self) -> None:
-        """It has its name from now on, instead of another one of that name."""
+        """Gives it its name, and replaces the file that had it."""
         os.replace(self._made, self._path)
 
     def remove(self) -> None:
@@ -64,14 +63,15 @@ class SnapshotFile:
 
 
 def remove_other_runs(folder: Path, run: str) -> None:
-    """Unfinished ones too."""
+    """Removes the files of all runs but this one, unfinished ones too."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}*"):
         if not path.name.startswith(_PREFIX + run):
             path.unlink(missing_ok=True)
 
 
 def open_snapshots(folder: Path) -> list[tuple[dict[str, Any], Tensor]]:
-    """All files of a folder: what they say they are, and memory, to which writes do not reach the file."""
+    """Of each file in a folder: ``about`` with its ``run``, and its memory. Writes to the memory do not reach the
+    file."""
     found = []
     for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
         with path.open("rb") as file:

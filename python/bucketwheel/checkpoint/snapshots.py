@@ -1,18 +1,18 @@
-"""Snapshots: each rank's shard is kept on the host twice, by the rank and by the next one, and follows every step by replay.
+"""Snapshots: two host copies of each rank's shard, on the rank and on the next one, which follow every step by replay.
 
 | who | does |
 |---|---|
-| the training, in `step` | copies what the kernel gets into a record; waits while ``every`` rounds are to be done |
-| a thread, a *round* for each step | sends its record to the next rank, receives one, replays older ones in both copies |
+| the training, in `step` | copies what the kernel gets into a record; waits while ``every`` rounds are not done |
+| a thread, one *round* a step | sends the record to the next rank, receives one, replays older ones in both copies |
 
-A rank keeps a copy of its own because its live memory cannot go back: after an error it may be in the middle of a step,
-and it is ahead of what the next rank has of a rank that was lost.
+A rank needs a copy of its own shard too: after an error its live memory may be in the middle of a step, or ahead of the
+copy of a lost rank.
 
-[Note: the step that all can go back to] Copies cannot go back either, so none may be ahead of what another one will have.
-A rank in round t has begun step t, which no rank can without the others. So all have copied record t - 1, for which they
-waited until their round t - 1 - every was done: both copies of every shard have the records up to that one, and it may
-replay them. Later ones wait, each in a slot: up to 2 * every + 1 of the rank's own when it copies the next one, and
-every + 2 of the rank before.
+[Note: the step that all can go back to] A replay cannot be undone, so a copy replays a record only when both copies of
+every shard have it. Round t comes after this rank has begun step t. For that all ranks have done step t - 1, in which
+they waited for the end of their round t - 1 - every. So round t may replay the records up to t - 1 - every. Later ones
+stay in slots: at most 2 * every + 1 of the rank's own (counting the one that `step` writes), and every + 2 of the rank
+before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _version_of = operator.attrgetter("_version")
 
 
 class _Round(NamedTuple):
-    """With neither base nor record it is the last one."""
+    """The last one has neither base nor record."""
 
     step: int
     has_base: bool = False  # the whole shard, as it was before the record
@@ -56,33 +56,33 @@ class _Round(NamedTuple):
 
 
 class Snapshots:
-    """Keeps a copy of every rank's parameters, masters and optimizer states in host memory of that rank and of the next one,
-    and brings them up to date by replaying each step on the CPU: bit for bit what the rank has.
+    """Keeps two copies of every rank's parameters, masters and optimizer states, in host memory of that rank and of the
+    next one. They follow the training by replaying each step on the CPU, bit for bit.
 
-    A step pays for a copy of its gradient shard; a thread does the rest. Of these gradient shards ``every`` are on their way at
-    most, so the copies can be brought to within ``every`` steps of the rank's shard; a step waits only where as many are
-    (``stats["waited_s"]``). Without other processes (one rank, or ranks that are threads) a rank keeps both copies.
+    A step copies its gradient shard into a record; a thread does the rest. At most ``every`` records are on their way
+    to the next rank: a step waits where there are as many (``stats["waited_s"]``). Without other processes (one rank,
+    or ranks that are threads) a rank keeps both copies.
 
-    Not part of it: buffers of the model, parameters that are not trained, ``param_groups`` and schedulers, RNG, data order.
-    A write to parameters or states from outside (``load_state_dict``, a moving average) shows in torch's version counters;
-    the next step then sends the whole shard again (``stats["rebases"]``). After one that raises no version (``p.data``,
-    numpy, a collective) call `rebase` on all ranks.
+    Not kept: buffers of the model, frozen parameters, ``param_groups``, schedulers, RNG, order of the data. If others
+    write to parameters or states (``load_state_dict``, a moving average), torch's version counters show it and the next
+    step sends the whole shard again (``stats["rebases"]``). After a write that raises no version (``p.data``, numpy, a
+    collective) call `rebase` on all ranks.
 
     Collective: the constructor, `verify`, `close`, `restore`. Host memory of a rank: docs/checkpoints.md.
 
     Args:
         optimizer: a `ShardedAdamW`, not ``capturable``: replays of CUDA graphs do not pass `step`.
-        every: how many steps may be on their way, at least 1.
-        directory: keeps the next rank's copies in files there, which outlive the process: `restore` reads them, `close`
-            removes them. A folder of this user alone (it is made, mode 0700), of memory such as ``/dev/shm/me/run1``: writes
-            to a disk would be slow. Several hosts: a path that each has for itself.
-        first_step: the number of steps that have been done before: what `restore` has returned. It and ``every`` are the
-            same on all ranks.
-        timeout_s: how long ranks wait for each other, in a step too, before the snapshots end with a warning. The training
-            goes on.
+        every: how many records may be on their way, at least 1. The same on all ranks.
+        directory: keeps the copies of other ranks' shards in files, which outlive the process: `restore` reads them,
+            `close` removes them. A folder of memory (tmpfs) such as ``/dev/shm/me/run1``, on each host, for this job
+            alone: files of other jobs in it are removed. It is made with mode 0700; others may have no access to it.
+        first_step: how many steps were done before: what `restore` has returned. The same on all ranks.
+        timeout_s: how long ranks wait for each other, in a step too, before the snapshots end with a warning. The
+            training goes on.
 
     Raises:
-        ValueError, TypeError: bad arguments. PermissionError: the folder is not this user's alone.
+        ValueError, TypeError: bad arguments. PermissionError: others have access to the folder. RuntimeError,
+        ValueError on other ranks: the first copies could not be made, for want of room in the folder, say.
     """
 
     def __init__(
@@ -104,22 +104,21 @@ class Snapshots:
                 raise ValueError("Snapshots cannot follow capturable=True: replays of a CUDA graph do not pass step()")
             self._folder = None if directory is None else private_folder(directory)
         said = exchange(self._engine, [secrets.token_hex(8), self._every, self._step])
-        if len({tuple(one[1:]) for one in said}) > 1:
-            given = [one[1:] for one in said]
+        given = [one[1:] for one in said]
+        if any(one != given[0] for one in given):
             raise ValueError(f"Snapshots: every and first_step must be the same on all ranks, which gave {given}")
         self._run = said[0][0]
         self._timeout_s = timeout_s
         self._link = Neighbours(self._engine)
         self.stats: dict[str, float] = {"rebases": 0, "waited_s": 0.0}
         self._versions: list[int] | None = None  # after the last step; None: in a step, one has failed, or `rebase`
-        self._own: ShardCopy | None = None  # the training writes records, the thread does the rest
-        # The thread's, or everybody's where it has nothing to do:
+        self._own: ShardCopy | None = None  # the training writes its records, the thread does the rest
+        # The thread's; others use them when it has no rounds or has ended.
         self._kept: ShardCopy | None = None  # of the shard of the rank before
-        self._file: SnapshotFile | None = None  # where it lies
-        # Shared:
-        self._changed = threading.Condition()  # of the two that follow
-        self._rounds: collections.deque[_Round] = collections.deque()  # to be done; the first one is under way
-        self._over: BaseException | None = None  # why nothing is kept any more
+        self._file: SnapshotFile | None = None  # in which it lies, with `directory`
+        self._changed = threading.Condition()  # guards the two that follow
+        self._rounds: collections.deque[_Round] = collections.deque()  # not done; the thread is at the first
+        self._over: BaseException | None = None  # why the snapshots have ended
         self._thread_ended = threading.Event()
         background.start(self._follow)
         atexit.register(self.stop)  # before threads are joined: what is registered later runs first
@@ -136,7 +135,7 @@ class Snapshots:
     # --- the training's thread ---------------------------------------------------------------------------------------
 
     def _observe(self, given: StepInputs) -> Callable[[], None] | None:
-        """In each step, before the kernel. Returns what is to be called behind it."""
+        """In each step, before the kernel. Returns what the engine calls after it."""
         has_base = self._versions != self._versions_now()
         try:
             if has_base:
@@ -162,19 +161,19 @@ class Snapshots:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        """What changes when somebody else than the kernel writes to the shard, or its parameters are others."""
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter that is being gathered would be waited for
+        """They change when others than the kernel write to the shard, or when its parameters change."""
+        with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are being gathered
             versions = list(map(_version_of, self._memory.written))
             if self.world == 1:
                 versions += [tensor.data_ptr() for tensor in self._memory.written]
         return [id(self._engine.infos), *versions]
 
     def rebase(self) -> None:
-        """The next step sends the whole shard, as it is. Local, to be called by all ranks: after writes that raise no version."""
+        """The next step sends the whole shard. For writes that raise no version; local, and all ranks must call it."""
         self._versions = None
 
     def _begin(self) -> None:
-        """The rank's own copy becomes what the shard is."""
+        """Copies the shard, as it is, into the rank's own copy."""
         self.stats["rebases"] += self._own is not None
         self._wait(lambda: not self._rounds)
         self._infos = self._engine.infos  # kept alive: `_versions_now` has its id
@@ -196,7 +195,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """RuntimeError once the snapshots have ended, CommTimeout."""
+        """RuntimeError if the snapshots have ended; CommTimeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._over or condition(), self._timeout_s):
                 raise CommTimeout(f"the other ranks have not taken it within {self._timeout_s:g} s")
@@ -245,7 +244,7 @@ class Snapshots:
             copy.advance(given.step - 1 - self._every)
 
     def _receive(self, step: int, receive: Callable[[Tensor], Tensor]) -> None:
-        """What the rank before says in the round of a step."""
+        """What the rank before sends in its round of a step."""
         length, has_record = receive(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
         if length:
             text = receive(torch.empty(length, dtype=torch.uint8, device="cpu")).numpy().tobytes().decode()
@@ -256,22 +255,24 @@ class Snapshots:
             self._kept.keep(step)
 
     def _replace_kept(self, layout: ShardLayout, step: int, receive: Callable[[Tensor], Tensor]) -> None:
-        """A new copy takes the place of the one so far when it is complete."""
+        """A new copy, which replaces the last one when it is complete."""
         slots, file = self._every + 2, None
-        if self._folder is not None:
+        if self._folder is None:
+            kept = ShardCopy(layout, 1, slots)
+        else:
             about = {"layout": layout.text, "slots": slots}
             file = SnapshotFile(self._folder, self._run, layout.rank, about, ShardCopy.nbytes_of(layout, 2, slots))
-        kept = ShardCopy(layout, 1, slots) if file is None else ShardCopy(layout, 2, slots, file.memory)
+            kept = ShardCopy(layout, 2, slots, file.memory)
         kept.begin(step, receive)
         if file is not None:
             file.publish()
         self._kept, self._file = kept, file
 
-    # --- what users ask ----------------------------------------------------------------------------------------------
+    # --- what users call ---------------------------------------------------------------------------------------------
 
     def verify(self) -> int:
-        """Compares both copies of every shard with what its rank has, bit for bit; returns the step. Waits for all that is on
-        its way. Collective; RuntimeError on all ranks that names what differs, ValueError if another rank's have ended."""
+        """Waits for all rounds, compares both copies of every shard with the shard bit for bit, and returns the step.
+        Collective. RuntimeError on all ranks that names what differs; ValueError if another rank's have ended."""
         self._engine.param_sync()
         is_edited = any(exchange(self._engine, self._versions != self._versions_now()))
         with _failing_together(self._engine, "Snapshots.verify"):
@@ -296,7 +297,7 @@ class Snapshots:
         return self._step
 
     def stop(self) -> None:
-        """Ends the thread at once and keeps the copies, for `restore`. Local; after an error such as `PeerError`."""
+        """Ends the thread at once and keeps the copies for `restore`. Local; for errors such as `PeerError`."""
         self._end(ClosedError("close() or stop() was called"))
         atexit.unregister(self.stop)
         self._engine.step_observers = [other for other in self._engine.step_observers if other != self._observe]
@@ -311,8 +312,8 @@ class Snapshots:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread once the other ranks have what was sent, and drops the copies and their files. Collective; after
-        `stop`, or if the snapshots have failed, local. Idempotent."""
+        """Ends the thread when the other ranks have what was sent, and drops the copies and their files. Idempotent.
+        Collective; local after `stop`, and if the snapshots have failed."""
         if self._over is None:
             self._put(_Round(self._step))
             self._thread_ended.wait(self._timeout_s)
@@ -325,22 +326,22 @@ class Snapshots:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """`close`; with an exception on its way `stop`, so that the copies can be restored."""
+        """`close`; after an exception `stop`, so that the copies can be restored."""
         (self.close if kind is None else self.stop)()
 
     # --- going back --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def restore(optimizer: Any, source: Snapshots | str | os.PathLike[str] | None) -> int:
-        """Sets a new optimizer and its parameters to the newest step that all shards are kept of; returns the step.
-        Collective for the ranks of ``optimizer``, as many as there were.
+        """Sets a new optimizer and its parameters to the newest step of which every shard has a copy; returns the step.
+        Collective over the ranks of ``optimizer``, which must be as many as before.
 
-        ``source``: what a survivor has, which is stopped; None on a rank that takes a lost one's place; or the directory
-        in which processes, all of which have ended, have left files. Learning rates are those of the new optimizer: set
-        schedulers, and the order of the data, to the step.
+        ``source``: the snapshots of a rank that survived, which this stops; None on a rank that replaces a lost one; or
+        the directory in which processes, all of which have ended, have left files. Hyperparameters stay those of the
+        new optimizer: set schedulers, and the order of the data, to the step.
 
-        ValueError on all ranks, and nothing has changed, if a shard is kept by nobody: two neighbours were lost.
-        PermissionError for a folder of somebody else.
+        ValueError on all ranks, with nothing changed, if no rank has a copy of some shard. PermissionError as from the
+        constructor.
         """
         copies: list[tuple[str, ShardCopy]] = []
         with _failing_together(optimizer._engine, "Snapshots.restore"):
