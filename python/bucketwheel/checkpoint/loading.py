@@ -26,7 +26,7 @@ from bucketwheel.checkpoint.saving import agree, engine_of, everyone_of, finish_
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
-from bucketwheel.layout.masters import load_master
+from bucketwheel.layout.masters import load_master, moments_of, saved_names
 
 __all__ = ["load"]
 
@@ -100,10 +100,13 @@ class _Checkpoint:
         self._folder = folder
         self._engine = engine
         self._into = _Into()
-        self._of_states: list[ReadItem] = []  # what is read into states once all ranks have checked theirs
-        self._first: list[tuple[list[ReadItem], Tensor]] = []  # into moments that were zeros, until all have checked
-        self._is_new = False  # see `_is_new`; found by `plan`
-        self._model: tuple[list[ReadItem], list[tuple[Module, Any]]] = ([], [])
+        # What is read once all ranks have checked theirs:
+        self._of_model: list[ReadItem] = []
+        self._of_states: list[ReadItem] = []
+        self._extra_states: list[tuple[Module, Any]] = []
+        # What is read while it is checked, into moments that were zeros; `_zeros` until all ranks have checked theirs.
+        self._at_once: list[ReadItem] = []
+        self._zeros: list[Tensor] = []
 
     @property
     def _entries(self) -> Mapping[str, Any]:
@@ -113,18 +116,16 @@ class _Checkpoint:
         """Checks everything, and returns what the optimizer is to load. Writes nothing but moments that were zeros."""
         if self._engine is not None:
             self._engine.bind_moved()
-            self._is_new = _is_new(self._engine)
         if model is not None:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
         if "extra" in self._entries:
             self.extra = self._object("extra")
-        if self._first and self._engine is not None:
+        if self._engine is not None and self._at_once:
             self._engine.announce_write()
-        at_once = [item for items, _ in self._first for item in items]
-        first = set(map(id, at_once))
-        for item in self.reader.in_order([*self._model[0], *self._of_states, *at_once]):
-            if id(item) in first:
+        at_once = set(map(id, self._at_once))
+        for item in self.reader.in_order([*self._of_model, *self._of_states, *self._at_once]):
+            if id(item) in at_once:
                 self._read([item], checks=True)
             else:
                 self.reader.check([item])
@@ -132,16 +133,15 @@ class _Checkpoint:
 
     def end(self) -> None:
         """The load is over. If it has failed before `load_model`, moments become zeros again."""
-        for _, moment in self._first:
+        for moment in self._zeros:
             moment.zero_()
         self.reader.close()
 
     def load_model(self) -> None:
         """All ranks have checked what they load."""
-        self._first = []
-        items, objects = self._model
-        self._read(items)
-        for module, value in objects:
+        self._zeros = []
+        self._read(self._of_model)
+        for module, value in self._extra_states:
             module.set_extra_state(value)
 
     # --- the model ---------------------------------------------------------------------------------------------------
@@ -150,26 +150,24 @@ class _Checkpoint:
         wanted = {f"model.{key}": value for key, value in model_tensors(model).items()}
         self._expect_names(wanted)
         known: dict[Tensor, ParamInfo] = {info.param: info for info in self._engine.infos} if self._engine else {}
-        items, objects = self._model
         last = {id(value): key for key, value in wanted.items()}  # of tied weights, as load_state_dict does
         for key, value in wanted.items():
             if is_extra_state(key):
                 module = model.get_submodule(key.removeprefix("model.").removesuffix("_extra_state").removesuffix("."))
-                objects.append((module, self._extra_state(key)))
+                self._extra_states.append((module, self._extra_state(key)))
                 continue
             self._expect_shape(key, value.shape)
             if last[id(value)] != key:
                 continue
             if self._engine is not None and value in known:
-                items += self._items_of(
-                    key, ((live.box, live.of(PARAM)) for live in live_boxes(self._engine, known[value]))
-                )
+                boxes = live_boxes(self._engine, known[value])
+                self._of_model += self._items_of(key, ((live.box, live.of(PARAM)) for live in boxes))
             elif not is_plain(value):
                 raise TypeError(
                     f"{key!r} is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint loads"
                 )
             else:
-                items += self._items_of(key, [_whole(value.detach())])
+                self._of_model += self._items_of(key, [_whole(value.detach())])
 
     def _expect_names(self, wanted: Mapping[str, Any]) -> None:
         inside = tuple(f"{key}." for key in wanted if is_extra_state(key))
@@ -224,27 +222,28 @@ class _Checkpoint:
                 saved, _, name = key.removeprefix("optim.state.").rpartition(".")
                 of_param.setdefault(saved, {})[name] = key
         infos = {info.param: info for info in self._engine.infos}
+        is_new = _is_new(self._engine)
         state = {}
         for group, theirs in zip(ours, groups, strict=False):
             for p, saved in zip(group["params"], theirs["params"], strict=False):
                 if str(saved) in of_param:
-                    state[saved] = self._entry(infos.get(p), of_param[str(saved)])
+                    state[saved] = self._entry(infos.get(p), of_param[str(saved)], is_new)
         return {"state": state, "param_groups": groups}
 
-    def _entry(self, info: ParamInfo | None, keys: Mapping[str, str]) -> dict[str, Any]:
+    def _entry(self, info: ParamInfo | None, keys: Mapping[str, str], is_new: bool) -> dict[str, Any]:
         """Of a parameter; one that is frozen (None) has whole tensors, which wait until it is trained."""
         if info is None:
             return {name: self._value(key) for name, key in keys.items()}
         assert self._engine is not None
-        boxes = live_boxes(self._engine, info)
+        boxes, states = live_boxes(self._engine, info), self._engine.states[info.index]
         entry: dict[str, Any] = {"step": self._value(keys["step"])} if "step" in keys else {}
-        for kept in self._engine.states[info.index]:
-            name = "master_param" if kept == "remainder" else kept
+        for name, state in zip(saved_names(states), states.values(), strict=True):
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
                 items = self._items_of(keys[name], ((live.box, live.of(name)) for live in boxes))
-                if self._is_new and name != "master_param":
-                    self._first.append((items, self._engine.states[info.index][kept]))
+                if is_new and name != "master_param":
+                    self._at_once += items
+                    self._zeros.append(state)
                     items = []
                 self._of_states += items
                 entry[name] = StoredState(info.param.shape, partial(self._read, items))
@@ -317,12 +316,7 @@ class _Checkpoint:
 
 def _is_new(engine: Engine) -> bool:
     """Whether no step was taken and nobody has written to moments or to numbers of steps, so that moments are zeros."""
-    moments = [
-        state
-        for of_param in engine.states
-        for name, state in of_param.items()
-        if name not in ("master_param", "remainder")
-    ]
+    moments = [moment for states in engine.states for moment in moments_of(states).values()]
     return not engine.steps.any() and not any(tensor._version for tensor in (engine.steps, *moments))
 
 

@@ -20,7 +20,7 @@ from bucketwheel.checkpoint.boxes import boxes_of
 from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
 from bucketwheel.checkpoint.param_numbers import numbers_of
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import forget_master, join_master, load_master
+from bucketwheel.layout.masters import forget_master, join_master, load_master, saved_names
 from bucketwheel.optim import state_dict as states
 from bucketwheel.torch_internals import call_of_torch
 
@@ -262,7 +262,7 @@ class FullLoad:
             self._find(info.param, list(_kept(self._engine, info)), repr(info.name)) for info in self._engine.infos
         ]
         for p in self._frozen:
-            names = states.saved_names(self._engine.precision.kept_of(p.dtype))
+            names = saved_names(self._engine.precision.kept_of(p.dtype))
             found.append(self._find(p, names, f"a parameter of shape {tuple(p.shape)} that is frozen now"))
         return pickle.dumps((found, [_on_cpu(group) for group in states.kept_groups(given["param_groups"])]))
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import first_written, follow_param
+from bucketwheel.layout.masters import first_written, follow_param, saved_names
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
 from bucketwheel.torch_internals import call_of_torch, calling_stager
@@ -347,8 +347,7 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
         if not is_number:
             raise TypeError(f"optimizer.state of {info.name!r}: step must be a number, got {value!r}")
         return int(value)
-    if "remainder" in names:
-        names = [known for known in names if known != "remainder"] + ["master_param"]
+    names = saved_names(names)
     if name not in names:
         raise ValueError(f"optimizer.state of {info.name!r} has {name!r}, which is no state of it: {sorted(names)} are")
     if not isinstance(value, Tensor):

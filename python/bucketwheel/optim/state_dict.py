@@ -21,7 +21,7 @@ from bucketwheel.checkpoint.piece import copy_unseen
 from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import forget_master, load_master, master_of
+from bucketwheel.layout.masters import forget_master, load_master, master_of, moments_of, saved_names
 from bucketwheel.optim.param_groups import expect_hyperparameters
 from bucketwheel.torch_internals import call_of_torch
 
@@ -45,7 +45,6 @@ __all__ = [
     "plan_load",
     "reset",
     "save",
-    "saved_names",
     "update_groups",
 ]
 
@@ -224,11 +223,14 @@ def _states_of_frozen(
 
 
 def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Any]) -> None:
-    engine.announce_write()
-    state = engine.states[info.index]
-    if "master_param" in saved_names(state) and "master_param" not in loaded:
-        forget_master(engine.values_of(info.index), state)
+    """What is not found starts anew: moments are zero, the parameter is the weight."""
     assign(engine, info, {"step": step, **loaded})
+    state = engine.states[info.index]
+    for name in saved_names(state):
+        if name == "master_param" and name not in loaded:
+            forget_master(engine.values_of(info.index), state)
+        elif name not in loaded:
+            state[name].zero_()
 
 
 def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping[str, Any]) -> None:
@@ -254,9 +256,7 @@ def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping
 def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None) -> None:
     """Zeroes the moments, of ``rows`` (what indexes the first dimension) alone where they are given, else the step too."""
     engine.announce_write()
-    moments = [
-        tensor for name, tensor in engine.states[info.index].items() if name not in ("master_param", "remainder")
-    ]
+    moments = moments_of(engine.states[info.index]).values()
     if rows is None:
         engine.steps[info.index] = 0
         for moment in moments:
@@ -289,11 +289,6 @@ def digest_of_rows(rows: Any) -> str:
     return f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
 
 
-def saved_names(tensors: Iterable[str]) -> list[str]:
-    """What is saved of the states ``tensors``: a remainder as the master that it makes with its parameter."""
-    return ["master_param" if name == "remainder" else name for name in tensors]
-
-
 def _expect_hyperparameters(groups: Sequence[dict[str, Any]]) -> None:
     """KeyError, TypeError or ValueError naming the first of the loaded groups that a step would not take."""
     for g, group in enumerate(groups):
@@ -324,28 +319,24 @@ def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any
 def _plan(
     engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str, Any] | None
 ) -> tuple[ParamInfo, int, dict[str, Any]]:
-    """What to copy into one parameter's states; ValueError if it does not fit. No entry: a fresh start (zeros)."""
-    tensors, ranges = engine.states[info.index], engine.owned_ranges(info.index)
+    """What `_carry_out` takes; ValueError if it does not fit."""
     if not entry:  # torch saves nothing for a parameter that was never stepped
-        names = [name for name in saved_names(tensors) if name != "master_param"]
-        return info, 0, {name: torch.zeros_like(tensors[name]) for name in names}
-    expect_entry(entry, saved_names(tensors), repr(info.name))
-    loaded: dict[str, Any] = {}
-    for name in saved_names(tensors):
-        value = entry.get(name)
-        if value is None:
-            continue
+        return info, 0, {}
+    names, ranges = saved_names(engine.states[info.index]), engine.owned_ranges(info.index)
+    expect_entry(entry, names, repr(info.name))
+    loaded = {name: entry[name] for name in names if entry.get(name) is not None}
+    for name, value in loaded.items():
         expect_shape(value, info.param, name, repr(info.name))
-        if isinstance(value, StoredState):
-            loaded[name] = value
-        else:
-            is_part = isinstance(value, TensorShard)
-            loaded[name] = _own_part(engine, info, value) if is_part else cut(value, info, ranges)
+        if isinstance(value, TensorShard):
+            loaded[name] = _own_part(engine, info, value, ranges)
+        elif not isinstance(value, StoredState):
+            loaded[name] = cut(value, info, ranges)
     return info, int(entry["step"]), loaded
 
 
-def _own_part(engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard) -> Tensor:
-    ranges = engine.owned_ranges(info.index)
+def _own_part(
+    engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard, ranges: Sequence[tuple[int, int]]
+) -> Tensor:
     if list(shard.ranges) != list(ranges) or shard.stride() != info.stride:
         raise ValueError(
             f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}, for the elements "
