@@ -264,7 +264,9 @@ class FullLoad:
         for p in self._frozen:
             names = saved_names(self._engine.precision.kept_of(p.dtype))
             found.append(self._find(p, names, f"a parameter of shape {tuple(p.shape)} that is frozen now"))
-        return pickle.dumps((found, [_on_cpu(group) for group in states.kept_groups(given["param_groups"])]))
+        kept = states.kept_groups(given["param_groups"])
+        groups = [{key: _on_cpu(value) for key, value in group.items()} for group in kept]
+        return pickle.dumps((found, groups))
 
     def _find(self, param: Tensor, names: Sequence[str], of: str) -> _Found:
         entry = self._entries[param]
