@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 
 from bucketwheel.errors import expect_int
-from bucketwheel.layout.row_cuts import Piece, cut_by_rows, round_up, splits_rows
+from bucketwheel.layout.row_cuts import PackedRun, cut_by_rows, round_up, splits_rows
 
 __all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
 
@@ -223,10 +223,10 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     begins: list[int] = []
     shards: list[int] = []
     at = 0
-    for piece in _pieces(items, world, bucket_numel, align):
-        begins += [at + begin for begin in piece.begins]
-        shards += piece.shards
-        at += world * sum(piece.shards)
+    for run in _runs(items, world, bucket_numel, align):
+        begins += [at + begin for begin in run.begins]
+        shards += run.shards
+        at += world * sum(run.shards)
     shard_begins = [0, *itertools.accumulate(shards)]
     buckets = [Bucket(i, world * shard_begins[i], shard, shard_begins[i], True) for i, shard in enumerate(shards)]
     packing = Packing(tuple(items), tuple(begins), tuple(buckets), world)
@@ -237,23 +237,23 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     return replace(packing, buckets=tuple(buckets))
 
 
-def _pieces(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Iterator[Piece]:
-    """All items, in pieces with shards."""
+def _runs(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Iterator[PackedRun]:
+    """All items, in runs with shards."""
     done = 0
-    for is_free, run in itertools.groupby(items, key=lambda item: item.granularity is None):
-        chosen = list(run)
-        pieces: Iterable[Piece] = [Piece([0] * len(chosen), [])]
+    for is_free, alike in itertools.groupby(items, key=lambda item: item.granularity is None):
+        chosen = list(alike)
+        runs: Iterable[PackedRun] = [PackedRun([0] * len(chosen), [])]
         if is_free:
             numels, rows = [item.numel for item in chosen], [item.row for item in chosen]
-            pieces = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
-        for has_rows, some in itertools.groupby(pieces, key=lambda piece: bool(piece.shards)):
+            runs = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
+        for has_rows, some in itertools.groupby(runs, key=lambda run: bool(run.shards)):
             found = list(some)
-            count = sum(len(piece.begins) for piece in found)
+            count = sum(len(run.begins) for run in found)
             yield from found if has_rows else [_cut(items[done : done + count], world, bucket_numel, align)]
             done += count
 
 
-def _cut(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Piece:
+def _cut(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> PackedRun:
     """Element cuts: buckets end without regard to parameters, but for those with a granularity above 1."""
     begins: list[int] = [0] * len(items)
     shards: list[int] = []
@@ -274,7 +274,7 @@ def _cut(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -
         if shard:
             shards.append(shard)
         at = end
-    return Piece(begins, shards)
+    return PackedRun(begins, shards)
 
 
 @dataclass(frozen=True)

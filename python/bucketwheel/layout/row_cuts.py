@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-__all__ = ["GROWTH", "Piece", "cut_by_rows", "round_up", "splits_rows"]
+__all__ = ["GROWTH", "PackedRun", "cut_by_rows", "round_up", "splits_rows"]
 
 GROWTH = 4
 _PADDING_PERCENT = 1
@@ -46,7 +46,7 @@ def splits_rows(begin: int, numel: int, row: int, shard: int, before: int = 0) -
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedRun:
     """Some parameters, one behind the other: where they begin, and the shards of their buckets, which hold no others; both
     in elements. Without shards: row cuts will not do, and only the number of ``begins`` counts."""
 
@@ -56,15 +56,15 @@ class Piece:
 
 def cut_by_rows(
     numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
-) -> Iterator[Piece]:
-    """All parameters, of ``numels`` elements and with ``rows`` of so many, in pieces."""
+) -> Iterator[PackedRun]:
+    """All parameters, of ``numels`` elements and with ``rows`` of so many, in runs."""
     grid = _Grid(world, align, world * round_up(-(-bucket_numel // world), align))
     first = 0
     while first < len(numels):
         last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
         if first == last:
             last += 1
-            yield Piece([0], _cut_alone(numels[first], rows[first], grid))
+            yield PackedRun([0], _cut_alone(numels[first], rows[first], grid))
         else:
             yield from _cut_together(numels[first:last], rows[first:last], grid)
         first = last
@@ -107,7 +107,7 @@ def _cut_alone(numel: int, row: int, grid: _Grid) -> list[int]:
     return shards if fits and (units * unit * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
 
 
-def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[Piece]:
+def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[PackedRun]:
     """The buckets of parameters of which each fits into one.
 
     A bucket of T elements costs usual^2 + T^2, which is least for a sum of elements where T is usual, and `_PRICE` x usual^2
@@ -116,7 +116,7 @@ def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> li
     offsets = _offsets(numels, grid.align)
     stops = _stops(numels, max(1, grid.usual // 16))
     costs = [0] * len(stops)
-    chosen = [(0, Piece([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
+    chosen = [(0, PackedRun([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
     for i in reversed(range(len(stops) - 1)):
         first = stops[i]
         options = []  # (the least that it can cost, where the bucket ends, its elements), the cheapest first
@@ -130,20 +130,20 @@ def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> li
             if best is not None and cost >= best:
                 break
             part = slice(first, stops[-j])
-            piece = _on_rows(numels[part], rows[part], size, grid)
-            if piece is None:
-                piece, shard = Piece(offsets[part], []), grid.plain_shard(size)
+            run = _on_rows(numels[part], rows[part], size, grid)
+            if run is None:
+                run, shard = PackedRun(offsets[part], []), grid.plain_shard(size)
                 split = sum(
                     1 < rows[k] <= numels[k] and splits_rows(offsets[k] - offsets[first], numels[k], rows[k], shard)
                     for k in range(first, stops[-j])
                 )
                 cost += _PRICE * grid.usual**2 * split
             if best is None or cost < best:
-                best, costs[i], chosen[i] = cost, cost, (-j, piece)
+                best, costs[i], chosen[i] = cost, cost, (-j, run)
     found, at = [], 0
     while at < len(stops) - 1:
-        at, piece = chosen[at]
-        found.append(piece)
+        at, run = chosen[at]
+        found.append(run)
     return found
 
 
@@ -158,7 +158,7 @@ def _stops(numels: Sequence[int], small: int) -> list[int]:
     return [*found, len(numels)]
 
 
-def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> Piece | None:
+def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> PackedRun | None:
     """The bucket of these parameters with row cuts; None where these will not do. ``size``: their elements, packed."""
     multiple, numel, plain_shard = grid.align, sum(numels), grid.plain_shard(size)
     shard = plain_shard
@@ -172,7 +172,7 @@ def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid)
         elif end > grid.world * shard:
             shard += round_up(-(-end // grid.world) - shard, multiple)
         else:
-            return Piece(begins, [shard])
+            return PackedRun(begins, [shard])
     return None
 
 
