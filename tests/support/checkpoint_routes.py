@@ -24,16 +24,9 @@ import bucketwheel as bw
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal
+from tests.support.checkpoint_jobs import KINDS
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 
-F32, BF16 = torch.float32, torch.bfloat16
-KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (F32, {}),
-    "bf16, master": (BF16, {}),
-    "bf16, remainder": (BF16, {"master_weights": "bf16_remainder"}),
-    "amsgrad": (F32, {"amsgrad": True}),
-    "bf16 states": (F32, {"state_dtype": BF16}),
-}
 CUTS: dict[str, dict[str, Any]] = {"rows": {}, "elements": {"granularity": 1}}
 
 
@@ -64,9 +57,10 @@ class Training:
         grouping: Callable[[list[Parameter]], list[dict[str, Any]]] | None = None,
         **groups: Any,
     ) -> None:
-        dtype, options = KINDS[kind]
+        options = dict(KINDS[kind])
         self.group = group  # of all ranks that train it
         self.rank, self.world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        dtype = options.pop("dtype", torch.float32)
         self.params = make_params(dtype, seed) if params is None else params
         self.model = nn.Module()
         for i, p in enumerate(self.params):

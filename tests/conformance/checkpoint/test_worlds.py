@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor
 
-from tests.support.checkpoint_routes import AFTER, BEFORE, CUTS, KINDS, ROUTES, Training, uninterrupted
+from tests.support.checkpoint_jobs import KINDS
+from tests.support.checkpoint_routes import AFTER, BEFORE, CUTS, ROUTES, Training, uninterrupted
 from tests.support.replica_ranks import torch_groups
 
 WORLDS: tuple[int | str, ...] = (1, 2, 3, 4)

@@ -77,28 +77,23 @@ def test_replicas_write_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16, master"])
-def test_stock_loads_what_was_saved(kind: str, tmp_path: Path) -> None:
-    saved, _ = saved_by(3, tmp_path, **KINDS[kind])
+def test_stock_loads_what_was_saved_and_saves_what_is_loaded(kind: str, tmp_path: Path) -> None:
+    ours, stocks = tmp_path / "ours", tmp_path / "stocks"
+    saved, went_on = saved_by(3, ours, **KINDS[kind])
     job = jobs.of(None, seed=9, **KINDS[kind])
     job.steps(7)
     state = {"model": job.model.state_dict(), "optim": job.opt.state_dict(), "extra": None}
-    dcp.load(state, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=ours)
     job.model.load_state_dict(state["model"])
     job.opt.load_state_dict(state["optim"])
     assert_bitwise_equal(job.values(), saved)
     assert_bitwise_equal(state["extra"], EXTRA)
-
-
-@pytest.mark.parametrize("world", [None, 2])
-def test_loads_what_stock_saved(world: int | None, tmp_path: Path) -> None:
-    job = jobs.of(None)
-    job.steps(1, 2)
-    dcp.save({"model": job.model.state_dict(), "optim": job.opt.state_dict()}, checkpoint_id=tmp_path)
-    saved, went_on = job.values(), three_more(job)
-    for extra, loaded, then in loaded_by(world, tmp_path):
-        assert extra is None
-        assert_bitwise_equal(loaded, saved)
-        assert_bitwise_equal(then, went_on)
+    dcp.save({"model": job.model.state_dict(), "optim": job.opt.state_dict()}, checkpoint_id=stocks)
+    for world in (None, 2):
+        for extra, loaded, then in loaded_by(world, stocks, **KINDS[kind]):
+            assert extra is None
+            assert_bitwise_equal(loaded, saved)
+            assert_bitwise_equal(then, went_on)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -216,9 +211,11 @@ def _model_alone(rank: int, world: int, folder: str) -> Any:
 
 
 def test_dtypes_and_masters_are_those_of_the_loading_job(tmp_path: Path) -> None:
-    saved, _ = saved_by(2, tmp_path, **KINDS["bf16, master"])
-    for _, loaded, _ in loaded_by(2, tmp_path, lambda job: None, **KINDS["bf16, remainder"]):
-        assert_bitwise_equal(loaded, saved)  # shown as a master
+    saved, went_on = saved_by(2, tmp_path, **KINDS["bf16, master"])
+    for kind in ("bf16, master", "bf16, remainder"):  # which is shown as a master
+        for _, loaded, then in loaded_by(2, tmp_path, **KINDS[kind], on_external_update="error"):  # a load is no edit
+            assert_bitwise_equal(loaded, saved)
+            assert_bitwise_equal(then, went_on)
     for _, loaded, _ in loaded_by(3, tmp_path, lambda job: None):  # fp32, which is its own weight
         for i, state in saved["states"].items():
             state.pop("master_param", None)
@@ -387,14 +384,6 @@ def test_parameters_that_were_moved(when: str, world: int | None, tmp_path: Path
         assert_bitwise_equal(other.values(), went_on)
 
     on_ranks(world, train)
-
-
-def test_a_load_is_no_edit_from_outside(tmp_path: Path) -> None:
-    saved, went_on = saved_by(2, tmp_path, **KINDS["bf16, master"])
-    options = {**KINDS["bf16, master"], "on_external_update": "error"}
-    for _, loaded, then in loaded_by(2, tmp_path, **options):
-        assert_bitwise_equal(loaded, saved)
-        assert_bitwise_equal(then, went_on)
 
 
 def test_a_moved_parameter_is_refused_where_edits_are(tmp_path: Path) -> None:
