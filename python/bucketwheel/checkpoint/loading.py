@@ -187,13 +187,15 @@ class _Checkpoint:
         return is_extra_state(key) and (is_empty or any(name.startswith(f"{key}.") for name in self._entries))
 
     def _extra_state(self, key: str) -> Any:
-        """Of a module: an object, or what stock has made of a dict, an entry for each of its leaves."""
-        if key in self._entries:
-            return self._value(key)
+        """Of a module: an object, or a dict or a list."""
+        return self._value(key) if key in self._entries else self._nested(f"{key}.")
+
+    def _nested(self, prefix: str) -> Any:
+        """What stock has saved as an entry for each leaf: a dict or a list that lies two levels deep."""
         paths = self.reader.description.metadata.planner_data or {}
         found: dict[Any, Any] = {}
         for name in self._entries:
-            if name.startswith(f"{key}."):
+            if name.startswith(prefix):
                 _, _, *parents, last = paths[name]
                 at = found
                 for parent in parents:
@@ -251,18 +253,19 @@ class _Checkpoint:
 
     def _groups(self, ours: Sequence[Mapping[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
         """``param_groups``, of numbered groups, or of one for each parameter's name ("flattened" by torch)."""
-        table: dict[str, dict[str, Any]] = {}
-        for key in self._entries:
-            if key.startswith("optim.param_groups."):
-                which, _, name = key.removeprefix("optim.param_groups.").rpartition(".")
-                table.setdefault(which, {})[name] = self._value(key)
-        if not table:
+        prefix = "optim.param_groups."
+        keys = [key for key in self._entries if key.startswith(prefix)]
+        if not keys:
             raise ValueError(f"{self._folder} holds no optimizer: it has no 'optim.param_groups'")
-        if all(which.isdigit() for which in table):
-            groups = [table[which] for which in sorted(table, key=int)]
-            by_name = {name for group in groups for name in group["params"] if isinstance(name, str)}
+        groups: list[dict[str, Any]] = []
+        table: dict[str, dict[str, Any]] = {}
+        if f"{prefix}0.params" in keys:
+            groups = self._nested(prefix)
         else:
-            groups, by_name = [], set(table)
+            for key in keys:
+                which, _, name = key.removeprefix(prefix).rpartition(".")
+                table.setdefault(which, {})[name] = self._value(key)
+        by_name = {name for group in groups for name in group["params"] if isinstance(name, str)} or set(table)
         if not by_name:
             return groups
         if not names:
@@ -364,7 +367,7 @@ def _with_lists(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     values = {key: _with_lists(value) for key, value in found.items()}
-    return list(values.values()) if values and list(values) == list(range(len(values))) else values
+    return [values[i] for i in range(len(values))] if values and values.keys() == set(range(len(values))) else values
 
 
 def _some(names: Sequence[str]) -> str:

@@ -341,12 +341,13 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_stock", [False, True])
-def test_extra_state_of_modules_and_learning_rates_that_are_tensors(by_stock: bool, tmp_path: Path) -> None:
+def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(by_stock: bool, tmp_path: Path) -> None:
     def job(rate: float) -> tuple[nn.Module, Any]:
         model = nn.Sequential(Counting(3, 2), nn.ReLU(), Counting(2, 2))
         return model, jobs.ShardedAdamW(model.parameters(), lr=torch.tensor(rate), process_group=None)
 
     model, opt = job(0.25)
+    schedule = opt.param_groups[0]["schedule"] = {"warmup": 10, "of": [torch.ones(2), 3]}
     model[0].state = {"calls": 7, "history": [torch.arange(3), {"scale": 0.5}], "shape": (1, 2)}
     model[2].state = torch.arange(4)
     if by_stock:
@@ -358,6 +359,7 @@ def test_extra_state_of_modules_and_learning_rates_that_are_tensors(by_stock: bo
     checkpoint.load(tmp_path, other, other_opt)
     assert_bitwise_equal([other[0].state, other[2].state], [model[0].state, model[2].state])
     assert_bitwise_equal(other_opt.param_groups[0]["lr"], torch.tensor(0.25))
+    assert_bitwise_equal(other_opt.param_groups[0]["schedule"], schedule)
 
 
 @pytest.mark.parametrize("world", [None, 2])
