@@ -6,7 +6,9 @@ Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it w
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "UseAfterRelease",
     "expect_int",
     "expect_number",
+    "failing_together",
 ]
 
 
@@ -45,6 +48,18 @@ def expect_number(value: Any, name: str) -> None:
         raise TypeError(f"{name} is {value!r}, expected a number")
     if getattr(value, "ndim", 0) and value.shape.numel() != 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected one number")
+
+
+@contextlib.contextmanager
+def failing_together(agree: Callable[[str, Exception | None], None], what: str) -> Iterator[None]:
+    """What fails inside on one rank fails on all. ``agree(what, error)`` raises ``error``, or that of another rank.
+    Collective."""
+    error = None
+    try:
+        yield
+    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
+        error = found
+    agree(what, error)
 
 
 class Error(RuntimeError):

@@ -25,6 +25,7 @@ from bucketwheel.checkpoint.reader import Reader
 from bucketwheel.checkpoint.saving import agree, engine_of, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
+from bucketwheel.errors import failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import load_master, moments_of, saved_names
 
@@ -55,12 +56,8 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
         if engine is not None:
             optimizer._load("bw.checkpoint.load", lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)
         else:
-            error: Exception | None = None
-            try:
+            with failing_together(partial(agree, None), "bw.checkpoint.load"):
                 checkpoint.plan(model, None)
-            except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-                error = found
-            agree(None, "bw.checkpoint.load", error)
             checkpoint.load_model()
         return checkpoint.extra
     finally:

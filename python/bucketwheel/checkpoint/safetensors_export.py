@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bucketwheel.errors import failing_together
+
 __all__ = ["save_safetensors"]
 
 
@@ -35,13 +37,10 @@ def save_safetensors(
     if optimizer is None:
         _write(os.fspath(directory), model, max_shard_size)
         return
-    engine, error = optimizer._engine, None
-    try:
+    engine = optimizer._engine
+    with failing_together(engine.expect_done_by_all, "save_safetensors"):
         if engine.ranks[0] == 0:
             _write(os.fspath(directory), model, max_shard_size)
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-        error = found
-    engine.expect_done_by_all("save_safetensors", error)
 
 
 def _write(directory: str, model: torch.nn.Module, max_shard_size: int | str) -> None:

@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
-from bucketwheel.errors import CheckpointError, expect_int
+from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
 from bucketwheel.torch_internals import timeout_of
@@ -136,23 +137,15 @@ def async_save(
     if engine is not None:
         optimizer._follow_groups()
         engine.param_sync()
-    pending, error = None, None
-    try:
+    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
         if engine is not None:
             optimizer._follow_state()
             engine.bind_moved()
         plan = _Plan(model, optimizer, engine, extra, everyone, limit)
         if everyone.rank == 0:
             start(folder)
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-        error = found
-    agree(engine, "bw.checkpoint.save", error)
-    try:
+    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
         pending = PendingSave(folder, plan)
-    except OSError as found:
-        error = found
-    agree(engine, "bw.checkpoint.save", error)
-    assert pending is not None
     pending._start()
     if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
         pending._written.wait()

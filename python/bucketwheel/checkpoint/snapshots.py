@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import operator
 import os
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from bucketwheel.checkpoint.restore import restore_from
 from bucketwheel.checkpoint.snapshot_files import SnapshotFile, open_snapshots, private_folder, remove_other_runs
 from bucketwheel.comm import background
 from bucketwheel.device import stream_of
-from bucketwheel.errors import ClosedError, CommTimeout, expect_int
+from bucketwheel.errors import ClosedError, CommTimeout, expect_int, failing_together
 from bucketwheel.layout.shard_memory import StepInputs
 
 __all__ = ["Snapshots"]
@@ -96,7 +95,7 @@ class Snapshots:
     ) -> None:
         self._optimizer, self._engine = optimizer, optimizer._engine
         self.rank, self.world = self._engine.ranks
-        with _failing_together(self._engine, "Snapshots"):
+        with failing_together(self._engine.expect_done_by_all, "Snapshots"):
             self._every, self._step = expect_int(every, "every"), expect_int(first_step, "first_step")
             if self._every < 1 or self._step < 0:
                 raise ValueError(f"every must be at least 1 and first_step at least 0, got {every} and {first_step}")
@@ -123,7 +122,7 @@ class Snapshots:
         background.start(self._follow)
         atexit.register(self.stop)  # before threads are joined: what is registered later runs first
         try:
-            with _failing_together(self._engine, "Snapshots"):
+            with failing_together(self._engine.expect_done_by_all, "Snapshots"):
                 self._send_base()
             if self._folder is not None:
                 remove_other_runs(self._folder, self._run)
@@ -275,7 +274,7 @@ class Snapshots:
         Collective. RuntimeError on all ranks that names what differs; ValueError if another rank's have ended."""
         self._engine.param_sync()
         is_edited = any(exchange(self._engine, self._versions != self._versions_now()))
-        with _failing_together(self._engine, "Snapshots.verify"):
+        with failing_together(self._engine.expect_done_by_all, "Snapshots.verify"):
             if is_edited:
                 self._send_base()
             self._wait(lambda: not self._rounds)
@@ -344,7 +343,7 @@ class Snapshots:
         constructor.
         """
         copies: list[tuple[str, ShardCopy]] = []
-        with _failing_together(optimizer._engine, "Snapshots.restore"):
+        with failing_together(optimizer._engine.expect_done_by_all, "Snapshots.restore"):
             if isinstance(source, Snapshots):
                 source.stop()
                 copies = [(source._run, copy) for copy in (source._own, source._kept) if copy is not None]
@@ -352,14 +351,3 @@ class Snapshots:
                 for about, memory in open_snapshots(private_folder(source)):
                     copies.append((about["run"], ShardCopy(ShardLayout(about["layout"]), 2, about["slots"], memory)))
         return restore_from(optimizer, copies)
-
-
-@contextlib.contextmanager
-def _failing_together(engine: Any, what: str) -> Iterator[None]:
-    """What fails here on one rank fails on all. Collective."""
-    error = None
-    try:
-        yield
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-        error = found
-    engine.expect_done_by_all(what, error)

@@ -19,6 +19,7 @@ from torch import Tensor
 from bucketwheel.checkpoint.boxes import boxes_of
 from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
 from bucketwheel.checkpoint.param_numbers import numbers_of
+from bucketwheel.errors import failing_together
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, join_master, load_master, saved_names
 from bucketwheel.optim import state_dict as states
@@ -139,7 +140,8 @@ def save(
     engine = optimizer._engine
     rank, size = engine.ranks
     file, saved, error = None, {}, None
-    try:
+    to = "" if path is None else ", path=..."
+    with failing_together(engine.expect_done_by_all, f"full_state_dict({dst=}{to}, {masters=}, {chunk_bytes=})"):
         _expect_arguments(dst, size, chunk_bytes)
         if path is not None and dst is None:
             raise ValueError("full_state_dict: a path is for the file of one rank; give its number as dst")
@@ -151,10 +153,6 @@ def save(
                     in_file["step"].copy_(entry["step"])
                 copy_values(file.saved["param_groups"], saved["param_groups"])
                 saved = file.saved
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-        error = found
-    to = "" if path is None else ", path=..."
-    engine.expect_done_by_all(f"full_state_dict({dst=}{to}, {masters=}, {chunk_bytes=})", error)
     try:
         if dst is None or rank // engine.world == dst // engine.world:  # other shard groups have the same
             buffer = _buffer(engine, chunk_bytes, _longest(info.param for info in engine.infos))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from bucketwheel.checkpoint.piece import Buffers
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import ClosedError
+from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.precision import Precision
@@ -237,15 +237,12 @@ class ShardedAdamW(Optimizer):
 
     def _take_in(self, why: str) -> None:
         """All or none, on all ranks."""
-        engine, trained, error = self._engine, self._trained, None
-        try:
+        engine, trained = self._engine, self._trained
+        with failing_together(engine.expect_done_by_all, why):
             groups = trained.regrouping(self.param_groups)
             engine.precision.expect_fits({info.dtype for info in (*groups.kept, *groups.new)})
             engine.expect_changeable(groups.new, why)
             edits = self._shown.find(self.state, engine, groups)
-        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-            error = found
-        engine.expect_done_by_all(why, error)
         what = "; ".join(text for text in (groups.text, self._shown.text(edits)) if text)
         engine.change(groups.kept, groups.new, group_texts(self.param_groups), f"{why} ({what.replace(':', ' ')})")
         trained.note(engine.infos, self.param_groups)
@@ -469,15 +466,11 @@ class ShardedAdamW(Optimizer):
     ) -> None:
         """Loads what ``find`` returns. ``load_model`` loads this rank's part of the parameters before. Collective."""
         self._follow_groups()
-        error, load = None, lambda: None
-        try:
+        with failing_together(self._engine.expect_done_by_all, what):
             state_dict = dict(find())  # hooks may write to it
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
             load = states.plan_load(self, state_dict)
-        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-            error = found
-        self._engine.expect_done_by_all(what, error)
         if load_model is None:
             load()
         else:
@@ -530,13 +523,8 @@ class ShardedAdamW(Optimizer):
         of one. Parameters go by their order in ``param_groups``, or by their names where these are ours.
         """
         self._follow_groups()
-        error, load = None, None
-        try:
+        with failing_together(self._engine.expect_done_by_all, f"load_full_state_dict({src=}, {chunk_bytes=})"):
             load = full_state.FullLoad(self, state_dict, src, chunk_bytes)
-        except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-            error = found
-        self._engine.expect_done_by_all(f"load_full_state_dict({src=}, {chunk_bytes=})", error)
-        assert load is not None
         load.carry_out()
         self._note_loaded()
 

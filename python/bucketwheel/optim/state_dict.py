@@ -19,6 +19,7 @@ from torch import Tensor
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.piece import copy_unseen
 from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
+from bucketwheel.errors import failing_together
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, load_master, master_of, moments_of, saved_names
@@ -162,14 +163,10 @@ def load_with_model(
     engine: LocalEngine | ShardedEngine, what: str, load_model: Callable[[], None], load: Callable[[], None]
 ) -> None:
     """``load`` is what `plan_load` returned; ``load_model`` writes this rank's part of the parameters. Collective."""
-    error = None
     engine.announce_write()
-    try:
+    with failing_together(engine.expect_done_by_all, what):
         load_model()  # remainders are made for its values
         load()
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks hear of it)
-        error = found
-    engine.expect_done_by_all(what, error)
     engine.share_params()
     engine.expect_loaded_model()
 
