@@ -84,8 +84,6 @@ class _Into:
         views = self._views[item.dest_index]
         if len(views) > 1:  # the parameter and its remainder
             load_master(views[0], {"remainder": views[1]}, tensor)
-        else:  # bytes are read into memory that torch does not see written
-            torch.autograd.graph.increment_version(views[0])
 
 
 class _Checkpoint:

@@ -238,6 +238,7 @@ class Reader(StorageReader):
             and target.dtype == dtype
         ):
             self.read_box(index, first * dtype.itemsize, bytes_of(target))
+            torch.autograd.graph.increment_version(target)  # torch does not see this write
             return
         chunk_bytes = self.description.chunk_bytes or CHUNK_BYTES
         rows = chunk_bytes // (row * dtype.itemsize)
