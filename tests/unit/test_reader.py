@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -225,7 +225,7 @@ def test_dtensors_and_fsdp2_of_two_ranks(rank_pool: Any, tmp_path: Path) -> None
     rank_pool(2).run(save_and_load_dtensors, str(tmp_path))
     reader = Reader(tmp_path / "ours")
     assert reader.description.world == 2 and reader.verify() > 2 * 11 * 6 * 4
-    boxes = [ChunkStorageMetadata(index.offset, sizes) for index, _, sizes in reader.boxes() if index.fqn == "columns"]
+    boxes = reader.description.metadata.state_dict_metadata["columns"].chunks
     assert sorted(tuple(box.offsets) for box in boxes) == [(0, 0), (0, 3)]
     assert len(list(tmp_path.glob("ours/data-*/__?_0.distcp"))) == 2
     reader.close()

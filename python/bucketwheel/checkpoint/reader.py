@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bucketwheel.checkpoint.format import Description, Stored, describe, entries
+from bucketwheel.checkpoint.format import Description, Stored, describe
 from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of, bytes_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
 __all__ = ["Reader"]
 
-VERIFY = ("before", "reading", "never")
 _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
 
 
@@ -43,15 +42,15 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str], *, verify: str = "before", weights_only: bool = True) -> None:
         super().__init__()
-        if verify not in VERIFY:
-            raise ValueError(f"verify is {verify!r}, expected one of {VERIFY}")
+        if verify not in ("before", "reading", "never"):
+            raise ValueError(f"verify is {verify!r}, expected one of 'before', 'reading', 'never'")
         self.path = Path(path)
         self.verify_when = verify
         self.weights_only = weights_only
         self._checks = verify == "reading"  # whether a read compares checksums now; see `load`
         self._description: Description | None = None
         self._files: dict[str, int] = {}  # open ones, by relative path, until close()
-        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging = memoryview(b"")
         self._whole: tuple[MetadataIndex, torch.Tensor] | None = None  # the last box read of another writer
 
     # ---- the checkpoint
@@ -82,22 +81,31 @@ class Reader(StorageReader):
                 self._check_item(index, stored, 0, stored.sums.nbytes)
         return compared
 
-    def read_box(self, index: MetadataIndex, begin: int, out: torch.Tensor) -> None:
-        """Bytes [begin, begin + out.numel()) of a box's data, in row-major order, into ``out``: contiguous uint8 on the CPU.
+    def read_box(self, index: MetadataIndex, begin: int, out: memoryview) -> None:
+        """Bytes [begin, begin + len(out)) of a box's data, in row-major order.
 
         Raises `CheckpointError`; with ``verify="reading"`` also for a chunk that is damaged.
         """
         stored = self._stored(index)
         if stored.sums is None:
-            out.copy_(bytes_of(self._foreign_box(index))[begin : begin + out.numel()])
+            out[:] = buffer_of(bytes_of(self._foreign_box(index)))[begin : begin + len(out)]
         elif self._checks:
-            self._check_data(index, stored, begin, begin + out.numel(), out)
+            self._check_data(index, stored, begin, begin + len(out), out)
         else:
             self._read(stored, stored.sums.begin + begin, out)
 
     def read_object(self, fqn: str) -> Any:
         """An object that is no tensor. Raises `CheckpointError` if its pickle names what ``weights_only`` refuses."""
-        return self._unpickled(fqn, self._object_bytes(MetadataIndex(fqn)))
+        content = self._object_bytes(MetadataIndex(fqn))
+        try:
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=self.weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{fqn!r} in {self.path} is more than tensors and plain values: {str(error).splitlines()[0]}. Reader(..., "
+                "weights_only=False) loads it, and executes what it says"
+            ) from error
+        except Exception as error:  # a damaged one may raise anything
+            raise CheckpointError(f"{fqn!r} in {self.path} cannot be loaded: {error}") from error
 
     # ---- stock's protocol
 
@@ -214,14 +222,10 @@ class Reader(StorageReader):
         dtype, sizes = self._box(item.storage_index)
         if target.shape != item.lengths:
             raise CheckpointError(f"{item.storage_index.fqn!r}: {tuple(item.lengths)} into {tuple(target.shape)}")
-        self._load_rows(
-            item.storage_index,
-            dtype,
-            0,
-            (sizes or (1,)),
-            (item.storage_offsets or (0,)),
-            target if sizes else target.reshape(1),
-        )
+        if sizes:
+            self._load_rows(item.storage_index, dtype, 0, sizes, item.storage_offsets, target)
+        else:
+            self._load_rows(item.storage_index, dtype, 0, (1,), (0,), target.view(1))
 
     def _load_rows(
         self, index: MetadataIndex, dtype: torch.dtype, begin: int, sizes: Any, offsets: Any, target: torch.Tensor
@@ -231,49 +235,41 @@ class Reader(StorageReader):
             return
         row = torch.Size(sizes[1:]).numel()
         first = begin + offsets[0] * row
-        if (
-            tuple(target.shape[1:]) == tuple(sizes[1:])
-            and target.is_cpu
-            and target.is_contiguous()
-            and target.dtype == dtype
-        ):
-            self.read_box(index, first * dtype.itemsize, bytes_of(target))
+        has_whole_rows = target.shape[1:] == sizes[1:]
+        if has_whole_rows and target.is_cpu and target.is_contiguous() and target.dtype == dtype:
+            self.read_box(index, first * dtype.itemsize, buffer_of(bytes_of(target)))
             torch.autograd.graph.increment_version(target)  # torch does not see this write
             return
-        chunk_bytes = self.description.chunk_bytes or CHUNK_BYTES
-        rows = chunk_bytes // (row * dtype.itemsize)
+        rows = (self.description.chunk_bytes or CHUNK_BYTES) // (row * dtype.itemsize)
         if rows == 0 and len(sizes) > 1:
             for i, part in enumerate(target):
                 self._load_rows(index, dtype, first + i * row, sizes[1:], offsets[1:], part)
             return
-        for at, part in zip(range(0, len(target), max(rows, 1)), target.split(max(rows, 1)), strict=True):
+        rows = max(rows, 1)
+        for at in range(0, len(target), rows):
+            part = target[at : at + rows]
             staged = torch.empty(len(part), *sizes[1:], dtype=dtype, device="cpu")
-            self.read_box(index, (first + at * row) * dtype.itemsize, bytes_of(staged))
+            self.read_box(index, (first + at * row) * dtype.itemsize, buffer_of(bytes_of(staged)))
             for dimension, (offset, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True), 1):
                 staged = staged.narrow(dimension, offset, length)
             part.copy_(staged)
 
-    def _chunks(self, stored: Stored, begin: int, end: int) -> Iterator[tuple[int, slice, int]]:
-        """The chunks that hold bytes of [begin, end): where each begins, what of it is meant, its size."""
+    def _check_data(
+        self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: memoryview | None = None
+    ) -> None:
+        """Reads the chunks that hold bytes [begin, end) of a box, those bytes into ``out``, and compares checksums."""
         assert stored.sums is not None
         chunk_bytes = self.description.chunk_bytes
         for at in range(begin // chunk_bytes * chunk_bytes, end, chunk_bytes):
             size = min(chunk_bytes, stored.sums.nbytes - at)
-            yield at, slice(max(begin - at, 0), min(end - at, size)), size
-
-    def _check_data(
-        self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: torch.Tensor | None = None
-    ) -> None:
-        """Reads the chunks that hold bytes [begin, end) of a box, those bytes into ``out``, and compares checksums."""
-        assert stored.sums is not None
-        for at, taken, size in self._chunks(stored, begin, end):
-            target = None if out is None else out[max(at - begin, 0) :][: taken.stop - taken.start]
-            chunk = target if target is not None and target.numel() == size else self._stage(size)
+            first, last = max(at, begin), min(at + size, end)
+            target = None if out is None else out[first - begin : last - begin]
+            chunk = target if target is not None and len(target) == size else self._stage(size)
             crc = self._read_summed(stored, stored.sums.begin + at, chunk)
-            if crc != int.from_bytes(stored.sums.chunks[4 * (at // self.description.chunk_bytes) :][:4], "little"):
+            if crc != int.from_bytes(stored.sums.chunks[4 * (at // chunk_bytes) :][:4], "little"):
                 raise CheckpointError(self._damaged(index, stored, f"in bytes {at} to {at + size} of its data"))
             if target is not None and chunk is not target:
-                target.copy_(chunk[taken])
+                target[:] = chunk[first - at : last - at]
 
     def _check_item(self, index: MetadataIndex, stored: Stored, begin: int, end: int) -> None:
         """What lies around its data, and the chunks that hold bytes [begin, end) of that; read in their order."""
@@ -284,9 +280,9 @@ class Reader(StorageReader):
         if self._read_summed(stored, after, self._stage(stored.length - after), crc) != stored.sums.envelope:
             raise CheckpointError(self._damaged(index, stored, "around its data"))
 
-    def _read_summed(self, stored: Stored, at: int, out: torch.Tensor, crc: int = 0) -> int:
+    def _read_summed(self, stored: Stored, at: int, out: memoryview, crc: int = 0) -> int:
         """``out`` from byte ``at`` of an item on; returns ``crc``, continued over it."""
-        for piece in range(0, out.numel(), _PIECE_BYTES):
+        for piece in range(0, len(out), _PIECE_BYTES):
             part = out[piece : piece + _PIECE_BYTES]
             self._read(stored, at + piece, part)
             crc = core.crc32c(part, crc)
@@ -298,65 +294,47 @@ class Reader(StorageReader):
             "from what was written"
         )
 
-    def _stage(self, size: int) -> torch.Tensor:
-        if self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu")
+    def _stage(self, size: int) -> memoryview:
+        if len(self._staging) < size:
+            self._staging = memoryview(bytearray(size))
         return self._staging[:size]
 
-    def _read(self, stored: Stored, at: int, out: torch.Tensor) -> None:
+    def _read(self, stored: Stored, at: int, out: memoryview) -> None:
         """``out`` from byte ``at`` of an item on."""
-        path, position, left = stored.path, stored.offset + at, buffer_of(out)
+        path, position = stored.path, stored.offset + at
         try:
             if path not in self._files:
                 self._files[path] = os.open(self.path / path, os.O_RDONLY)
-            while len(left):
-                got = os.preadv(self._files[path], [left], position)
+            while out:
+                got = os.preadv(self._files[path], [out], position)
                 if got == 0:
                     raise CheckpointError(
                         f"{self.path / path} ends at byte {position}: it was cut off while it was read"
                     )
-                position, left = position + got, left[got:]
+                position, out = position + got, out[got:]
         except OSError as error:
             raise CheckpointError(f"{self.path / path} cannot be read: {error}") from error
 
-    def _object_bytes(self, index: MetadataIndex) -> bytes:
+    def _object_bytes(self, index: MetadataIndex) -> bytearray:
         stored = self._stored(index)
-        out = torch.empty(stored.length, dtype=torch.uint8, device="cpu")
+        content = bytearray(stored.length)
         if stored.sums is not None:
-            self.read_box(index, 0, out)
+            self.read_box(index, 0, memoryview(content))
         else:
-            self._read(stored, 0, out)
-        return bytes(buffer_of(out))
-
-    def _unpickled(self, fqn: str, content: bytes) -> Any:
-        try:
-            return torch.load(BytesIO(content), map_location="cpu", weights_only=self.weights_only)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{fqn!r} in {self.path} is more than tensors and plain values: {str(error).splitlines()[0]}. Reader(..., "
-                "weights_only=False) loads it, and executes what it says"
-            ) from error
-        except Exception as error:  # a damaged one may raise anything
-            raise CheckpointError(f"{fqn!r} in {self.path} cannot be loaded: {error}") from error
+            self._read(stored, 0, memoryview(content))
+        return content
 
     def _foreign_box(self, index: MetadataIndex) -> torch.Tensor:
         """A box of another writer, loaded whole."""
         if self._whole is None or self._whole[0] != index:
+            at = f"{index.fqn!r} at {index.offset} in {self.path}"
             content = self._object_bytes(index)
             try:
                 tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
             except Exception as error:  # a damaged one may raise anything
-                raise CheckpointError(
-                    f"{index.fqn!r} at {index.offset} in {self.path} cannot be loaded: {error}"
-                ) from error
+                raise CheckpointError(f"{at} cannot be loaded: {error}") from error
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
-                raise CheckpointError(
-                    f"{index.fqn!r} at {index.offset} in {self.path} is not a {dtype} of {tuple(sizes)}"
-                )
+                raise CheckpointError(f"{at} is not a {dtype} of {tuple(sizes)}")
             self._whole = index, tensor.contiguous()
         return self._whole[1]
-
-    def boxes(self) -> Iterator[tuple[MetadataIndex, TensorStorageMetadata | None, torch.Size]]:
-        """Every item: its index, its tensor and the sizes of its box; None and () for another object."""
-        return entries(self.description.metadata)

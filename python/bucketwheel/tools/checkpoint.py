@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bucketwheel.errors import CheckpointError
 
@@ -34,21 +33,21 @@ def main(options: argparse.Namespace) -> int:
 
 def report(folder: Path, *, verify: bool) -> Iterator[str]:
     """Line by line, the verdict last. Raises `CheckpointError` where it is not whole."""
-    from bucketwheel.checkpoint import Reader  # here: doctor also runs where the rest cannot be imported
+    # Here: doctor also runs where the rest cannot be imported.
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    from bucketwheel.checkpoint import Reader
 
     reader = Reader(folder)
     found = reader.description
-    boxes: dict[str, list[Any]] = {}
-    for index, tensor, _ in reader.boxes():
-        boxes.setdefault(index.fqn, []).append(tensor)
     rows = [("name", "dtype", "shape", "boxes", "bytes")]
-    for name, (tensor, *others) in boxes.items():
-        if tensor is None:
+    for name, entry in found.metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
             rows.append((name, "object", "", "", ""))
         else:
-            dtype = tensor.properties.dtype
-            nbytes = tensor.size.numel() * dtype.itemsize
-            rows.append((name, str(dtype)[6:], str(list(tensor.size)), str(1 + len(others)), str(nbytes)))
+            dtype = entry.properties.dtype
+            nbytes = entry.size.numel() * dtype.itemsize
+            rows.append((name, str(dtype)[6:], str(list(entry.size)), str(len(entry.chunks)), str(nbytes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, dtype, shape, count, size in rows:
         left = f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"
@@ -57,7 +56,7 @@ def report(folder: Path, *, verify: bool) -> Iterator[str]:
     stored = found.items.values()
     files = len({one.path for one in stored})
     yield (
-        f"{len(boxes) - objects} tensors in {len(stored) - objects} boxes, {objects} objects, "
+        f"{len(rows) - 1 - objects} tensors in {len(stored) - objects} boxes, {objects} objects, "
         f"{sum(one.length for one in stored)} bytes in {files} file{'s' * (files != 1)}"
     )
     if not found.world:
