@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from bucketwheel.checkpoint import Writer, writer
 from bucketwheel.checkpoint.format import METADATA
@@ -342,6 +342,16 @@ def test_a_failed_save_leaves_the_last_one_and_no_data(where: str, tmp_path: Pat
     assert_equal(found, state)
     save(tmp_path, state)
     assert len(files(tmp_path)) == 2 and not (tmp_path / ".saving").exists()
+
+
+def test_a_commit_that_fails_leaves_all_files_where_ranks_look_for_them(tmp_path: Path) -> None:
+    writer.start(tmp_path)
+    file = DataFile(tmp_path / ".saving" / "f")
+    result = file.add(MetadataIndex("x"), values(5))
+    file.close()
+    with mock.patch.object(Path, "replace", side_effect=OSError(28, "full")), pytest.raises(OSError, match="full"):
+        writer.publish(tmp_path, Metadata({}), [[result]], chunk_bytes=4096)
+    assert files(tmp_path) == {".saving/f", ".metadata.tmp"}
 
 
 def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:

@@ -477,8 +477,6 @@ class PendingSave:
         self._error.__cause__ = error
         self._file.empty()  # the disk may be full
         try:  # what cannot be said is seen from the file that is gone
-            if rank == 0:
-                (self._folder / SAVING).mkdir(exist_ok=True)
             self._say("failed", text)
         except OSError:
             pass
@@ -519,7 +517,7 @@ class PendingSave:
         for _ in self._looks("rank 0's commit"):
             if _stamp(self._folder / METADATA) != self._before:
                 return
-            is_gone = not self._path("_0.distcp", 0).exists()
+            is_gone = saving.exists() and not self._path("_0.distcp", 0).exists()
             if saving.exists():  # else it is being renamed
                 self._expect_at_work(0, is_gone)
 

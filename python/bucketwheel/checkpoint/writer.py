@@ -277,7 +277,8 @@ def publish(
 ) -> None:
     """[Note: the commit] One rank does, once the files of all are closed; ``results`` by rank. Local.
 
-    Raises `CheckpointError` if the files are not what the ranks have written.
+    Raises `CheckpointError` if the files are not what the ranks have written. After an error before the commit all files are
+    in ``.saving``.
     """
     ends: dict[str, int] = {}
     for result in (one for of_rank in results for one in of_rank):
@@ -314,10 +315,10 @@ def publish(
         flush(folder)
         temporary.write_bytes(packed(metadata))
         flush(temporary)
-    except BaseException:  # so that a disk that is full has room for the next save again
-        shutil.rmtree(folder / data, ignore_errors=True)
+        temporary.replace(folder / METADATA)
+    except BaseException:
+        (folder / data).rename(saving)
         raise
-    temporary.replace(folder / METADATA)
     flush(folder)
     for path in folder.iterdir():
         if _DATA.fullmatch(path.name) and path.name != data:
@@ -385,4 +386,8 @@ class Writer(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        publish(self.path, metadata, results, chunk_bytes=self.chunk_bytes, sync=self.sync)
+        try:
+            publish(self.path, metadata, results, chunk_bytes=self.chunk_bytes, sync=self.sync)
+        except BaseException:  # the disk may be full
+            shutil.rmtree(self.path / SAVING, ignore_errors=True)
+            raise
