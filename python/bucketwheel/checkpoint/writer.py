@@ -285,7 +285,7 @@ def publish(
         stored = result.storage_data
         ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
     saving = folder / SAVING
-    found = {path.name: path.stat().st_size for path in saving.iterdir()}
+    found = {path.name: _size(path) for path in saving.iterdir()}
     if found != ends:
         raise CheckpointError(
             f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
@@ -323,6 +323,11 @@ def publish(
     for path in folder.iterdir():
         if _DATA.fullmatch(path.name) and path.name != data:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    with open(path, "rb") as file:  # NFS asks the server at an open; what stat says may be some seconds old
+        return os.fstat(file.fileno()).st_size
 
 
 class Writer(StorageWriter):
