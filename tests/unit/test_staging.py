@@ -38,7 +38,7 @@ def overwrite(tensor: Tensor) -> None:
 
 def test_chunks_are_read_from_where_they_lie() -> None:
     staging, (live,), (tensor,) = make(3, 1)
-    pieces = list(live.chunks(CHUNK))
+    pieces = list(live.chunks())
     assert [piece.data_ptr() for piece in pieces] == [tensor.data_ptr() + CHUNK * i for i in range(3)]
     assert staging.written_bytes == tensor.nbytes and staging.stats.peak_staging_bytes == 0
     staging.before_write(None)
@@ -48,7 +48,7 @@ def test_chunks_are_read_from_where_they_lie() -> None:
 def test_what_is_about_to_be_written_is_staged_and_nothing_else() -> None:
     staging, live, tensors = make(3, 6, params=2)
     before = [t.tolist() for t in tensors]
-    first = live[0].chunks(CHUNK)
+    first = live[0].chunks()
     assert next(first).view(torch.float32).tolist() == before[0][:16]
     next(first)  # so the first is in the file, and the second is being read
     third = threading.Thread(target=staging.before_write, args=([0],))
@@ -63,19 +63,19 @@ def test_what_is_about_to_be_written_is_staged_and_nothing_else() -> None:
     assert staging.stats.staged_bytes == CHUNK and staging.stats.waits == 1 and staging.stats.waited_s > 0.1
     staging.before_write([1])
     overwrite(tensors[1])
-    assert values(live[1].chunks(CHUNK)) == before[1]
+    assert values(live[1].chunks()) == before[1]
     assert staging.stats.staged_bytes == 4 * CHUNK
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> None:
     staging, live, tensors = make(3, 6)
-    first = live[0].chunks(CHUNK)
+    first = live[0].chunks()
     next(first)
     if is_staged:
         list(first)  # no chunk is being read
         staging, live, tensors = make(3, 6)
-        first = live[0].chunks(CHUNK)
+        first = live[0].chunks()
     tensors[0].add_(1)
     if is_staged:
         staging.before_write(None)
@@ -92,7 +92,7 @@ def test_a_master_is_joined_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> N
     chunk_bytes = master.nbytes
     staging = Staging(4 * chunk_bytes, chunk_bytes, torch.device("cpu"))
     live = LiveTensor(staging, 0, [param, remainder], torch.float32, Watched("master", param))
-    (found,) = live.chunks(chunk_bytes)
+    (found,) = live.chunks()
     assert torch.equal(found.view(torch.float32).view(301, 300), master.t())
     assert sum(joined) == master.numel() and max(joined) <= master.numel() // 16
 
@@ -105,7 +105,7 @@ def test_a_copy_that_fails_ends_the_wait_for_it(error: Exception | None, monkeyp
 
     def read() -> None:
         try:
-            list(live.chunks(CHUNK))
+            list(live.chunks())
         except Exception as error:
             found.append(error)
 
@@ -139,7 +139,7 @@ def test_a_save_that_has_ended_holds_nobody_up() -> None:
     assert not waiting.is_alive()
     staging.before_write([0])
     with pytest.raises(OSError, match="disk full"):
-        list(live[0].chunks(CHUNK))
+        list(live[0].chunks())
 
 
 # ---- CUDA, by recording what is asked of the streams
@@ -188,7 +188,7 @@ def test_a_step_waits_in_its_stream_and_the_file_on_the_host(said: list[str]) ->
     on_device = Staging(6 * CHUNK, CHUNK, device)
     tensor = torch.arange(48.0)
     live = LiveTensor(on_device, 0, [tensor], tensor.dtype, Watched("tensor", tensor))
-    pieces = live.chunks(CHUNK)
+    pieces = live.chunks()
     found = next(pieces).view(torch.float32).tolist()
     assert said == ["side waits for training", "copy 1 in side", "the host waits for copy 1"]
     said.clear()

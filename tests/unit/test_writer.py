@@ -93,11 +93,11 @@ class Pieces:
         self.dtype, self.shape = tensor.dtype, tensor.shape
         self.bytes = tensor.reshape(-1).view(torch.uint8)
 
-    def chunks(self, chunk_bytes: int) -> Iterator[torch.Tensor]:
+    def chunks(self) -> Iterator[torch.Tensor]:
         begin, size = 0, 1
         while begin < self.bytes.numel():
-            yield self.bytes[begin : begin + min(size, chunk_bytes)]
-            begin, size = begin + min(size, chunk_bytes), size + 1
+            yield self.bytes[begin : begin + size]
+            begin, size = begin + size, size + 1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "strided", "pieces", "negative", "bytes"])

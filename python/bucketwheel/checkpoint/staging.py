@@ -105,7 +105,7 @@ class LiveTensor:
         if index is not None:
             staging.add(index, self._chunks)
 
-    def chunks(self, chunk_bytes: int) -> Iterator[Tensor]:
+    def chunks(self) -> Iterator[Tensor]:
         for chunk in self._chunks:
             yield from self._staging.read(chunk)
 

@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from bucketwheel import torch_internals
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, packed_sums
+from bucketwheel.checkpoint.live import split_views
 from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
@@ -56,9 +57,8 @@ class ChunkedTensor(Protocol):
     dtype: torch.dtype
     shape: torch.Size
 
-    def chunks(self, chunk_bytes: int) -> Iterator[torch.Tensor]:
-        """Its bytes in row-major order, as contiguous 1-D uint8 tensors on the CPU of at most ``chunk_bytes`` each. One is
-        used until the next is asked for."""
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Its bytes in row-major order, as contiguous 1-D uint8 tensors on the CPU. One is used until the next is asked for."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class DataFile:
             pieces = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] if data.getbuffer() else []
         else:
             before, behind = envelope_of(data.dtype, tuple(data.shape))
-            pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks(self.chunk_bytes)
+            pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks()
             if data.shape.numel() * data.dtype.itemsize >= _IN_PLACE_BYTES:
                 gap = -(self.size + len(before)) % _PAGE
         self._write(memoryview(bytes(gap) + before))
@@ -241,21 +241,12 @@ class DataFile:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cpu and tensor.is_contiguous():
             yield from bytes_of(tensor).split(BUFFER_BYTES)
-        else:
-            yield from self._staged(tensor)
-
-    def _staged(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Its bytes in row-major order, by way of the staging buffer."""
-        if tensor.nbytes > self.chunk_bytes and tensor.numel() > 1:
-            rows = self.chunk_bytes // (tensor.nbytes // len(tensor))
-            for block in tensor.split(rows) if rows else tensor.unbind():
-                yield from self._staged(block)
-        elif tensor.numel():
-            if self._staging is None or self._staging.numel() < tensor.nbytes:
-                size = max(self.chunk_bytes, tensor.nbytes)
-                self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
-            staged = self._staging[: tensor.nbytes]
-            staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            return
+        if self._staging is None:
+            self._staging = torch.empty(self.chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+        for (part,) in split_views([tensor], self.chunk_bytes // tensor.itemsize):
+            staged = self._staging[: part.nbytes]
+            staged.view(part.dtype).view(part.shape).copy_(part)
             yield staged
 
 
