@@ -1,10 +1,12 @@
 """Piece: the memory of a `TensorShard`, and how torch's asynchronous saves come to have it.
 
-`torch.distributed.checkpoint.async_save` copies what it saves first, with a `StateDictStager`. Nobody has seen the memory of
-a piece that `state_dict` has just copied, so the stager's `Piece` has it too, and the first of the two that is looked at
-while the other is there takes a copy (the save's own, if the caller keeps the dict). Other pieces are copied by the stager.
-What `state_dict` and the stager copy lies in memory of the save before, where nobody refers to that any more: the pages of new
-memory take longer than the copy.
+`torch.distributed.checkpoint.async_save` begins with a copy of the state dict, by a `StateDictStager`. Training waits for it,
+so two things make it cheap:
+
+- `state_dict` has just copied the pieces, and until somebody asks for the memory of one it is *unseen*. The stager's `Piece`
+  shares it then. The first of the two that is asked for its tensor, while the other lives, makes a copy.
+- Copies go into the memory of the save before, if nobody refers to that any more: pages of new memory take longer than the
+  copy.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _MIN_BYTES = 1 << 16  # what is smaller has few pages
 
 
 class Piece:
-    """All that a `TensorShard` has beside its shape, in one object, which says how stagers copy it: they look at each member
-    of a tensor, at each element of a tuple and at each number.
+    """All that a `TensorShard` has beside its shape. In one object, since stagers walk through all members of a tensor, down to
+    each number of a tuple; of this one they call ``__deepcopy__``.
 
     ``is_unseen``: nobody has the tensor or a view of it.
     """
@@ -46,7 +48,7 @@ class Piece:
         self.name = name
         self.boxes: tuple[Box, ...] | None = None  # once somebody has asked for them
         self._is_unseen = is_unseen  # until somebody asks for the tensor
-        self._twin: Any = None  # weak: the other piece that has the tensor, until either is asked for it
+        self._twin: Any = None  # weak: the other piece that shares the tensor, until either is asked for it
         self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None  # in which it is written
 
     @property
@@ -95,12 +97,12 @@ def copy_unseen(tensor: Tensor, buffers: Buffers, memo: dict[Any, Any]) -> Tenso
 class _Buffer:
     def __init__(self, size_bytes: int) -> None:
         self.memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.staging = 0  # the last that took it
-        self._view: Any = None  # weak: of whom the tensor over the memory keeps alive
+        self.staging = 0  # the last that used it
+        self._view: Any = None  # weak: what the tensor over the memory keeps alive
 
     @property
     def is_free(self) -> bool:
-        return self._view is None or self._view() is None
+        return self._view() is None
 
     def lend(self, dtype: torch.dtype) -> Tensor:
         """All of it, 1-D. The buffer is free when no tensor has the memory any more."""
@@ -131,9 +133,10 @@ class Buffers:
             if id(self) not in memo:
                 memo[id(self)] = self
                 self._begin()
-            same = self._free.get(tensor.nbytes)
-            buffer = same.pop() if same else _Buffer(tensor.nbytes)
-            if buffer.staging == 0:
+            if same := self._free.get(tensor.nbytes):
+                buffer = same.pop()
+            else:
+                buffer = _Buffer(tensor.nbytes)
                 self._all.append(buffer)
             buffer.staging = self._staging
             there = buffer.lend(tensor.dtype)

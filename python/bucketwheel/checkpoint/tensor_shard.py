@@ -129,8 +129,7 @@ class TensorShard(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offset = tuple(index.offset or ())
-        hint = index.index if index.index is not None and index.index < len(self.boxes) else 0
-        for box in (*self.boxes[hint:], *self.boxes[:hint]):
+        for box in self.boxes:
             if box.offsets == offset:
                 return self.view_of(box)
         raise ValueError(f"{index.fqn!r} has no box at {offset} on rank {self.part[0]}; it has {self.boxes}")
@@ -214,9 +213,8 @@ class TensorShard(Tensor):
         rank, world = self.part
         raise RuntimeError(
             f"{func} needs the whole of {self.param_name or 'a tensor'!r}, and this is rank {rank}'s part of {world}. Save and "
-            "load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole "
-            "states that any "
-            "torch optimizer loads"
+            "load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole states that "
+            "any torch optimizer loads"
         )
 
     def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
