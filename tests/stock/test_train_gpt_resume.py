@@ -27,73 +27,68 @@ TINY = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 7 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
     "--evaluate-batches 2 --text-bytes 300000 --save checkpoint --every 3 --resume"
 ).split()
-# A rank that dies before a step, as for want of memory.
-DIES = """
-import os, signal, sys
-sys.path.insert(0, {examples!r})
-import train_gpt
-train = train_gpt.train_step
-
-def train_step(run, text, step, config):
-    if step == 13 and train_gpt.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train(run, text, step, config)
-
-train_gpt.train_step = train_step
-sys.exit(train_gpt.main())
-"""
-# Says which step comes next on how many ranks, and waits at some until the test has ended or started an agent.
-WAITS = """
-import sys, time
+# The example, with something before each step.
+SCRIPT = """
+import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {examples!r})
 import train_gpt
-train = train_gpt.train_step
+train, rank, world = train_gpt.train_step, train_gpt.rank, train_gpt.world
 
 def train_step(run, text, step, config):
-    if train_gpt.rank() == 0:
-        with open("log", "a") as log:
-            log.write(f"{{train_gpt.world()}} {{step}}\\n")
-    awaited = {{(2, 8): Path("one_has_left"), (1, 16): Path("one_has_joined")}}.get((train_gpt.world(), step))
-    until = time.monotonic() + 90
-    while awaited and not awaited.exists():
-        if time.monotonic() > until:
-            sys.exit(f"no {{awaited}}")
-        time.sleep(0.02)
+{before}
     return train(run, text, step, config)
 
 train_gpt.train_step = train_step
 sys.exit(train_gpt.main())
 """
+# A rank dies, as for want of memory.
+DIES = """
+    if step == 13 and rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+# Says which step comes next on how many ranks, and waits at some until the test has ended or started an agent.
+WAITS = """
+    if rank() == 0:
+        with open("log", "a") as log:
+            log.write(f"{world()} {step}\\n")
+    awaited = {(2, 8): Path("one_has_left"), (1, 16): Path("one_has_joined")}.get((world(), step))
+    until = time.monotonic() + 90
+    while awaited and not awaited.exists():
+        if time.monotonic() > until:
+            sys.exit(f"no {awaited}")
+        time.sleep(0.02)
+"""
 
 
-def script(folder: Path, text: str) -> str:
+def script(folder: Path, before: str) -> str:
     path = folder / "script.py"
-    path.write_text(text.format(examples=str(EXAMPLES)))
+    path.write_text(SCRIPT.format(examples=str(EXAMPLES), before=before))
     return str(path)
 
 
-@pytest.fixture
-def train_gpt(monkeypatch):
+@pytest.fixture(name="train_gpt", scope="module")
+def example():
+    """The module. It draws with matplotlib."""
     pytest.importorskip("matplotlib").use("agg")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
     return importlib.import_module("train_gpt")
 
 
-def outcome(folder: Path) -> tuple[dict, dict]:
-    """Extra and parameters of the checkpoint."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        train_gpt = importlib.import_module("train_gpt")
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    model = train_gpt.Gpt(train_gpt.Config(layers=2, width=32, heads=2, context=32))
-    extra = bw.checkpoint.load(folder, model)
-    return extra, model.state_dict()
+@pytest.fixture(scope="module")
+def outcome(train_gpt):
+    """Extra and parameters of the checkpoint in a folder."""
+
+    def load(folder: Path) -> tuple[dict, dict]:
+        model = train_gpt.Gpt(train_gpt.Config(layers=2, width=32, heads=2, context=32))
+        return bw.checkpoint.load(folder, model), model.state_dict()
+
+    return load
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(tmp_path_factory, outcome):
     """What a training on two ranks that nothing stops comes to."""
     folder = tmp_path_factory.mktemp("straight")
     code, output = run_example("train_gpt.py", 2, *TINY, directory=folder)
@@ -103,7 +98,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def killed(tmp_path_factory, outcome):
     """The folder of a training whose rank 1 of two was killed when 13 steps were done."""
     folder = tmp_path_factory.mktemp("killed")
     code, output = run_example(script(folder, DIES), 2, *TINY, directory=folder)
@@ -122,7 +117,7 @@ def expect_close(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, slow_case(0), slow_case(1), slow_case(3)])
-def test_a_killed_training_resumes_on_any_number_of_ranks(straight, killed, tmp_path, ranks):
+def test_a_killed_training_resumes_on_any_number_of_ranks(straight, killed, outcome, tmp_path, ranks):
     shutil.copytree(killed / "checkpoint", tmp_path / "checkpoint")
     begin = outcome(tmp_path / "checkpoint")[0]["step"]
     code, output = run_example("train_gpt.py", ranks, *TINY, directory=tmp_path)
@@ -198,7 +193,7 @@ def await_that(is_so: Callable[[], bool], agents: list[Agent], timeout_s: float)
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(400)
-def test_agents_leave_and_join(straight, tmp_path):
+def test_agents_leave_and_join(straight, outcome, tmp_path):
     script(tmp_path, WAITS)
     log = tmp_path / "log"
     log.touch()

@@ -267,8 +267,7 @@ def left_open(rank: int, world: int) -> None:
     snapshots = Snapshots(loop.opt)
     train(loop, range(3))
     assert snapshots.verify() == 3
-    for step in (4, 5):
-        train(loop, range(step, step + 1))
+    train(loop, range(3, 5))
 
 
 def test_a_process_ends_with_its_snapshots_open() -> None:
