@@ -64,8 +64,8 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
         checkpoint.end()
 
 
-class _Into:
-    """What `Reader.read_data` asks where to put things."""
+class _Planner:
+    """What `Reader.load` asks of a stock `LoadPlanner`: where tensors go."""
 
     def __init__(self) -> None:
         self._views: dict[MetadataIndex, Sequence[Tensor]] = {}
@@ -94,7 +94,7 @@ class _Checkpoint:
         self.extra: Any = None
         self._folder = folder
         self._engine = engine
-        self._into = _Into()
+        self._planner = _Planner()
         # What is read once all ranks have checked theirs:
         self._of_model: list[ReadItem] = []
         self._of_states: list[ReadItem] = []
@@ -286,7 +286,7 @@ class _Checkpoint:
                     there = [at - offset for at, offset in zip(begin, chunk.offsets, strict=True)]
                     item = ReadItem(
                         LoadItemType.TENSOR,
-                        dest_index=self._into.add([_part(view, here, sizes) for view in views]),
+                        dest_index=self._planner.add([_part(view, here, sizes) for view in views]),
                         dest_offsets=torch.Size(here),
                         storage_index=MetadataIndex(key, chunk.offsets, number),
                         storage_offsets=torch.Size(there),
@@ -296,7 +296,7 @@ class _Checkpoint:
         return items
 
     def _read(self, items: list[ReadItem], *, checks: bool = False) -> None:
-        self.reader.load(items, self._into, checks=checks)  # type: ignore[arg-type]
+        self.reader.load(items, self._planner, checks=checks)  # type: ignore[arg-type]
 
     def _value(self, key: str) -> Any:
         """A tensor that is small, or not divided here; or another object."""

@@ -1,8 +1,8 @@
-"""save and async_save: the states, parameters and other tensors of a training job, from where they lie, in one file a rank.
+"""save and async_save: each rank writes its part of a training job to one file, from where it lies in memory.
 
 Names and format are those of stock `torch.distributed.checkpoint` for ``{"model": model.state_dict(), "optim":
-optimizer.state_dict(), "extra": extra}``. Who writes what follows from the layout, without communication. What follows the
-call goes through the folder, since training uses the communicators:
+optimizer.state_dict(), "extra": extra}``. Each rank knows from the layout what it writes. After the call ranks talk through
+the folder, since training uses the communicators:
 
 | file in ``.saving`` | says |
 |---|---|
@@ -298,7 +298,7 @@ class _Plan:
                 self.items.append(_Item(index, tuple(info.param.shape), data, nbytes))
 
     def _add_others(self, leaves: Mapping[str, Any]) -> None:
-        """Frozen parameters and steps are the same on all ranks, so each writes some; the rest is rank 0's."""
+        """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""
         turns = _Turns(self.everyone.size, self.everyone.rank)
         for key, leaf in leaves.items():
             if key in self.same:
@@ -323,7 +323,7 @@ class _Plan:
 
 
 class _Turns:
-    """Deals bytes out to ``count``, each time to the one with the fewest. The same on all of them."""
+    """Shares bytes out among ``count`` ranks, each time to the one that has the fewest. The same on all ranks."""
 
     def __init__(self, count: int, mine: int) -> None:
         self._dealt = [0] * count
@@ -531,7 +531,7 @@ class PendingSave:
             )
 
     def _looks(self, what: str) -> Iterator[None]:
-        """Again and again, until nothing has changed in the folder for as long as ranks wait for each other."""
+        """Yields between pauses. CheckpointError if nothing has changed in the folder for the ranks' time limit."""
         began = since = time.monotonic()
         seen: dict[str, int] = {}
         while True:
@@ -547,7 +547,7 @@ class PendingSave:
 
 
 class _OfOther(CheckpointError):
-    """What another rank says."""
+    """Another rank has failed; its text."""
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -607,8 +607,8 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
 
 
 def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> None:
-    """Waits for what this rank still saves of ``engine``, or of another into ``folder``. Warns of a save that has failed, of
-    which nobody has asked."""
+    """Waits for saves of this rank that still run, of ``engine`` or into ``folder``. Warns of one that has failed where
+    nobody has called its `wait`."""
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
         is_related = owner is engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
