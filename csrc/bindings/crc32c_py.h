@@ -5,58 +5,30 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <string>
 
-#include "bindings/dlpack.h"
 #include "kernels/crc32c.h"
 
 namespace bucketwheel {
 
 namespace py = pybind11;
 
-// The bytes of a contiguous CPU tensor, or of an object with the buffer protocol (bytes, memoryview, numpy), while it
-// lives.
-class ByteSpan {
- public:
-  explicit ByteSpan(py::handle object) {
-    if (dlpack::is_tensor(object)) {
-      const dlpack::Described tensor = dlpack::describe_item(object, {"buffer"});
-      BW_EXPECTS(tensor.is_contiguous(), "buffer is not contiguous: " + tensor.layout_text());
-      data_ = tensor.data;
-      size_ = static_cast<size_t>(tensor.numel) * size_of(tensor.dtype);
-      return;
-    }
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
-      throw py::error_already_set();
-    }
-    data_ = view_.buf;
-    size_ = static_cast<size_t>(view_.len);
-  }
-  ~ByteSpan() { PyBuffer_Release(&view_); }  // nothing for a tensor
-  ByteSpan(const ByteSpan&) = delete;
-  ByteSpan& operator=(const ByteSpan&) = delete;
-
-  const void* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  Py_buffer view_{};
-  const void* data_ = nullptr;
-  size_t size_ = 0;
-};
-
 inline void bind_crc32c(py::module_& m) {
   m.def(
       "crc32c",
       [](py::handle buffer, uint32_t initial) {
-        constexpr size_t kLong = size_t{1} << 16;  // what takes longer than other threads take to notice
-        const ByteSpan span(buffer);
+        constexpr Py_ssize_t kLong = 1 << 16;  // what takes longer than other threads take to notice
+        Py_buffer bytes;
+        if (PyObject_GetBuffer(buffer.ptr(), &bytes, PyBUF_SIMPLE) != 0) {
+          throw py::error_already_set();
+        }
+        const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> held(&bytes, PyBuffer_Release);
         std::optional<py::gil_scoped_release> unlocked;
-        if (span.size() >= kLong) {
+        if (bytes.len >= kLong) {
           unlocked.emplace();
         }
-        return crc32c(span.data(), span.size(), initial);
+        return crc32c(bytes.buf, static_cast<size_t>(bytes.len), initial);
       },
       py::arg("buffer"), py::arg("initial") = 0);
 }
