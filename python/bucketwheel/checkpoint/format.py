@@ -48,19 +48,28 @@ VERSION = 2
 _TRAILER = struct.Struct("<8sQI")
 _SUMS = struct.Struct("<QQI")  # of an item: begin, nbytes, envelope of `Sums`; its chunks follow
 _MAGIC = b"\x89bwckpt\n"
-_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
-_DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_DCP = "torch.distributed.checkpoint."
+
+# What a pickle may name: each becomes a `_Record`, or is replaced by what stands here.
 _RECORDS = {
-    **dict.fromkeys(
-        f"{_DCP}metadata.{name}" for name in (
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    f"{_DCP}filesystem._StorageInfo": None,
+    f"torch.distributed.checkpoint.{name}" for name in (
+        "metadata.Metadata", "metadata.MetadataIndex", "metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata",
+        "metadata.ChunkStorageMetadata", "metadata.TensorProperties", "metadata.StorageMeta",
+        "metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo",
+    )
 }  # fmt: skip
-_PATHS = {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+_REPLACED: dict[str, Any] = {
+    **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    **{
+        f"{module}.{name}": lambda *parts: "/".join(map(str, parts))
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath")
+    },
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": str,
+    "collections.OrderedDict": OrderedDict,
+    "builtins.set": set,
+    "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
+}
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,10 @@ def describe(folder: Path) -> Description:
         if (extra is not None) != is_ours:
             _refuse("its trailer is missing or damaged" if extra is not None else "it has no checksums, but a trailer")
         infos = _infos(pickled.state.get("storage_data"))
-        facts = _facts(extra, len(infos)) if is_ours else _Facts(0, 0, {}, [None] * len(infos))
+        facts = _facts(extra, len(infos)) if is_ours else _Facts(0, 0, None, [None] * len(infos))
         items = {i: Stored(*info, sums) for (i, info), sums in zip(infos.items(), facts.sums, strict=True)}
-        _expect_items(metadata, items, is_ours)
-        _expect_files(folder, items, facts.files, is_ours)
+        _expect_items(metadata, items)
+        _expect_files(folder, items, facts.files)
     except (CheckpointError, RecursionError) as error:  # a recursion: names in containers in containers
         raise CheckpointError(f"{path}: {error}") from error.__cause__
     return Description(metadata, items, facts.world, facts.chunk_bytes)
@@ -148,13 +157,13 @@ def _body(content: bytes, path: Path) -> tuple[bytes, bool]:
 
 
 class _Record:
-    """An object of the pickle: its arguments and its state, nothing else."""
+    """An object of the pickle: its state, nothing else."""
 
     name = ""
+    state: Any = None
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    def __new__(cls, *args: Any) -> _Record:
+        return object.__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -163,19 +172,10 @@ class _Record:
 def _find_class(unpickler: Any, module: str, name: str) -> Any:
     full = f"{module}.{name}"
     if full in _RECORDS:
-        return unpickler.records.setdefault(full, type(name, (_Record,), {"name": name, "__new__": _new}))
-    if module == "torch" and name in _DTYPES:
-        return _DTYPES[name]
-    if full in _PATHS:
-        return lambda *parts: "/".join(str(part) for part in parts)
-    found = {
-        "torch.Size": tuple,
-        "torch.serialization._get_layout": lambda layout: _LAYOUTS[layout],
-        "collections.OrderedDict": OrderedDict,
-        "builtins.set": set,
-        "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
-    }.get(full)
-    return found or _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
+        return unpickler.records.setdefault(full, type(name, (_Record,), {"name": name}))
+    if full not in _REPLACED:
+        _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
+    return _REPLACED[full]
 
 
 class _Unpickler(pickle._Unpickler):
@@ -184,12 +184,6 @@ class _Unpickler(pickle._Unpickler):
 
 class _FastUnpickler(pickle.Unpickler):
     find_class = _find_class
-
-
-def _new(kind: type[_Record], *args: Any) -> _Record:
-    record = object.__new__(kind)
-    _Record.__init__(record, *args)
-    return record
 
 
 def _loaded(body: bytes, is_whole: bool) -> _Record:
@@ -301,7 +295,7 @@ class _Facts:
 
     world: int
     chunk_bytes: int
-    files: dict[str, int]  # their sizes
+    files: dict[str, int] | None  # their sizes; None of another writer
     sums: Sequence[Sums | None]  # in the order of the items
 
 
@@ -368,31 +362,33 @@ def _expect_cover(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetad
         active.append((begin, end))
 
 
-def entries(metadata: Metadata) -> Iterator[tuple[MetadataIndex, TensorStorageMetadata | None, torch.Size]]:
-    """Every item: its index, its tensor and the sizes of its box; None and () for the bytes of another object."""
+def _expect_items(metadata: Metadata, items: dict[MetadataIndex, Stored]) -> None:
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
-                yield MetadataIndex(fqn, chunk.offsets), entry, chunk.sizes
+                _expect_item(
+                    items, MetadataIndex(fqn, chunk.offsets), chunk.sizes.numel() * entry.properties.dtype.itemsize
+                )
         else:
-            yield MetadataIndex(fqn), None, torch.Size()
+            _expect_item(items, MetadataIndex(fqn), None)
 
 
-def _expect_items(metadata: Metadata, items: dict[MetadataIndex, Stored], is_ours: bool) -> None:
-    for index, tensor, sizes in entries(metadata):
-        stored = items.get(index)
-        if stored is None or (is_ours and stored.sums is None):
-            _refuse(f"{index.fqn!r} at {index.offset} is not stored, or has no checksum")
-        least = 0 if tensor is None else sizes.numel() * tensor.properties.dtype.itemsize
-        sums = stored.sums or Sums(0, least, 0, b"")
-        if min(stored.offset, stored.length) < 0 or sums.begin + sums.nbytes > stored.length:
-            _refuse(f"{index.fqn!r} at {index.offset} lies beyond its place in {stored.path}")
-        if tensor is not None and sums.nbytes != least:
-            _refuse(f"{index.fqn!r} at {index.offset} has {sums.nbytes} bytes of data, its shape has {least}")
+def _expect_item(items: dict[MetadataIndex, Stored], index: MetadataIndex, nbytes: int | None) -> None:
+    """``nbytes``: of its data; None for an object, which is all data."""
+    stored = items.get(index)
+    if stored is None:
+        _refuse(f"{index.fqn!r} at {index.offset} is not stored")
+    nbytes = stored.length if nbytes is None else nbytes
+    sums = stored.sums or Sums(0, nbytes, 0, b"")
+    if min(stored.offset, stored.length) < 0 or sums.begin + sums.nbytes > stored.length:
+        _refuse(f"{index.fqn!r} at {index.offset} lies beyond its place in {stored.path}")
+    if sums.nbytes != nbytes:
+        _refuse(f"{index.fqn!r} at {index.offset} has {sums.nbytes} bytes of data, its shape has {nbytes}")
 
 
-def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[str, int], is_ours: bool) -> None:
-    """Each file lies in the folder, is there, and has the size that was written, or at least what is read of it."""
+def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[str, int] | None) -> None:
+    """Each file lies in the folder, is there, and has the size that was written (None: is not known), at least what is read
+    of it."""
     ends: dict[str, int] = {}
     for stored in items.values():
         ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
@@ -407,7 +403,7 @@ def _expect_files(folder: Path, items: dict[MetadataIndex, Stored], files: dict[
             raise CheckpointError(f"the file {name[:200]!r} is missing: {str(error)[:200]}") from error
         if not stat.S_ISREG(found.st_mode):
             _refuse(f"{name!r} is no file")
-        if is_ours and found.st_size != files.get(name):
+        if files is not None and found.st_size != files.get(name):
             _refuse(f"the file {name} has {found.st_size} bytes, {files.get(name)} were written")
         if found.st_size < end:
             _refuse(f"the file {name} has {found.st_size} bytes, {end} are needed: it is cut off")
