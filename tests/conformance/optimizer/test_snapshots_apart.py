@@ -21,7 +21,6 @@ import bucketwheel as bw
 from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.testing import assert_bitwise_equal, run_ranks
 from tests.conformance.optimizer.test_snapshots import BF16, F32, Loop, add_group, eventful_step, write_state
-from tests.support.optim_twins import TINY, dyadic, loss_of, make_params
 
 
 class Apart(Loop):
@@ -246,16 +245,12 @@ def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) ->
 def of_a_group(rank: int, world: int) -> None:
     """The optimizer is of some of the ranks alone."""
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
-    params = make_params()
-    opt = bw.ShardedAdamW(params, process_group=groups[min(rank, 1)], **TINY)
-    with Snapshots(opt) as snapshots:
+    loop = Apart(process_group=groups[min(rank, 1)])
+    with Snapshots(loop.opt) as snapshots:
         assert (snapshots.rank, snapshots.world) == ((0, 1) if rank == 0 else (rank - 1, 2))
-        for seed in range(5):
-            loss_of(params, dyadic(params, seed)).backward()
-            opt.step()
-            opt.zero_grad()
+        train(loop, range(5))
         assert snapshots.verify() == 5
-    opt.close()
+    loop.opt.close()
 
 
 def test_the_ranks_of_a_group_are_each_others_neighbours() -> None:
