@@ -63,13 +63,8 @@ class _Progress(enum.Enum):
     SAFE = 2  # it is in the file or in staging memory: its live memory may change
 
 
-def _most_joined(chunk: Tensor) -> int:
-    """How many elements of a master are put together at a time: that takes some ten times their memory for a moment."""
-    return max(chunk.numel() // 16, 1024)
-
-
 class _Chunk:
-    __slots__ = ("copied", "dtype", "is_pooled", "nbytes", "progress", "staged", "views", "watched")
+    __slots__ = ("copied", "dtype", "nbytes", "progress", "staged", "views", "watched")
 
     def __init__(self, views: tuple[Tensor, ...], dtype: torch.dtype, watched: Watched) -> None:
         self.views = views
@@ -77,17 +72,13 @@ class _Chunk:
         self.watched = watched
         self.nbytes = views[0].numel() * dtype.itemsize
         self.progress = _Progress.LIVE
-        self.staged: Tensor | None = None  # bytes; from its copy until the file has them
-        self.is_pooled = False  # whether `staged` goes back to the pool then
-        self.copied: torch.cuda.Event | None = None  # CUDA: `staged` has been filled
+        self.staged: Tensor | None = None  # a step's copy, bytes; until the file has them
+        self.copied: torch.cuda.Event | None = None  # CUDA: the copy, the step's or the thread's, is there
 
     @property
     def is_in_place(self) -> bool:
         """Whether the file can be written from where it lies."""
         return len(self.views) == 1 and self.views[0].is_cpu and self.views[0].is_contiguous()
-
-    def bytes_in_place(self) -> Tensor:
-        return self.views[0].view(-1).view(torch.uint8)
 
 
 class LiveTensor:
@@ -151,18 +142,19 @@ class Staging:
             is_live = chunk.progress is _Progress.LIVE
             chunk.progress = _Progress.READ if is_live else chunk.progress
         if is_live and chunk.is_in_place:
-            yield chunk.bytes_in_place()
+            yield chunk.views[0].view(-1).view(torch.uint8)
             chunk.watched.expect_unedited()
         else:
-            if is_live:
-                self._copy(chunk, self._own_memory(chunk.nbytes))
+            memory = chunk.staged
+            if memory is None:
+                memory = self._own_memory(chunk.nbytes)
+                self._copy(chunk, memory)
             if chunk.copied is not None:
                 chunk.copied.synchronize()
-            assert chunk.staged is not None
-            yield chunk.staged
+            yield memory
         with self._changed:
             chunk.progress = _Progress.SAFE
-            if chunk.is_pooled and chunk.staged is not None:
+            if chunk.staged is not None:
                 self._give_back(chunk.staged)
             chunk.staged = None
             chunk.views = ()
@@ -208,7 +200,7 @@ class Staging:
         with self._changed:
             while chunk.progress is not _Progress.SAFE and not self._is_over:
                 if chunk.progress is _Progress.LIVE and (memory := self._take(chunk.nbytes)) is not None:
-                    chunk.progress = _Progress.READ
+                    chunk.progress, chunk.staged = _Progress.READ, memory
                     break
                 if not began:
                     began = time.monotonic()
@@ -217,7 +209,6 @@ class Staging:
         if began:
             self.stats.waited_s += time.monotonic() - began
         if memory is not None:
-            chunk.is_pooled = True
             try:
                 self._copy(chunk, memory, stream_of(self._device))
             except Exception as error:
@@ -234,7 +225,10 @@ class Staging:
             if self._stream is not None and after is not None:
                 self._stream.wait_stream(after)
             place = memory.view(chunk.dtype)
-            for views in split_views(chunk.views, place.numel() if len(chunk.views) == 1 else _most_joined(place)):
+            most = place.numel()
+            if len(chunk.views) > 1:  # putting masters together takes some ten times their memory for a moment
+                most = max(most // 16, 1024)
+            for views in split_views(chunk.views, most):
                 numel = views[0].numel()
                 place[:numel].view(views[0].shape).copy_(value_of(views), non_blocking=True)
                 place = place[numel:]
@@ -242,7 +236,6 @@ class Staging:
                 chunk.copied = self._stream.record_event()
         chunk.watched.expect_unedited()
         with self._changed:
-            chunk.staged = memory
             chunk.progress = _Progress.SAFE
             self._changed.notify_all()
 
