@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "boxes_of", "memory_order"]
+__all__ = ["Box", "boxes_of"]
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,25 @@ class Box:
         return prod(self.sizes)
 
 
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions of a dense tensor, those whose neighbours lie furthest apart first; dimensions of one element anywhere."""
-    return sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -stride[dim]))
-
-
 def boxes_of(shape: Sequence[int], stride: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Box, ...]:
     """The boxes of ``ranges`` ([begin, end) in memory order, ascending) of a dense tensor of ``shape`` and ``stride``.
 
     The piece of a rank has the elements of its ranges one behind the other. A tensor without elements has one box for a
     range [0, 0).
     """
-    order = memory_order(shape, stride)
+    # The dimensions whose neighbours lie furthest apart first; those of one element anywhere.
+    order = sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -stride[dim]))
+    place = [order.index(dim) for dim in range(len(shape))]
     sizes = [shape[dim] for dim in order]
     found: list[Box] = []
     at = 0
     for begin, end in ranges:
         cuts = _cut(sizes, begin, end) if prod(sizes) else [((0,) * len(sizes), tuple(sizes))]
         for offsets, lengths in cuts:
-            found.append(_in_shape(order, offsets, lengths, at))
-            at += found[-1].numel
+            strides = [prod(lengths[i + 1 :]) for i in range(len(lengths))]
+            in_shape = [tuple(of[i] for i in place) for of in (offsets, lengths, strides)]
+            found.append(Box(in_shape[0], in_shape[1], at, in_shape[2]))
+            at += prod(lengths)
     return tuple(found)
 
 
@@ -73,16 +72,3 @@ def _in_row(sizes: Sequence[int], row: int, begin: int, end: int) -> Iterator[tu
     before = row * prod(sizes[1:])
     for offsets, lengths in _cut(sizes[1:], begin - before, end - before):
         yield (row, *offsets), (1, *lengths)
-
-
-def _in_shape(order: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], begin: int) -> Box:
-    """The box with its dimensions as the shape has them."""
-    strides = [prod(lengths[i + 1 :]) for i in range(len(lengths))]
-    at = {dim: i for i, dim in enumerate(order)}
-    dims = range(len(order))
-    return Box(
-        tuple(offsets[at[dim]] for dim in dims),
-        tuple(lengths[at[dim]] for dim in dims),
-        begin,
-        tuple(strides[at[dim]] for dim in dims),
-    )

@@ -22,7 +22,4 @@ def numbers_of(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
 def numbered_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """``param_groups`` with numbers in the place of parameters."""
     number = numbers_of(param_groups)
-    return [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
-        for group in param_groups
-    ]
+    return [{**group, "params": [number[p] for p in group["params"]]} for group in param_groups]
