@@ -270,8 +270,7 @@ class FullLoad:
         entry = self._entries[param]
         if not entry:  # torch saves nothing for a parameter that was never stepped
             return None
-        states.expect_entry(entry, names, of)
-        found = {name: entry[name] for name in names if entry.get(name) is not None}
+        found = states.expect_states(entry, names, param, of)
         for name, value in found.items():
             if type(value) is not Tensor:
                 raise ValueError(
@@ -279,7 +278,6 @@ class FullLoad:
                     "as full_state_dict() and get_optimizer_state_dict(..., StateDictOptions(full_state_dict=True)) return "
                     "them; load_state_dict takes parts"
                 )
-            states.expect_shape(value, param, name, of)
         return int(entry["step"]), {name: value.dtype for name, value in found.items()}
 
     def carry_out(self) -> None:

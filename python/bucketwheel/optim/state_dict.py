@@ -8,7 +8,7 @@ out of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,9 @@ __all__ = [
     "assign",
     "cut",
     "digest_of_rows",
-    "expect_entry",
     "expect_groups",
     "expect_no_gradients",
-    "expect_shape",
+    "expect_states",
     "kept_groups",
     "load_taken_in",
     "load_with_model",
@@ -207,15 +206,13 @@ def _states_of_frozen(
     found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if state.get(saved_as[p])}
     for p, entry in found.items():
         names = saved_names(optimizer._engine.precision.kept_of(p.dtype))
-        expect_entry(entry, names, f"a parameter of shape {tuple(p.shape)} that is frozen now")
-        if any(isinstance(entry.get(name), TensorShard) for name in names):
+        states = expect_states(entry, names, p, f"a parameter of shape {tuple(p.shape)} that is frozen now")
+        if any(isinstance(value, TensorShard) for value in states.values()):
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
                 "make the optimizer with the parameters trained that were trained when it was saved, load, and "
                 "freeze them then"
             )
-        for name in names:
-            expect_shape(entry.get(name), p, name, "a parameter that is frozen now")
     return found
 
 
@@ -266,18 +263,19 @@ def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None
         moment.as_strided(own.shape, (1,)).masked_fill_(own, 0.0)
 
 
-def expect_entry(entry: dict[str, Any], names: Iterable[str], of: str) -> None:
-    """ValueError unless it has a step and the states ``names``; without a master the parameter is the weight."""
+def expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, of: str) -> dict[str, Any]:
+    """The states ``names`` that a saved entry has. ValueError unless it has a step and all of them, in the parameter's shape;
+    without a master the parameter is the weight."""
     missing = [name for name in ("step", *names) if name != "master_param" and entry.get(name) is None]
     if missing:
         raise ValueError(f"the state of {of} has no {missing[0]!r}; it has {sorted(entry)}")
-
-
-def expect_shape(value: Tensor | None, param: Tensor, name: str, of: str) -> None:
-    if value is not None and value.shape != param.shape:
-        raise ValueError(
-            f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
-        )
+    found = {name: entry[name] for name in names if entry.get(name) is not None}
+    for name, value in found.items():
+        if value.shape != param.shape:
+            raise ValueError(
+                f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+            )
+    return found
 
 
 def digest_of_rows(rows: Any) -> str:
@@ -320,10 +318,8 @@ def _plan(
     if not entry:  # torch saves nothing for a parameter that was never stepped
         return info, 0, {}
     names, ranges = saved_names(engine.states[info.index]), engine.owned_ranges(info.index)
-    expect_entry(entry, names, repr(info.name))
-    loaded = {name: entry[name] for name in names if entry.get(name) is not None}
+    loaded = expect_states(entry, names, info.param, repr(info.name))
     for name, value in loaded.items():
-        expect_shape(value, info.param, name, repr(info.name))
         if isinstance(value, TensorShard):
             loaded[name] = _own_part(engine, info, value, ranges)
         elif not isinstance(value, StoredState):
