@@ -47,6 +47,7 @@ class SnapshotFile:
             try:  # without it a write where there is no room is a signal (SIGBUS)
                 os.posix_fallocate(file.fileno(), 0, len(line) + nbytes)
             except OSError as error:
+                self._made.unlink()
                 raise OSError(
                     error.errno, f"{error.strerror} for {len(line) + nbytes} bytes", str(self._made)
                 ) from None

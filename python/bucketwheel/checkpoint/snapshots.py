@@ -128,6 +128,7 @@ class Snapshots:
                 remove_other_runs(self._folder, self._run)
         except BaseException:
             self.stop()
+            self.close()
             raise
         self._engine.step_observers.append(self._observe)
 
@@ -262,10 +263,11 @@ class Snapshots:
             about = {"layout": layout.text, "slots": slots}
             file = SnapshotFile(self._folder, self._run, layout.rank, about, ShardCopy.nbytes_of(layout, 2, slots))
             kept = ShardCopy(layout, 2, slots, file.memory)
+        self._file = file  # removes the last one too, whose name is the same
         kept.begin(step, receive)
         if file is not None:
             file.publish()
-        self._kept, self._file = kept, file
+        self._kept = kept
 
     # --- what users call ---------------------------------------------------------------------------------------------
 

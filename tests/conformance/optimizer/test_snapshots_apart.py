@@ -103,6 +103,7 @@ def without_room(rank: int, world: int, folder: str) -> None:
         monkeypatch.setattr(os, "posix_fallocate", full) if rank == 1 else None
         with pytest.raises((RuntimeError, ValueError), match=f"No space left.*{folder}" if rank == 1 else "have ended"):
             Snapshots(loop.opt, directory=folder)
+    assert not list(Path(folder).glob(f"*-{(rank - 1) % world}.snapshot*")), "what there was room for is given back"
     loop.steps(0, 1)
     with Snapshots(loop.opt, directory=folder, first_step=2) as snapshots:
         loop.steps(2)
