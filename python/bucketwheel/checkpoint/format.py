@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
-__all__ = ["ATTRIBUTE", "METADATA", "Description", "Stored", "Sums", "describe", "packed", "packed_sums"]
+__all__ = ["ATTRIBUTE", "METADATA", "Description", "Stored", "Sums", "describe", "folder_of", "packed", "packed_sums"]
 
 METADATA = ".metadata"
 ATTRIBUTE = "bucketwheel"  # of the pickled Metadata
@@ -100,6 +100,13 @@ class Description:
     items: dict[MetadataIndex, Stored]
     world: int
     chunk_bytes: int
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """ValueError for a URL, which `Path` would make a folder of."""
+    if "://" in str(path):
+        raise ValueError(f"{path} is a URL, expected the path of a folder")
+    return Path(path)
 
 
 def describe(folder: Path) -> Description:

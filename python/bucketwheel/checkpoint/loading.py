@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.nn import Module
 
 from bucketwheel.checkpoint.boxes import Box
+from bucketwheel.checkpoint.format import folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
 from bucketwheel.checkpoint.reader import Reader
 from bucketwheel.checkpoint.saving import agree, engine_of, everyone_of, finish_before, is_extra_state, model_tensors
@@ -49,7 +50,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
         ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
     """
     engine = engine_of(optimizer)
-    folder = Path(directory)
+    folder = folder_of(directory)
     finish_before(engine, everyone_of(engine), folder)
     checkpoint = _Checkpoint(folder, engine)
     try:

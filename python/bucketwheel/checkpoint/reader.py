@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bucketwheel.checkpoint.format import Description, Stored, describe
+from bucketwheel.checkpoint.format import Description, Stored, describe, folder_of
 from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of, bytes_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
@@ -44,7 +44,7 @@ class Reader(StorageReader):
         super().__init__()
         if verify not in ("before", "reading", "never"):
             raise ValueError(f"verify is {verify!r}, expected one of 'before', 'reading', 'never'")
-        self.path = Path(path)
+        self.path = folder_of(path)
         self.verify_when = verify
         self.weights_only = weights_only
         self._checks = verify == "reading"  # whether a read compares checksums now; see `load`
@@ -121,7 +121,7 @@ class Reader(StorageReader):
         self.close()
         self._description = None
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = folder_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         return self.description.metadata

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
-from bucketwheel.checkpoint.format import METADATA, Stored, Sums
+from bucketwheel.checkpoint.format import METADATA, Stored, Sums, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
@@ -132,7 +132,7 @@ def async_save(
         raise ValueError(f"staging_bytes is {limit}, expected at least {_LEAST_STAGING}")
     engine = engine_of(optimizer)
     everyone = everyone_of(engine)
-    folder = Path(directory)
+    folder = folder_of(directory)
     finish_before(engine, everyone, folder)
     if engine is not None:
         optimizer._follow_groups()

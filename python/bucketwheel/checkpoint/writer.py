@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from bucketwheel import torch_internals
-from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, packed, packed_sums
+from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, folder_of, packed, packed_sums
 from bucketwheel.checkpoint.live import split_views
 from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
@@ -335,7 +335,7 @@ class Writer(StorageWriter):
 
     def __init__(self, path: str | os.PathLike[str], *, chunk_bytes: int = CHUNK_BYTES, sync: bool = True) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = folder_of(path)
         self.chunk_bytes = expect_int(chunk_bytes, "chunk_bytes")
         if self.chunk_bytes < 4096:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, expected at least 4096")
@@ -351,7 +351,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = folder_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):

@@ -442,8 +442,12 @@ def test_a_rank_that_writes_nothing_for_the_time_limit_is_waited_for_no_longer(
 # ---- arguments, and the end of the process
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = jobs.of(None)
+    monkeypatch.chdir(tmp_path)
+    for use in (checkpoint.save, checkpoint.load, lambda url, *_: checkpoint.Writer(url)):
+        with pytest.raises(ValueError, match="s3://bucket/run is a URL"):
+            use("s3://bucket/run", job.model, job.opt)
     with pytest.raises(ValueError, match="staging_bytes is 100"):
         checkpoint.save(tmp_path, job.model, job.opt, staging_bytes=100)
     with pytest.raises(TypeError, match="'extra' holds more than tensors"):
